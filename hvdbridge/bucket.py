@@ -1,0 +1,170 @@
+"""Buckets: flat pieces of a model's gradient, addressed by parameter name.
+
+Rules:
+
+1. A bucket arrives raw: rank r's local gradient, not yet weighted.
+2. :meth:`Bucket.weighted` multiplies once by the double ``w_r / sum(w)``; called again it does nothing,
+   so wrappers compose without scaling twice. The plain sum over ranks is then the weighted mean.
+3. A rank of weight 0 contributes nothing, not even its NaN: zeros are written, nothing is multiplied.
+4. Everything is keyed by parameter name: bucket boundaries move between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+class Layout:
+    """Where each named parameter lies in a flat buffer. Immutable; compared by identity, so cache it.
+
+    >>> layout = Layout({"weight": (2, 3), "bias": (3,)})
+    >>> layout.numel, layout.offsets["bias"]
+    (9, 6)
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+        self.names = tuple(self.shapes)
+        self.sizes = {name: shape.numel() for name, shape in self.shapes.items()}
+        self.offsets: dict[str, int] = {}
+        offset = 0
+        for name, size in self.sizes.items():
+            self.offsets[name] = offset
+            offset += size
+        self.numel = offset
+
+    def __repr__(self) -> str:
+        return f"Layout({len(self.names)} parameters, {self.numel} elements)"
+
+    def empty(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        return torch.empty(self.numel, dtype=dtype, device=device)
+
+
+class Views(Mapping[str, Tensor]):
+    """A flat tensor as a lazy mapping ``name -> view of the parameter's shape``."""
+
+    def __init__(self, layout: Layout, flat: Tensor) -> None:
+        if flat.shape != (layout.numel,):
+            raise ValueError(f"a flat tensor of {layout.numel} elements is needed, got shape {list(flat.shape)}")
+        self.layout = layout
+        self.flat = flat
+
+    def __getitem__(self, name: str) -> Tensor:
+        offset = self.layout.offsets[name]
+        return self.flat[offset : offset + self.layout.sizes[name]].view(self.layout.shapes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.names)
+
+    def __len__(self) -> int:
+        return len(self.layout.names)
+
+    def __repr__(self) -> str:
+        return f"Views({self.layout!r}, {self.flat.dtype})"
+
+
+def flatten(tensors: Mapping[str, Tensor], layout: Layout) -> Tensor:
+    """``tensors`` as one flat tensor in the order of ``layout``; no copy where they already are one."""
+    if isinstance(tensors, Views) and tensors.layout is layout:
+        return tensors.flat
+    return torch.cat([tensors[name].reshape(-1) for name in layout.names])
+
+
+@dataclass(eq=False)
+class Bucket:
+    """One flat piece of the gradient and all that a policy may know about it.
+
+    Attributes:
+        buffer: flat gradients, ``[layout.numel]``, floating point.
+        layout: where each parameter lies in ``buffer``.
+        index: number of the bucket in this step, in canonical order.
+        step: number of the synchronizing step, from 0.
+        seed: agreed by all ranks; key of shared randomness.
+        rank, size: of the synchronizer's group.
+        weights: the ranks' weights of this step (doubles), or None if none was set (all equal).
+        needs_sent: whether the caller wants :attr:`Aggregated.sent`.
+        blocks: model-wide number of each parameter's first block of :data:`BLOCK` elements, in the
+            order of ``Policy.init``; decides which rank owns which block in sharded schemes.
+    """
+
+    buffer: Tensor
+    layout: Layout
+    index: int = 0
+    step: int = 0
+    seed: int = 0
+    rank: int = 0
+    size: int = 1
+    weights: tuple[float, ...] | None = None
+    needs_sent: bool = False
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    scaled: bool = False
+
+    @property
+    def grads(self) -> Views:
+        """Lazy mapping from parameter name to a view of its gradient."""
+        return Views(self.layout, self.buffer)
+
+    @property
+    def weight(self) -> float:
+        """This rank's weight as given; 1.0 where none was set."""
+        return 1.0 if self.weights is None else self.weights[self.rank]
+
+    @property
+    def factor(self) -> float:
+        """This rank's share ``w_r / sum(w)``."""
+        return 1.0 / self.size if self.weights is None else self.weights[self.rank] / sum(self.weights)
+
+    def weighted(self) -> Bucket:
+        """Scale in place by :attr:`factor`, once; returns this bucket.
+
+        >>> bucket = Bucket(torch.ones(3), Layout({"p": (3,)}), rank=1, size=2, weights=(3.0, 1.0))
+        >>> bucket.weighted().weighted().buffer
+        tensor([0.2500, 0.2500, 0.2500])
+        """
+        if not self.scaled:
+            factor = self.factor
+            if factor == 0.0:
+                self.buffer.zero_()
+            elif factor != 1.0:
+                self.buffer.mul_(factor)
+            self.scaled = True
+        return self
+
+    def plus(self, tensors: Mapping[str, Tensor]) -> Bucket:
+        """A bucket with ``tensors`` (by name, same shapes) added; the wider of both dtypes."""
+        return replace(self, buffer=self.buffer + flatten(tensors, self.layout))
+
+    def with_buffer(self, buffer: Tensor) -> Bucket:
+        """The same bucket around another buffer of the same layout."""
+        return replace(self, buffer=buffer)
+
+    def select(self, layout: Layout) -> Bucket:
+        """The part of this bucket that ``layout`` names, in its order; a copy."""
+        return replace(self, buffer=flatten({n: self.grads[n] for n in layout.names}, layout), layout=layout)
+
+
+BLOCK = 1024
+"""Elements of the block that a sharded scheme never splits between two owners."""
+
+
+def number_blocks(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Model-wide number of each parameter's first block; every parameter starts a new one.
+
+    >>> number_blocks({"a": (1025,), "b": (3,), "c": (2, 2)})
+    {'a': 0, 'b': 2, 'c': 3}
+    """
+    first: dict[str, int] = {}
+    count = 0
+    for name, shape in shapes.items():
+        first[name] = count
+        count += -(-torch.Size(shape).numel() // BLOCK)
+    return first
+
+
+def join_layouts(layouts: Iterable[Layout]) -> Layout:
+    """One layout of several, one after the other."""
+    return Layout({name: shape for layout in layouts for name, shape in layout.shapes.items()})

@@ -1,0 +1,127 @@
+"""Requests: what a policy may ask of the other ranks. They know nothing of who answers.
+
+Rules:
+
+1. One request, one tensor back.
+2. The tensor of a request is given away: whoever answers may reduce into it and send it back.
+3. ``group`` names who takes part: ``"world"`` (the synchronizer's ranks), ``"node"`` (those on this
+   host), ``"cross"`` (the same local rank on every host), or a name that the communicator was given.
+   A wrapper may re-label the requests of its inner policy with :func:`dataclasses.replace`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hvdbridge.errors import Unsupported
+
+OPS = ("sum", "product", "min", "max")
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """Base of all requests. Shapes below are those of ``tensor``; N is the size of ``group``."""
+
+    tensor: Tensor
+
+    @property
+    def group(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+    def signature(self) -> str:
+        """What must be equal on all ranks of the group, as one short text.
+
+        >>> AllReduce(torch.zeros(2, 3)).signature()
+        'AllReduce[2, 3] float32 op=sum group=world'
+        """
+        t = self.tensor
+        extra = "".join(f" {k}={getattr(self, k)}" for k in ("op", "root") if hasattr(self, k))
+        return f"{self.kind}{list(t.shape)} {str(t.dtype).removeprefix('torch.')}{extra} group={self.group}"
+
+    def bytes_sent(self, size: int) -> int:
+        """Bytes that one rank sends in a bandwidth-optimal schedule among ``size`` ranks, rounded down.
+
+        AllReduce sends ``2 (N-1)/N`` of its tensor (ring; Patarasu and Yuan 2009), AllToAll,
+        ReduceScatter and Broadcast ``(N-1)/N``, AllGather ``N-1`` times its tensor.
+
+        >>> AllReduce(torch.zeros(1000)).bytes_sent(2), AllGather(torch.zeros(1000)).bytes_sent(4)
+        (4000, 12000)
+        """
+        whole = self.tensor.numel() * self.tensor.element_size() * (size - 1)
+        return self._share(whole, size)
+
+    def _share(self, whole: int, size: int) -> int:
+        return whole // size
+
+
+def _check_op(op: str, tensor: Tensor) -> None:
+    if op not in OPS:
+        raise Unsupported(f"op={op!r} is not a reduction; use one of {', '.join(OPS)}")
+    if tensor.dtype == torch.bool and op not in ("min", "max"):
+        raise Unsupported(f"op={op!r} has no meaning for bool tensors; use 'max' (any) or 'min' (all)")
+
+
+def _check_rows(kind: str, tensor: Tensor) -> None:
+    if tensor.dim() == 0:
+        raise Unsupported(f"{kind} needs a tensor of shape [size, ...], one row per rank; got a scalar")
+
+
+@dataclass(frozen=True, eq=False)
+class AllReduce(Collective):
+    """Element-wise ``op`` over ranks. Answer: shape and dtype of ``tensor``, equal bits on all ranks."""
+
+    op: str = "sum"
+    group: str = "world"
+
+    def __post_init__(self) -> None:
+        _check_op(self.op, self.tensor)
+
+    def _share(self, whole: int, size: int) -> int:
+        return 2 * whole // size
+
+
+@dataclass(frozen=True, eq=False)
+class AllGather(Collective):
+    """Every rank's tensor (same shape everywhere). Answer: stacked in rank order, ``[N, *shape]``."""
+
+    group: str = "world"
+
+    def _share(self, whole: int, size: int) -> int:
+        return whole
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAll(Collective):
+    """``tensor`` is ``[N, ...]``, row i goes to rank i. Answer: ``[N, ...]``, row i came from rank i."""
+
+    group: str = "world"
+
+    def __post_init__(self) -> None:
+        _check_rows("AllToAll", self.tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class ReduceScatter(Collective):
+    """``tensor`` is ``[N, ...]``. Answer ``[...]``: row ``rank`` of the element-wise ``op`` over ranks."""
+
+    op: str = "sum"
+    group: str = "world"
+
+    def __post_init__(self) -> None:
+        _check_op(self.op, self.tensor)
+        _check_rows("ReduceScatter", self.tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast(Collective):
+    """The tensor of rank ``root`` (a rank of the group). Answer: its shape and dtype, on all ranks."""
+
+    root: int = 0
+    group: str = "world"

@@ -1,0 +1,126 @@
+"""Starts a real job (launcher x backend x number of ranks) and brings back what each rank recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+BIN = Path(sys.executable).parent
+LAUNCHERS = ("torchrun", "horovodrun", "mpiexec")
+BACKENDS = ("torch", "horovod", "mpi")
+CELLS = [(launcher, backend) for launcher in LAUNCHERS for backend in BACKENDS]
+NATIVE = {"torch": "torchrun", "horovod": "horovodrun", "mpi": "mpiexec"}
+
+
+@dataclass
+class Job:
+    """What a finished job left: exit status, seconds, output, and one record per rank (None: it wrote none)."""
+
+    status: int
+    seconds: float
+    output: str
+    records: list[Any]
+
+    def check(self) -> Job:
+        assert self.status == 0, f"exit status {self.status} after {self.seconds:.1f} s\n{self.output[-8000:]}"
+        assert None not in self.records, f"a rank recorded nothing\n{self.output[-8000:]}"
+        return self
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def command(launcher: str | None, size: int, argv: Sequence[str]) -> list[str]:
+    """The command line that a user would type."""
+    if launcher == "torchrun":
+        return [str(BIN / "torchrun"), f"--nproc-per-node={size}", f"--master-port={free_port()}", *argv]
+    if launcher == "horovodrun":
+        return [str(BIN / "horovodrun"), "-np", str(size), sys.executable, *argv]
+    if launcher == "mpiexec":
+        return [str(BIN / "mpiexec"), "-n", str(size), sys.executable, *argv]
+    assert launcher is None, launcher
+    return [sys.executable, *argv]
+
+
+def environment(backend: str | None = None, **extra: str) -> dict[str, str]:
+    """This environment with the test's backend, warnings as errors where ranks import our code, own bin first."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HVDBRIDGE_")}
+    env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    if backend:
+        env["HVDBRIDGE_BACKEND"] = backend
+    return env | extra
+
+
+def run(
+    launcher: str | None,
+    backend: str | None,
+    size: int,
+    argv: Sequence[str],
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+) -> Job:
+    """Run ``argv`` (script and arguments) on ``size`` ranks; ends only processes that it started itself."""
+    with tempfile.TemporaryDirectory(prefix="hvdbridge-job-") as out, tempfile.TemporaryFile("w+") as log:
+        started = time.monotonic()
+        process = subprocess.Popen(
+            command(launcher, size, argv),
+            env=environment(backend, JOB_RECORDS=out, **(env or {})),
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        family = _watch(process, started + timeout)
+        seconds = time.monotonic() - started
+        status = process.returncode if process.returncode is not None else -1
+        _end(family)
+        process.wait()
+        log.seek(0)
+        output = log.read()
+        if status == -1:
+            output += f"\n[the job was ended after its limit of {timeout:.0f} s]"
+        files = [Path(out) / f"{rank}.json" for rank in range(size)]
+        return Job(status, seconds, output, [json.loads(f.read_text()) if f.exists() else None for f in files])
+
+
+def record(rank: int, value: Any) -> None:
+    """Called in a rank: leave ``value`` (JSON) for the test. Does nothing outside a test's job."""
+    if "JOB_RECORDS" in os.environ:
+        target = Path(os.environ["JOB_RECORDS"]) / f"{rank}.json"
+        partial = target.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(value))
+        partial.rename(target)
+
+
+def _watch(process: subprocess.Popen[bytes], deadline: float) -> set[psutil.Process]:
+    """Wait for the launcher; returns every descendant ever seen, for launchers that lose track of their own."""
+    family: set[psutil.Process] = set()
+    me = psutil.Process(process.pid)
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            family |= {me, *me.children(recursive=True)}
+        except psutil.Error:
+            pass
+        time.sleep(0.05)
+    return family
+
+
+def _end(family: set[psutil.Process]) -> None:
+    for process in family:
+        try:
+            if process.is_running() and "hvdbridge.helper" not in process.cmdline():  # it ends with the job, by itself
+                process.kill()
+        except psutil.Error:
+            pass
