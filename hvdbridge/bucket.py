@@ -11,11 +11,16 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+from hvdbridge.errors import Unsupported
+
+T = TypeVar("T")
 
 
 class Layout:
@@ -36,6 +41,26 @@ class Layout:
             self.offsets[name] = offset
             offset += size
         self.numel = offset
+        self._derived: dict[Hashable, Any] = {}
+
+    def derive(self, key: Hashable, make: Callable[[], T]) -> T:
+        """``make()``, kept under ``key`` for as long as this layout lives: plans, indices, parts."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return cast(T, self._derived[key])
+
+    def part(self, names: Iterable[str]) -> Layout:
+        """The layout of some of the parameters, in this layout's order; the same object for the same names.
+
+        >>> layout = Layout({"weight": (2, 3), "bias": (3,)})
+        >>> layout.part({"bias"}).names, layout.part({"bias", "weight"}) is layout
+        (('bias',), True)
+        """
+        chosen = set(names)
+        kept = tuple(name for name in self.names if name in chosen)
+        if kept == self.names:
+            return self
+        return self.derive(("part", kept), lambda: Layout({name: self.shapes[name] for name in kept}))
 
     def __repr__(self) -> str:
         return f"Layout({len(self.names)} parameters, {self.numel} elements)"
@@ -49,7 +74,7 @@ class Views(Mapping[str, Tensor]):
 
     def __init__(self, layout: Layout, flat: Tensor) -> None:
         if flat.shape != (layout.numel,):
-            raise ValueError(f"a flat tensor of {layout.numel} elements is needed, got shape {list(flat.shape)}")
+            raise ValueError(f"{layout!r} needs a flat tensor, got one of shape {list(flat.shape)}")
         self.layout = layout
         self.flat = flat
 
@@ -86,9 +111,14 @@ class Bucket:
         seed: agreed by all ranks; key of shared randomness.
         rank, size: of the synchronizer's group.
         weights: the ranks' weights of this step (doubles), or None if none was set (all equal).
-        needs_sent: whether the caller wants :attr:`Aggregated.sent`.
+        needs_sent: whether the caller wants :attr:`Aggregated.sent`, and ``buffer`` left as it is after
+            :meth:`weighted`. Equal on all ranks.
         blocks: model-wide number of each parameter's first block of :data:`BLOCK` elements, in the
             order of ``Policy.init``; decides which rank owns which block in sharded schemes.
+            Empty: numbered within the bucket.
+        groups: this rank's number in, and the size of, each named group: ``{"node": (1, 4), ...}``.
+        scaled: whether :meth:`weighted` was done.
+        dtype: of the gradient as it arrived; a wrapper may have widened ``buffer`` since.
     """
 
     buffer: Tensor
@@ -101,7 +131,27 @@ class Bucket:
     weights: tuple[float, ...] | None = None
     needs_sent: bool = False
     blocks: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     scaled: bool = False
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is None:
+            self.dtype = self.buffer.dtype
+
+    def place(self, group: str) -> tuple[int, int]:
+        """This rank's number in ``group``, and the group's size.
+
+        Raises:
+            Unsupported: nobody said who is in that group.
+        """
+        if group == "world":
+            return self.rank, self.size
+        try:
+            return self.groups[group]
+        except KeyError:
+            known = ", ".join(["world", *sorted(self.groups)])
+            raise Unsupported(f"the size of group {group!r} is not known here; known: {known}") from None
 
     @property
     def grads(self) -> Views:

@@ -75,6 +75,14 @@ class Communicator(ABC):
         with self.watch(request.signature()):
             return comm._execute(request)
 
+    def size_of(self, group: str) -> int:
+        """Number of ranks that take part in a request of ``group``."""
+        return self.size if group == "world" else self._named(group).size
+
+    def places(self) -> dict[str, tuple[int, int]]:
+        """This rank's number in, and the size of, each named group."""
+        return {name: (comm.rank, comm.size) for name, comm in self.groups.items()}
+
     def _named(self, group: str) -> Communicator:
         try:
             return self.groups[group]

@@ -1,0 +1,100 @@
+"""Where gradients come from: one source per way in which a backend's own users collect them.
+
+A sorted table like those of the backends and policies: ``attach[backend]`` makes the source, and returns
+``(source, model, optimizers)`` as the backend's own users know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module, Parameter
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from hvdbridge.aggregator import Aggregator
+    from hvdbridge.communicators.base import Communicator
+    from hvdbridge.sources.base import Source
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a source is told, besides model and optimizers; see ``GradientSynchronizer``."""
+
+    bucket_mb: float
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    broadcast_buffers: bool = True
+    gradient_as_bucket_view: bool = False
+
+    @property
+    def bucket_bytes(self) -> float:
+        return self.bucket_mb * 2**20
+
+
+Attached = tuple["Source", Module, list["Optimizer"]]
+
+
+def attach_torch(
+    model: Module,
+    optimizers: list[Optimizer],
+    params: Mapping[str, Parameter],
+    aggregator: Aggregator,
+    communicator: Communicator,
+    options: Options,
+) -> Attached:
+    """DistributedDataParallel with our communication hook; its own traffic has its own process group."""
+    from hvdbridge.sources.ddp import DdpSource, DistributedDataParallel
+
+    own: Any = communicator.split([range(communicator.size)])
+    wrapped = DistributedDataParallel(
+        model,
+        process_group=own.process_group,
+        init_sync=False,
+        bucket_cap_mb=options.bucket_mb,
+        find_unused_parameters=options.find_unused_parameters,
+        static_graph=options.static_graph,
+        broadcast_buffers=options.broadcast_buffers,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+    )
+    return DdpSource(wrapped, params, aggregator), wrapped, optimizers
+
+
+def attach_horovod(
+    model: Module,
+    optimizers: list[Optimizer],
+    params: Mapping[str, Parameter],
+    aggregator: Aggregator,
+    communicator: Communicator,
+    options: Options,
+) -> Attached:
+    """Each optimizer becomes an ``hvd.DistributedOptimizer``; the model stays as it is."""
+    from hvdbridge.sources.horovod import HorovodSource, wrap_optimizer
+
+    names = {parameter: name for name, parameter in params.items()}
+    wrapped = [wrap_optimizer(optimizer, names) for optimizer in optimizers]
+    source = HorovodSource(params, aggregator, options.bucket_bytes, options.find_unused_parameters, wrapped)
+    source.broadcast_buffers(model, options.broadcast_buffers)
+    return source, model, wrapped
+
+
+def attach_hooks(
+    model: Module,
+    optimizers: list[Optimizer],
+    params: Mapping[str, Parameter],
+    aggregator: Aggregator,
+    communicator: Communicator,
+    options: Options,
+) -> Attached:
+    """Our own reducer on untouched objects."""
+    from hvdbridge.sources.hooks import HookSource
+
+    source = HookSource(params, aggregator, options.bucket_bytes, options.find_unused_parameters)
+    source.broadcast_buffers(model, options.broadcast_buffers)
+    return source, model, optimizers
+
+
+attach = {"horovod": attach_horovod, "mpi": attach_hooks, "torch": attach_torch}

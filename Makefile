@@ -1,0 +1,54 @@
+# make demo: set up, then the main job.   make test: set up, then all tests.   make help: the rest.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# Touched when the environment is complete: a second `make install` only compares dates.
+STAMP  := $(VENV)/.installed
+
+# ranks find mpiexec, torchrun and horovodrun as they would in an activated environment
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types parity bench docs ci clean
+
+help:
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+install: $(STAMP)  ## build .venv: torch, mpi4py with MPICH, Horovod, the test tools
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "[1/3] $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "[2/3] torch, mpi4py with MPICH, test tools (constraints.txt)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[mpich,test]'
+	@echo "[3/3] Horovod (the first build takes minutes, then it comes from the cache)"
+	@$(BIN)/hvdbridge install-horovod
+	@touch $@
+
+demo: $(STAMP)  ## the main job: 3 launchers x 3 backends x 3 policies, a table, equal digests
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP)  ## all tests and doctests
+	@$(BIN)/python -m pytest -q
+
+lint: $(STAMP)  ## ruff
+	@$(BIN)/ruff check .
+
+types: $(STAMP)  ## mypy --strict
+	@$(BIN)/mypy
+
+parity: $(STAMP)  ## ResNet18, bit-equal to DistributedDataParallel on every backend
+	@$(BIN)/python benchmarks/parity.py
+
+bench: $(STAMP)  ## step times against each backend's native way
+	@$(BIN)/python benchmarks/bench.py
+
+docs: $(STAMP)  ## the API's reference, in build/docs
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(BIN)/python -m pdoc --docformat google -o build/docs hvdbridge
+	@echo "build/docs/index.html"
+
+ci: lint types test  ## what must pass before a commit
+
+clean:  ## remove .venv and whatever was generated
+	@rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find hvdbridge tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

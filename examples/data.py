@@ -1,0 +1,146 @@
+"""The examples' data sets, as whole tensors: scikit-learn's digits, and Fashion-MNIST from its four IDX files."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FASHION_MNIST = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+
+
+class Images(NamedTuple):
+    """Images ``[n, 1, height, width]`` (float32, around zero) and their labels ``[n]`` (int64)."""
+
+    images: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device) -> Images:
+        return Images(self.images.to(device), self.labels.to(device))
+
+
+def load(name: str, directory: Path | None = None) -> tuple[Images, Images]:
+    """The training set and the test set."""
+    if name == "digits":
+        return digits()
+    if name == "fashion-mnist" and directory is not None:
+        return fashion_mnist(directory)
+    raise ValueError(f"no data set {name!r} in {directory}; known: digits, and fashion-mnist in a directory")
+
+
+def digits(test_share: float = 0.2) -> tuple[Images, Images]:
+    """1,797 handwritten digits of 8x8 pixels; 1,437 to train, 360 to test, every class in the same proportion."""
+    # The file is read where scikit-learn keeps it: importing sklearn.datasets for it costs each rank a second.
+    package = importlib.util.find_spec("sklearn")
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError("the digits come with scikit-learn. Run: pip install scikit-learn")
+    path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    with gzip.open(path, "rt") as file:
+        table = np.loadtxt(file, delimiter=",", dtype=np.float32)
+    pixels, labels = table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
+    test = stratified(labels, test_share)
+    return _images(pixels[~test], labels[~test], 16.0), _images(pixels[test], labels[test], 16.0)
+
+
+def stratified(labels: np.ndarray, share: float, seed: int = 0) -> np.ndarray:
+    """A mask that picks ``share`` of the samples, of every class in proportion; the same for everybody."""
+    chosen = np.zeros(len(labels), dtype=bool)
+    order = np.random.RandomState(seed).permutation(len(labels))
+    # Sorting by class and taking every (1/share)-th leaves each class its proportion, and the total exact.
+    order = order[np.argsort(labels[order], kind="stable")]
+    count = math.ceil(share * len(labels))
+    chosen[order[np.arange(count) * len(labels) // count]] = True
+    return chosen
+
+
+def fashion_mnist(directory: Path) -> tuple[Images, Images]:
+    """60,000 and 10,000 images of 28x28 pixels, from the four IDX files, plain or with ``.gz``."""
+    paths = {name: _find(directory, name) for names in FASHION_MNIST.values() for name in names}
+    missing = [name for name, path in paths.items() if path is None]
+    if missing:
+        raise FileNotFoundError(
+            f"Fashion-MNIST is four files, plain or with .gz; {directory} lacks: {', '.join(missing)}"
+        )
+    train, test = (
+        _images(*(read_idx(path) for name in names if (path := paths[name])), 255.0)
+        for names in FASHION_MNIST.values()
+    )
+    return train, test
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """An IDX file of unsigned bytes: 0, 0, type 8, number of dimensions, the dimensions (big-endian), the values."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        content = file.read()
+    if len(content) < 4 or content[:3] != b"\x00\x00\x08":
+        raise ValueError(f"{path} is not an IDX file of unsigned bytes: it starts with {content[:4].hex(' ')}")
+    end = 4 + 4 * content[3]
+    if len(content) < end:
+        raise ValueError(f"{path} ends inside its header")
+    shape = struct.unpack(f">{content[3]}I", content[4:end])
+    values = np.frombuffer(content, dtype=np.uint8, offset=end)
+    if values.size != np.prod(shape, dtype=np.int64):
+        raise ValueError(f"{path} announces {shape} values and holds {values.size}")
+    return values.reshape(shape)
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    """The inverse of :func:`read_idx`, for tests and for generated data."""
+    header = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
+    with gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as file:
+        file.write(header + values.astype(np.uint8).tobytes())
+
+
+class SharedBatches:
+    """Index lists of one rank, where each batch of the whole job is dealt out by ``shares``.
+
+    Step k of an epoch is the k-th ``batch_size`` samples of one permutation of (seed, epoch), whatever the
+    number of ranks; rank r takes its share of them. So every rank makes the same number of steps, no sample is
+    used twice or left out, and one process that is given the same ``batch_size`` sees the same unions.
+    A rank's part of a step may be empty.
+
+    >>> batches = [SharedBatches(7, batch_size=6, shares=(1, 2), rank=r) for r in (0, 1)]
+    >>> [[len(part) for part in rank] for rank in batches]
+    [[2, 0], [4, 1]]
+    """
+
+    def __init__(
+        self, samples: int, batch_size: int, shares: Sequence[float], rank: int, seed: int = 0
+    ) -> None:
+        self.samples, self.batch_size, self.seed, self.epoch = samples, batch_size, seed, 0
+        self.begin, self.end = (sum(shares[:k]) / sum(shares) for k in (rank, rank + 1))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self.samples, generator=generator).tolist()
+        for start in range(0, self.samples, self.batch_size):
+            batch = order[start : start + self.batch_size]
+            yield batch[int(self.begin * len(batch)) : int(self.end * len(batch))]
+
+
+def _find(directory: Path, name: str) -> Path | None:
+    return next((path for path in (directory / name, directory / f"{name}.gz") if path.is_file()), None)
+
+
+def _images(pixels: np.ndarray, labels: np.ndarray, white: float) -> Images:
+    if pixels.ndim != 3 or labels.ndim != 1 or len(pixels) != len(labels):
+        raise ValueError(f"images of shape {pixels.shape} do not go with labels of shape {labels.shape}")
+    images = torch.from_numpy(pixels.astype(np.float32)).unsqueeze(1) / white - 0.5
+    return Images(images, torch.from_numpy(labels.astype(np.int64)))

@@ -1,0 +1,56 @@
+"""``python -m hvdbridge.helper``: settings from stdin, ports to stdout, then a daemon until the job is over.
+
+Rules:
+
+1. It listens before it answers, and answers before it leaves its parent: the parent reads one JSON line.
+2. The daemon holds nothing of its parent: own session, standard streams on /dev/null, working directory /.
+   (HVDBRIDGE_LOG_LEVEL=DEBUG keeps stderr; the helper ends a second after the last rank, and with it the pipe.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+from hvdbridge.helper.server import Server
+
+
+def listen(host: str) -> socket.socket:
+    """A socket on ``host`` and a port that the system chooses."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind, protocol)
+    sock.bind(address)
+    sock.listen(512)
+    return sock
+
+
+def become_daemon(debug: bool) -> None:
+    """Go on in a child of our own session; the parent's wait is over."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    os.chdir("/")
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1) if debug else (0, 1, 2):
+        os.dup2(null, stream)
+
+
+def main() -> None:
+    settings: dict[str, Any] = json.loads(sys.stdin.buffer.read())
+    try:
+        monitor, pmi = listen(settings["host"]), listen(settings["host"])
+    except OSError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    ports = {"port": monitor.getsockname()[1], "pmi_port": pmi.getsockname()[1]}
+    print(json.dumps(ports), flush=True)
+    become_daemon(settings["debug"])
+    asyncio.run(Server(settings, monitor, pmi).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Options of a policy: typed dataclass fields with limits, checked when it is made.
+
+Rules:
+
+1. An option is an int, float, bool, str, one of a ``Literal``, a policy, or one of these or None.
+2. A value of another type or beyond its limits raises at construction and names the limits.
+3. An int is a float; a bool is neither.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from hvdbridge.errors import ConfigurationError, nearest
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The interval of a number; None = unlimited on that side. NaN lies in no interval.
+
+    >>> str(Limits(above=0, at_most=1)), Limits(above=0).allow(0.0)
+    ('> 0 and <= 1', False)
+    """
+
+    above: float | None = None
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+
+    def allow(self, value: float) -> bool:
+        return (
+            (self.above is None or value > self.above)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.below is None or value < self.below)
+            and (self.at_most is None or value <= self.at_most)
+            and not math.isnan(value)
+        )
+
+    def __str__(self) -> str:
+        bounds = ((">", self.above), (">=", self.at_least), ("<", self.below), ("<=", self.at_most))
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+
+
+def option(
+    default: Any,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> Any:
+    """A dataclass field with limits: ``ratio: float = option(0.01, above=0, at_most=1)``."""
+    return field(default=default, metadata={"limits": Limits(above, at_least, below, at_most)})
+
+
+def options_of(cls: type[Any]) -> dict[str, Field[Any]]:
+    """The options of a policy class, in order; empty where it is no dataclass."""
+    return {f.name: f for f in fields(cls) if f.init} if is_dataclass(cls) else {}
+
+
+@cache
+def types_of(cls: type[Any]) -> dict[str, Any]:
+    """The types of a policy class's options, resolved."""
+    hints = get_type_hints(cls)
+    return {name: hints[name] for name in options_of(cls)}
+
+
+def check(policy: Any) -> None:
+    """Compare the options of ``policy`` with their types and limits.
+
+    Raises:
+        ConfigurationError: naming the policy, the option, the value and what it must be.
+    """
+    for name, wanted in types_of(type(policy)).items():
+        value = getattr(policy, name)
+        where = f"{type(policy).__name__}: {name}={value!r}"
+        if not _fits(value, wanted):
+            hint = f" {nearest(value, choices(wanted))}" if isinstance(value, str) and choices(wanted) else ""
+            raise ConfigurationError(f"{where} must be {describe(wanted)}.{hint}")
+        limits = options_of(type(policy))[name].metadata.get("limits")
+        if limits is not None and value is not None and not limits.allow(value):
+            raise ConfigurationError(f"{where} must be {limits}")
+
+
+def choices(wanted: Any) -> tuple[Any, ...]:
+    """What a ``Literal`` allows; empty for other types."""
+    return get_args(wanted) if get_origin(wanted) is Literal else ()
+
+
+def alternatives(wanted: Any) -> tuple[Any, ...]:
+    """``X | None`` as ``(X, NoneType)``; other types alone."""
+    return get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+
+
+def describe(wanted: Any) -> str:
+    """
+    >>> describe(float), describe(int | None), describe(Literal["a", "b"])
+    ('a number', 'an integer or none', "one of 'a', 'b'")
+    """
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a text", NoneType: "none"}
+    if choices(wanted):
+        return f"one of {', '.join(map(repr, choices(wanted)))}"
+    return " or ".join(names.get(t) or f"a {t.__name__.lower()}" for t in alternatives(wanted))
+
+
+def _fits(value: object, wanted: Any) -> bool:
+    if choices(wanted):
+        return value in choices(wanted)
+    for kind in alternatives(wanted):
+        if not isinstance(kind, type):  # tuple[...] and the like: the policy checks these itself
+            return True
+        if isinstance(value, kind) and not (isinstance(value, bool) and kind is int):
+            return True
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return True
+    return False

@@ -1,0 +1,125 @@
+"""The registry of policies: a name -> a class, imported on first use.
+
+Rules:
+
+1. A built-in policy is one line in :data:`BUILT_IN`, sorted by name; no name can be taken twice.
+2. A user's policy joins by :func:`register`, or from an installed package by the entry-point group
+   ``hvdbridge.policies`` (``agreement = my_package.policies:Agreement``).
+3. The built-in classes are attributes of this module, too: ``hvdbridge.policies.Mean``.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from hvdbridge import spec
+from hvdbridge.errors import ConfigurationError, nearest
+from hvdbridge.policy import Policy
+
+BUILT_IN = {
+    "bf16": "dense:Bf16",
+    "ef": "wrappers:ErrorFeedback",
+    "fp16": "dense:Fp16",
+    "mean": "dense:Mean",
+    "partition": "wrappers:Partition",
+    "sum": "dense:Sum",
+    "warmup": "wrappers:Warmup",
+}
+ENTRY_POINTS = "hvdbridge.policies"
+
+_registered: dict[str, type[Policy]] = {}
+
+
+def from_spec(text: str | Policy) -> Policy:
+    """The policy that a spec string describes (:mod:`hvdbridge.spec` has the grammar); a policy is returned as it is.
+
+    Raises:
+        SpecError: the text does not parse; the message marks the position and names what is known.
+
+    >>> from_spec("warmup(steps=100, then=fp16(mean))")
+    Warmup(then=Fp16(inner=Mean(exact=False)), steps=100, first=Mean(exact=False))
+    """
+    return text if isinstance(text, Policy) else spec.parse(text, lookup)
+
+
+def to_spec(policy: Policy) -> str:
+    """The shortest spec string of ``policy``: ``from_spec(to_spec(policy)) == policy``.
+
+    Raises:
+        ConfigurationError: a policy class in it is not registered.
+
+    >>> to_spec(from_spec("mean( exact = true )")), to_spec(from_spec("ef:inner=bf16"))
+    ('mean:exact=true', 'ef(bf16)')
+    """
+    return spec.unparse(policy, name_of)
+
+
+def register(name: str, cls: type[Policy]) -> type[Policy]:
+    """Give ``cls`` a name that specs can use; returns ``cls``. Harmless when repeated.
+
+    Raises:
+        ConfigurationError: the name is no lower-case identifier, or belongs to another class.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ConfigurationError(f"{name!r} cannot name a policy: use lower-case letters, digits and _")
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+        raise ConfigurationError(f"{cls!r} cannot be registered as {name!r}: it is no subclass of Policy")
+    taken = BUILT_IN.get(name) or (_registered.get(name, cls) is not cls and _registered[name].__qualname__)
+    if taken:
+        raise ConfigurationError(f"the name {name!r} is taken by {taken}; choose another")
+    _registered[name] = cls
+    return cls
+
+
+def known() -> list[str]:
+    """All names, sorted."""
+    return sorted({*BUILT_IN, *_registered, *_installed()})
+
+
+def lookup(name: str) -> type[Policy]:
+    """The class of that name.
+
+    Raises:
+        ConfigurationError: no such name; lists the known ones and suggests the nearest.
+    """
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        cls: type[Policy] = getattr(import_module(f"{__name__}.{module}"), attribute)
+        return cls
+    if name not in _registered and name in _installed():
+        register(name, _installed()[name].load())
+    if name not in _registered:
+        raise ConfigurationError(f"unknown policy {name!r}. {nearest(name, known())}")
+    return _registered[name]
+
+
+def name_of(cls: type[Policy]) -> str:
+    """The name of a policy class.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    for name, path in BUILT_IN.items():
+        module, _, attribute = path.partition(":")
+        if (cls.__module__, cls.__qualname__) == (f"{__name__}.{module}", attribute):
+            return name
+    for name in known():
+        if name not in BUILT_IN and lookup(name) is cls:
+            return name
+    raise ConfigurationError(f"{cls.__qualname__} has no name in specs; hvdbridge.policies.register(name, cls)")
+
+
+@cache
+def _installed() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+
+
+def __getattr__(attribute: str) -> Any:
+    for name, path in BUILT_IN.items():
+        if path.endswith(f":{attribute}"):
+            return lookup(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {attribute!r}")

@@ -1,0 +1,160 @@
+"""Dense policies: every element of the gradient travels.
+
+Rules:
+
+1. The result is ``sum_r w_r g_r / sum(w)``; ``sum`` is N times that.
+2. Half types are for the wire alone: additions are made in float32 by one owner (:mod:`.sharded`), so results
+   do not depend on the number of ranks by more than two roundings.
+3. Updates have the type of the bucket's buffer or a wider one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hvdbridge.bucket import Bucket
+from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.policies.sharded import FlatShards, sharded_sum, shards_of, sum_rows
+from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State, rewrite
+
+
+@dataclass(frozen=True)
+class Mean(Policy):
+    """The weighted mean, ``sum_r w_r g_r / sum(w)``: one all-reduce per bucket, plain DDP's bits.
+
+    Attributes:
+        exact: sum in rank order in float32 (float64 stays float64), by the sharded scheme. The same bytes on
+            the wire, and the same bits on every backend at any number of ranks, whatever the buckets.
+    """
+
+    exact: bool = False
+    additive = True
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        flat = bucket.weighted().buffer
+        sent = flat if bucket.needs_sent else None
+        if bucket.needs_sent:
+            flat = flat.clone()  # what is yielded is given away
+        if not self.exact:
+            return Aggregated((yield AllReduce(flat)), sent)
+        # Nothing is rounded for the wire, so nobody asks who owned a shard: flat ones will do.
+        shards = FlatShards(flat.numel(), bucket.size)
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        update, _ = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide)
+        return Aggregated(update, sent)
+
+
+@dataclass(frozen=True)
+class Sum(Policy):
+    """The sum over ranks, as ``hvd.Sum``; one all-reduce per bucket.
+
+    Weights are multipliers relative to their mean, ``sum_r (N w_r / sum(w)) g_r``: equal weights give the plain sum.
+    It is not additive: ErrorFeedback accounts for shares of a mean, and this update is N times that.
+    """
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        if bucket.scaled:
+            factor = float(bucket.size)
+        elif bucket.weights is None or len(set(bucket.weights)) == 1:
+            factor = 1.0  # exactly: N w / sum(w) may be off by a rounding
+        else:
+            factor = bucket.size * bucket.factor
+        if factor == 0.0:
+            bucket.buffer.zero_()  # never a product: NaN * 0 is NaN
+        elif factor != 1.0:
+            bucket.buffer.mul_(factor)
+        return Aggregated((yield AllReduce(bucket.buffer)))
+
+
+@dataclass(frozen=True)
+class _Half(Policy):
+    """A half type on the wire, of the weighted mean or of any inner policy's floating payloads."""
+
+    inner: Policy = Mean()
+    wire: ClassVar[torch.dtype]
+
+    def power(self, size: int) -> float:
+        """What contributions to a sum of ``size`` are multiplied by while they travel."""
+        return 1.0
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        if self.inner == Mean():  # the one inner whose payload is the bucket: what was sent is known exactly
+            return (yield from self._mean(bucket))
+        flow = self.inner.aggregate(bucket, state["inner"])
+        result = yield from rewrite(flow, lambda request: self._travel(request, bucket))
+        return Aggregated(result.update, result.sent, {"inner": result.state})
+
+    def _mean(self, bucket: Bucket) -> Flow:
+        flat = bucket.weighted().buffer
+        update, sent = yield from sharded_sum(
+            flat if flat.dtype != self.wire or not bucket.needs_sent else flat.clone(),
+            shards_of(bucket), bucket.rank, self.wire, self.wire, self.power(bucket.size), needs_sent=bucket.needs_sent,
+        )  # fmt: skip
+        return Aggregated(update.to(torch.promote_types(update.dtype, flat.dtype)), sent)
+
+    def _travel(self, request: Collective, bucket: Bucket) -> Exchange:
+        """Answer ``request`` by requests whose payload is half; its shape and type are kept.
+
+        Types wider than the bucket's own (dot products in float64) and min, max, product pass through:
+        whoever asks for these means them.
+        """
+        tensor = request.tensor
+        widest = max(4, bucket.buffer.element_size())
+        if not tensor.is_floating_point() or not 2 < tensor.element_size() <= widest:
+            return (yield request)
+        rank, size = bucket.place(request.group)
+        power = self.power(size)
+        match request:
+            case AllReduce(op="sum"):
+                flat, shards = tensor.reshape(-1), FlatShards(tensor.numel(), size)
+                total, _ = yield from sharded_sum(flat, shards, rank, self.wire, self.wire, power, request.group)
+                return total.to(tensor.dtype).view(tensor.shape)
+            case ReduceScatter(op="sum"):
+                rows = yield AllToAll(self._narrow(tensor, power), request.group)
+                return sum_rows(rows).div_(power).to(tensor.dtype)
+            case AllGather() | AllToAll() | Broadcast():
+                if not bucket.scaled:  # a raw gradient is no share of a mean: it needs no lift, and has no room
+                    power = 1.0
+                return (yield _with_tensor(request, self._narrow(tensor, power))).to(tensor.dtype).div_(power)
+            case _:
+                return (yield request)
+
+    def _narrow(self, tensor: Tensor, power: float) -> Tensor:
+        return (tensor if power == 1.0 else tensor * power).to(self.wire)
+
+
+def _with_tensor(request: AllGather | AllToAll | Broadcast, tensor: Tensor) -> Collective:
+    if isinstance(request, Broadcast):
+        return Broadcast(tensor, request.root, request.group)
+    return type(request)(tensor, request.group)
+
+
+@dataclass(frozen=True)
+class Fp16(_Half):
+    """IEEE half precision on the wire: 11 bits of significand, up to 65504.
+
+    ``fp16`` is the weighted mean; ``fp16(inner)`` casts the floating payloads of any policy.
+    Contributions travel as ``g w/sum(w) 2^round(log2 N)``, about the size of g itself: a share ``g / N`` would fall
+    below fp16's smallest numbers at large N. A share that exceeds 65504 travels as inf, as it does in
+    PyTorch's own fp16 hook.
+    """
+
+    wire = torch.float16
+
+    def power(self, size: int) -> float:
+        return 2.0 ** round(math.log2(size))
+
+
+@dataclass(frozen=True)
+class Bf16(_Half):
+    """bfloat16 on the wire: 8 bits of significand and the range of float32, so nothing needs scaling.
+
+    ``bf16`` is the weighted mean; ``bf16(inner)`` casts the floating payloads of any policy.
+    """
+
+    wire = torch.bfloat16

@@ -1,0 +1,176 @@
+"""Policies made of policies. They know one invariant of their inners (``sent``), not what these do.
+
+Rules:
+
+1. Requests of an inner flow pass unchanged; inner flows run one after the other.
+2. State mirrors the tree of policies: an inner's state stands under the key that :meth:`Policy.inners` gives it.
+3. A wrapper is what its inners are (scope, additive, deterministic, unequal weights) unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from hvdbridge.bucket import Bucket, Layout, Views
+from hvdbridge.errors import ConfigurationError
+from hvdbridge.options import option
+from hvdbridge.policies.dense import Mean
+from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Policy):
+    """What the inner policy did not send is added to the next gradient (Seide 2014; Karimireddy 2019, alg. 2).
+
+    ``p = g w/sum(w) + e``, ``e' = p - sent(p)``. Updates plus final residuals sum to the inputs.
+    The residual is in float32 (float64 for float64 gradients). A rank of weight 0 contributes nothing and keeps its
+    residual as it is; the rounding of what it sent as the owner of a shard in that step is then nobody's.
+    """
+
+    inner: Policy
+    slots = {"residual": Slot(local=True, gradient_units=True)}
+    # Nothing is lost by it, so a second feedback around it would add every error twice.
+    additive = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.inner.additive:
+            raise ConfigurationError(
+                f"ErrorFeedback needs an additive inner policy, one whose update is the sum of what the ranks sent; "
+                f"{type(self.inner).__name__} is not"
+            )
+
+    def init(self, params: Mapping[str, Tensor]) -> State:
+        def zeros(p: Tensor) -> Tensor:
+            wide = torch.promote_types(p.dtype, torch.float32)
+            return torch.zeros(p.shape, dtype=wide, device=p.device)
+
+        return {"residual": {name: zeros(p) for name, p in params.items()}, **super().init(params)}
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        excluded = bucket.weight == 0.0
+        corrected = replace(bucket.weighted().plus(state["residual"]), needs_sent=True)
+        if excluded:
+            corrected.buffer.zero_()
+        result = yield from self.inner.aggregate(corrected, state["inner"])
+        assert result.sent is not None, f"{type(self.inner).__name__} is additive but said not what it sent"
+        residual = state["residual"]
+        if not excluded:
+            residual = Views(bucket.layout, corrected.buffer.sub_(result.sent))
+        return Aggregated(result.update, state={"residual": residual, "inner": result.state})
+
+
+@dataclass(frozen=True)
+class Warmup(Policy):
+    """``first`` for ``steps`` steps, ``then`` from there on. The state of both is kept."""
+
+    then: Policy
+    steps: int = option(100, at_least=0)
+    first: Policy = Mean()
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        key = "first" if bucket.step < self.steps else "then"
+        result = yield from self.inners()[key].aggregate(bucket, state[key])
+        return Aggregated(result.update, result.sent, {key: result.state})
+
+
+@dataclass(frozen=True)
+class Partition(Policy):
+    """A policy per parameter: the first rule that matches decides, ``rest`` takes what no rule matches.
+
+    ``partition(*.bias=mean, <1024=mean, 1d=fp16, bfloat16=mean, rest=ef(bf16))``. A rule is
+
+    - a number of elements: ``<1024``, ``<=1024``, ``>1024``, ``>=1024``;
+    - a number of dimensions: ``1d``, or compared, ``>=2d``;
+    - the gradient's type: ``float16``, ``bfloat16``, ``float32``, ``float64``;
+    - else a pattern of the parameter's name, as in :mod:`fnmatch`: ``*.bias``, ``layers.[0-3].*``.
+
+    Each part of a bucket is a bucket of its own. State is keyed by the text of the rule.
+    """
+
+    rules: tuple[tuple[str, Policy], ...] = field(default=(), metadata={"collects": True})
+    rest: Policy = Mean()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rules, Mapping):
+            object.__setattr__(self, "rules", tuple(self.rules.items()))
+        super().__post_init__()
+        texts = [text for text, _ in self.rules]
+        for text, policy in self.rules:
+            if not isinstance(policy, Policy):
+                raise ConfigurationError(f"Partition: rule {text!r} needs a policy, got {policy!r}")
+            if text == "rest" or texts.count(text) > 1:
+                raise ConfigurationError(f"Partition: rule {text!r} is given twice, or is reserved ('rest')")
+            _matcher(text)
+
+    def inners(self) -> Mapping[str, Policy]:
+        return {**dict(self.rules), "rest": self.rest}
+
+    def rule_of(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> str:
+        """The text of the rule that a parameter falls under."""
+        return next((text for text, _ in self.rules if _matcher(text)(name, shape, dtype)), "rest")
+
+    def init(self, params: Mapping[str, Tensor]) -> State:
+        parts: dict[str, dict[str, Tensor]] = {key: {} for key in self.inners()}
+        for name, p in params.items():
+            parts[self.rule_of(name, p.shape, p.dtype)][name] = p
+        return {key: inner.init(parts[key]) for key, inner in self.inners().items()}
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        parts, runs = bucket.layout.derive((self, bucket.dtype), lambda: self._divide(bucket.layout, bucket.dtype))
+        results: dict[str, Aggregated] = {}
+        for key, layout in parts.items():
+            part = bucket if layout is bucket.layout else bucket.select(layout)
+            results[key] = yield from self.inners()[key].aggregate(part, state[key])
+        states = {key: result.state for key, result in results.items()}
+        if len(parts) == 1:
+            (only,) = results.values()
+            return Aggregated(only.update, only.sent, states)
+        update = torch.cat([results[key].update[start:end] for key, start, end in runs])
+        sents = [(results[key].sent, start, end) for key, start, end in runs]
+        sent = torch.cat([s[start:end] for s, start, end in sents if s is not None]) if bucket.needs_sent else None
+        return Aggregated(update, sent, states)
+
+    def _divide(
+        self, layout: Layout, dtype: torch.dtype | None
+    ) -> tuple[dict[str, Layout], list[tuple[str, int, int]]]:
+        """The layout of each rule's part, and the bucket as runs ``(rule, start, end)`` in those parts."""
+        rules = {name: self.rule_of(name, shape, dtype) for name, shape in layout.shapes.items()}
+        keys = [key for key in self.inners() if key in rules.values()] or ["rest"]
+        parts = {key: layout.part(name for name, rule in rules.items() if rule == key) for key in keys}
+        runs: list[tuple[str, int, int]] = []
+        for name, key in rules.items():
+            start = parts[key].offsets[name]
+            end = start + layout.sizes[name]
+            if runs and runs[-1][0] == key:
+                runs[-1] = (key, runs[-1][1], end)
+            else:
+                runs.append((key, start, end))
+        return parts, runs
+
+
+Matcher = Callable[[str, torch.Size, "torch.dtype | None"], bool]
+_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "": operator.eq}
+_TYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def _matcher(rule: str) -> Matcher:
+    """The predicate that a rule's text stands for."""
+    if rule in _TYPES:
+        return lambda name, shape, dtype: dtype is getattr(torch, rule)
+    number = re.fullmatch(r"(<=?|>=?|)([0-9]+)(d?)", rule)
+    if number is None:
+        if not rule or rule[0] in "<>":
+            raise ConfigurationError(f"Partition: rule {rule!r} is no comparison; write <1024, >=1024, 1d or >=2d")
+        return lambda name, shape, dtype: fnmatchcase(name, rule)
+    compare, limit, dims = _COMPARE[number[1]], int(number[2]), bool(number[3])
+    if not number[1] and not dims:  # a bare number can only be meant as a name
+        return lambda name, shape, dtype: fnmatchcase(name, rule)
+    return lambda name, shape, dtype: compare(len(shape) if dims else shape.numel(), limit)

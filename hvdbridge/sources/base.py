@@ -1,0 +1,76 @@
+"""What every source of gradients does: tell an aggregator when a step begins, what arrives, and when it ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils.checkpoint import CheckpointFunction
+
+from hvdbridge.aggregator import Aggregator
+from hvdbridge.errors import Unsupported
+
+
+class Source:
+    """Base of the sources.
+
+    Attributes:
+        synchronizing: False within ``no_sync()``: gradients accumulate locally.
+        running: a synchronizing backward has begun and not ended.
+        touched: parameters whose local gradient changed since the last aggregation.
+        steps: synchronizing backwards of this rank that ended.
+    """
+
+    def __init__(self, aggregator: Aggregator) -> None:
+        self.aggregator = aggregator
+        self.synchronizing = True
+        self.running = False
+        self.touched: list[Tensor] = []
+        self.steps = 0
+
+    def begin(self) -> None:
+        """The first gradient of a synchronizing backward."""
+        self.running = True
+        self.aggregator.begin()
+
+    def finished(self) -> None:
+        """The step is over, or failed."""
+        self.running = False
+        if self.aggregator.driver.failure is None:
+            self.steps += not self.aggregator.joined
+            self.touched.clear()
+
+    def join(self) -> AbstractContextManager[None]:
+        """A block that ranks leave after unequal numbers of steps; its end shadows the others."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        raise NotImplementedError
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have autograd call ``callback`` when the running backward is complete; its errors leave backward().
+
+    Raises:
+        Unsupported: this backward runs inside another one (reentrant activation checkpointing), so its end is
+            not the end of the step.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            raise Unsupported(
+                "Reentrant activation checkpointing runs a backward inside backward, and gradients would be "
+                "aggregated before they are complete. Use checkpoint(..., use_reentrant=False)."
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+    Variable._execution_engine.queue_callback(callback)
+
+
+def inside_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)

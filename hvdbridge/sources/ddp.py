@@ -1,0 +1,106 @@
+"""Gradients from DistributedDataParallel, through its communication hook.
+
+Rules:
+
+1. DDP calls hooks strictly in bucket-index order, so they are handed on as they come.
+2. The first step is one bucket, rebuilt into several after it: layouts are looked up by the bucket's parameters.
+3. A failure leaves backward() through our own engine callback, which stands before DDP's; DDP's future gets the raw
+   bucket then, for it would make another error of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join
+from torch.nn import Parameter
+
+from hvdbridge.aggregator import Aggregator, Piece
+from hvdbridge.bucket import Layout
+from hvdbridge.errors import Unsupported
+from hvdbridge.sources.base import Source, at_end_of_backward, inside_backward
+
+
+class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+    """DDP whose ``state_dict()`` has the bare module's keys, so that checkpoints move between backends."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+class DdpSource(Source):
+    """Feeds an :class:`Aggregator` from a DDP module."""
+
+    def __init__(
+        self, model: DistributedDataParallel, params: Mapping[str, Parameter], aggregator: Aggregator
+    ) -> None:
+        super().__init__(aggregator)
+        self._model = model
+        self._names = {parameter: name for name, parameter in params.items()}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._handles = [p.register_post_accumulate_grad_hook(self.touched.append) for p in params.values()]
+
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with its own types
+            return self._bucket(bucket)
+
+        model.register_comm_hook(None, hook)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        with Join([self._model]):  # DDP shadows its own traffic and calls our hook with zeros
+            yield
+            self.aggregator.joined = True
+        if self.running:
+            self._finish()
+
+    def _bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            if inside_backward():
+                at_end_of_backward(self._finish)
+            elif (
+                self.running
+            ):  # within join() hooks are called outside of backward: the step before ends here
+                self._finish()
+            self.begin()
+        buffer = bucket.buffer()
+        if buffer.layout != torch.strided:
+            raise Unsupported(
+                f"rank {self.aggregator.communicator.rank}: sparse gradients are taken by no policy. "
+                "Use sparse=False in the Embedding."
+            )
+        devices = [buffer.device] if buffer.is_cuda else None
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+
+        def deliver(update: Tensor | None) -> None:
+            future.set_result(buffer if update is None else update)
+
+        self.aggregator.submit(
+            Piece(self._layout(bucket.parameters()), buffer, deliver), last=bucket.is_last()
+        )
+        return future
+
+    def _layout(self, parameters: list[Tensor]) -> Layout:
+        key = tuple(map(id, parameters))
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = Layout({self._names[p]: p.shape for p in parameters})  # type: ignore[index]
+            self._layouts[key] = layout
+        return layout
+
+    def _finish(self) -> None:
+        try:
+            self.aggregator.end()
+        finally:
+            self.finished()

@@ -1,0 +1,253 @@
+"""Our own reducer: gradients are gathered by autograd hooks into flat buckets; for MPI and Horovod.
+
+Rules:
+
+1. Buckets are fixed, in reverse order of registration, as backward produces gradients; one dtype and device each.
+2. Handed in strictly in index order: a bucket that is ready early waits.
+3. The end of backward closes what is incomplete: a parameter without a new gradient counts as the gradient it
+   holds, or zeros.
+4. Results stand in ``p.grad`` when backward returns: an engine callback, queued by the first gradient, waits.
+5. With ``find_unused`` a used-map ends the step: a parameter unused on every rank keeps its old gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from hvdbridge.aggregator import Aggregator, Piece
+from hvdbridge.bucket import Layout, Views
+from hvdbridge.broadcast import broadcast_tensors
+from hvdbridge.collectives import AllGather, AllReduce, Collective
+from hvdbridge.driver import Pending
+from hvdbridge.errors import Unsupported
+from hvdbridge.sources.base import Source, at_end_of_backward
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""A small first bucket starts the first collective early, as in DDP."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """Where one parameter's gradient goes."""
+
+    name: str
+    parameter: Parameter
+    view: Tensor
+    bucket: FlatBucket
+    arrived: bool = False
+
+
+@dataclass(eq=False)
+class FlatBucket:
+    layout: Layout
+    buffer: Tensor
+    slots: list[Slot] = field(default_factory=list)
+    missing: int = 0
+    update: Tensor | None = None
+
+    def deliver(self, update: Tensor | None) -> None:
+        self.update = update
+
+
+def make_buckets(params: Mapping[str, Parameter], bucket_bytes: float) -> list[FlatBucket]:
+    """Cut the parameters, last registered first, into flat buckets of about ``bucket_bytes``."""
+    open_shapes: dict[tuple[torch.dtype, torch.device], dict[str, torch.Size]] = {}
+    cuts: list[tuple[tuple[torch.dtype, torch.device], dict[str, torch.Size]]] = []
+    limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
+    for name, parameter in reversed(params.items()):
+        kind = (parameter.dtype, parameter.device)
+        shapes = open_shapes.setdefault(kind, {})
+        shapes[name] = parameter.shape
+        if sum(shape.numel() for shape in shapes.values()) * parameter.element_size() >= limit:
+            cuts.append((kind, open_shapes.pop(kind)))
+            limit = bucket_bytes
+    cuts += list(open_shapes.items())
+    buckets = []
+    for (dtype, device), shapes in cuts:
+        layout = Layout(shapes)
+        bucket = FlatBucket(layout, layout.empty(dtype, device))
+        views = Views(layout, bucket.buffer)
+        bucket.slots = [Slot(name, params[name], views[name], bucket) for name in layout.names]
+        bucket.missing = len(bucket.slots)
+        buckets.append(bucket)
+    return buckets
+
+
+class HookSource(Source):
+    """Feeds an :class:`Aggregator` from ``register_post_accumulate_grad_hook``."""
+
+    def __init__(
+        self,
+        params: Mapping[str, Parameter],
+        aggregator: Aggregator,
+        bucket_bytes: float,
+        find_unused: bool,
+        hooked: Iterable[Parameter] | None = None,
+    ) -> None:
+        super().__init__(aggregator)
+        self.find_unused = find_unused
+        self.buckets = make_buckets(params, bucket_bytes)
+        self._slots = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
+        self._next = 0
+        self._buffers: list[Tensor] = []
+        self._due = True
+        self.root = 0  # whose buffers count
+        self._handles: list[Any] = [
+            p.register_post_accumulate_grad_hook(self.ready)
+            for p in (params.values() if hooked is None else hooked)
+        ]
+
+    def ready(self, parameter: Tensor) -> None:
+        """A gradient has arrived (called by autograd, once per parameter and backward)."""
+        slot = self._slots[parameter]  # type: ignore[index]
+        self.touched.append(parameter)
+        if not self.synchronizing:
+            return
+        if not self.running:
+            at_end_of_backward(self._finish)
+            self.begin()
+        grad = parameter.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise Unsupported(
+                f"rank {self.aggregator.communicator.rank}: parameter {slot.name!r} has a sparse gradient, which "
+                "no policy takes. Use sparse=False in its Embedding."
+            )
+        slot.view.copy_(grad.detach())
+        slot.arrived = True
+        slot.bucket.missing -= 1
+        if slot.bucket.missing == 0:
+            self._advance()
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        yield
+        self.aggregator.joined = True
+        while self._announce():
+            self._shadow()
+
+    def _shadow(self) -> None:
+        """Take part in one step with zeros."""
+        if self._buffers:
+            self._send_buffers()
+        self.begin()
+        for bucket in self.buckets:
+            bucket.buffer.zero_()
+            bucket.missing = 0
+        self._close()
+        self.aggregator.end()
+        self._reset()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def broadcast_buffers(self, model: Module, wanted: bool) -> None:
+        """Before a forward, give all ranks the buffers of the first rank with data, by DDP's rule: not within
+        ``no_sync()``, and once after a forward that was to be synchronized."""
+        self._buffers = list(model.buffers()) if wanted else []
+        self._due = True
+        self._handles.append(model.register_forward_pre_hook(self._before_forward))
+
+    def _before_forward(self, model: Module, args: object) -> None:
+        training = torch.is_grad_enabled() and self.synchronizing
+        if training and self.aggregator.joining:
+            self._announce()
+        if self._buffers and self._due:
+            self._send_buffers()
+        self._due = training
+
+    def _send_buffers(self) -> None:
+        aggregator = self.aggregator
+        aggregator.driver.run(broadcast_tensors(self._buffers, self.root), aggregator.communicator)
+
+    def _announce(self) -> bool:
+        """Within ``join()``: tell who still has data; False when nobody has. Called by every rank alike."""
+        aggregator = self.aggregator
+        rows = aggregator.driver.run(gather_flag(not aggregator.joined), aggregator.control)
+        active = [rank for rank, flag in enumerate(rows) if flag]
+        if active:
+            self.root = active[0]
+        return bool(active)
+
+    def run(self) -> None:
+        """One step without a backward: aggregate what stands in ``p.grad`` now."""
+        self.begin()
+        self._finish()
+
+    def _advance(self) -> None:
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            bucket = self.buckets[self._next]
+            self._next += 1
+            piece = Piece(bucket.layout, bucket.buffer, bucket.deliver)
+            self.aggregator.submit(piece, last=self._next == len(self.buckets))
+
+    def _close(self) -> Pending[Tensor] | None:
+        """Complete what did not arrive, hand it in, and start the used-map."""
+        with torch.no_grad():
+            for bucket in self.buckets[self._next :]:
+                for slot in bucket.slots:
+                    if bucket.missing and not slot.arrived:
+                        grad = slot.parameter.grad
+                        slot.view.zero_() if grad is None else slot.view.copy_(grad)
+                bucket.missing = 0
+        self._advance()
+        if not self.find_unused:
+            return None
+        used = {id(p) for p in self.touched}
+        flags = torch.tensor([id(slot.parameter) in used for slot in self._slots.values()], dtype=torch.uint8)
+        control = self.aggregator.control
+        return self.aggregator.driver.submit(Pending(used_map(flags), control))
+
+    def _finish(self) -> None:
+        try:
+            pending = self._close()
+            self.aggregator.end()
+            used = None if pending is None else pending.wait().tolist()
+            self._write_back(used)
+        finally:
+            self._reset()
+
+    @torch.no_grad()
+    def _write_back(self, used: list[int] | None) -> None:
+        wanted = None if used is None else {p for p, flag in zip(self._slots, used, strict=True) if flag}
+        for bucket in self.buckets:
+            assert bucket.update is not None
+            views = Views(bucket.layout, bucket.update)
+            targets, sources = [], []
+            for slot in bucket.slots:
+                if wanted is not None and slot.parameter not in wanted:
+                    continue
+                if slot.parameter.grad is None:
+                    slot.parameter.grad = torch.empty_like(slot.parameter)
+                targets.append(slot.parameter.grad)
+                sources.append(views[slot.name])
+            if targets:
+                torch._foreach_copy_(targets, sources)
+
+    def _reset(self) -> None:
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.slots)
+            bucket.update = None
+            for slot in bucket.slots:
+                slot.arrived = False
+        self._next = 0
+        self.finished()
+
+
+def gather_flag(flag: bool) -> Generator[Collective, Tensor, list[int]]:
+    """Every rank's flag, in rank order."""
+    rows = yield AllGather(torch.tensor([flag], dtype=torch.uint8))
+    return rows.flatten().tolist()
+
+
+def used_map(flags: Tensor) -> Generator[Collective, Tensor, Tensor]:
+    """Which parameters got a gradient on any rank: uint8, 1 where used."""
+    return (yield AllReduce(flags, "max"))

@@ -1,0 +1,121 @@
+"""Batch normalisation over the union of all ranks' batches, on any backend and on CPUs.
+
+Rules:
+
+1. Statistics are those of the union: counts, means and squared deviations travel in float64 and are merged in rank
+   order (Chan, Golub and LeVeque 1979), so unequal and empty batches are exact.
+2. A rank of ``sync.weight`` 0 is not part of the union. Set the weight before the forward.
+3. Backward treats the ranks' losses as the synchronizer does, ``sum(w L) / sum(w)``, so that weighted gradients equal
+   those of one process on the union.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdbridge import runtime
+from hvdbridge.collectives import AllGather, AllReduce
+from hvdbridge.communicators.base import Communicator
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Drop-in for ``BatchNorm1d/2d/3d``: input ``[N, C, ...]``, floating point; see :meth:`convert`."""
+
+    weight_of_rank: Callable[[], float | None] = staticmethod(lambda: None)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"SyncBatchNorm needs [N, C, ...], got {list(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        weight = self.weight_of_rank()
+        share = 1.0 if weight is None else weight
+        output, mean, variance, count = _Normalize.apply(
+            input, self.weight, self.bias, self.eps, share, runtime.channel("sync_batchnorm")
+        )
+        if self.training and self.running_mean is not None and self.running_var is not None:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+        return output  # type: ignore[no-any-return]
+
+    @classmethod
+    def convert(cls, module: torch.nn.Module) -> torch.nn.Module:
+        """``module`` with every BatchNorm replaced, parameters and buffers taken over."""
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            sync = cls(
+                module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
+            )
+            sync.weight, sync.bias = module.weight, module.bias
+            sync.running_mean, sync.running_var = module.running_mean, module.running_var
+            sync.num_batches_tracked = module.num_batches_tracked
+            sync.training = module.training
+            return sync
+        for name, child in module.named_children():
+            setattr(module, name, cls.convert(child))
+        return module
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        eps: float,
+        share: float,
+        comm: Communicator,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        channels = x.shape[1]
+        flat = x.detach().transpose(0, 1).reshape(channels, -1).double()
+        n = flat.shape[1] if share > 0 else 0
+        local_mean = flat.mean(1) if n else flat.new_zeros(channels)
+        squares = (flat - local_mean[:, None]).square().sum(1) if n else flat.new_zeros(channels)
+        rows = comm.execute(AllGather(torch.cat([local_mean, squares, local_mean.new_tensor([n])])))
+        counts = rows[:, -1:]
+        means, all_squares = rows[:, :channels], rows[:, channels:-1]
+        count = counts.sum()
+        total = count.clamp(min=1)
+        mean = (counts * means).sum(0) / total
+        variance = (all_squares + counts * (means - mean).square()).sum(0) / total
+        inverse = (variance + eps).rsqrt()
+        shape = [1, channels] + [1] * (x.dim() - 2)
+        normal = (x - mean.to(x.dtype).view(shape)) * inverse.to(x.dtype).view(shape)
+        ctx.save_for_backward(normal, inverse, gamma, total)
+        ctx.share, ctx.comm, ctx.shape = share, comm, shape
+        output = normal if gamma is None else normal * gamma.view(shape)
+        output = output.clone() if beta is None and gamma is None else output
+        if beta is not None:
+            output = output + beta.view(shape)
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output, mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        normal, inverse, gamma, total = ctx.saved_tensors
+        axes = [0, *range(2, dy.dim())]
+        d_beta, d_gamma = dy.sum(axes), (dy * normal).sum(axes)
+        mine = torch.cat([d_beta.double(), d_gamma.double(), inverse.new_ones(1)]) * ctx.share
+        sums = ctx.comm.execute(AllReduce(mine))
+        share = ctx.share / sums[-1] if ctx.share > 0 else sums.new_zeros(())
+        channels = dy.shape[1]
+        scale = (1.0 / share if ctx.share > 0 else share) / (sums[-1].clamp(min=1e-300) * total)
+        mean_dy = (sums[:channels] * scale).to(dy.dtype).view(ctx.shape)
+        mean_dyx = (sums[channels:-1] * scale).to(dy.dtype).view(ctx.shape)
+        factor = inverse.to(dy.dtype).view(ctx.shape)
+        if gamma is not None:
+            factor = factor * gamma.view(ctx.shape)
+        dx = (dy - mean_dy - normal * mean_dyx) * factor if ctx.share > 0 else torch.zeros_like(dy)
+        return dx, None if gamma is None else d_gamma, None if gamma is None else d_beta, None, None, None

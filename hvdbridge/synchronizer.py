@@ -1,0 +1,428 @@
+"""The GradientSynchronizer: joins a source of gradients, a policy, its state and a driver."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from hvdbridge import runtime
+from hvdbridge.aggregator import Aggregator
+from hvdbridge.broadcast import broadcast_optimizer, broadcast_tensors
+from hvdbridge.communicators.base import Communicator
+from hvdbridge.driver import drive, open_driver
+from hvdbridge.errors import ConfigurationError, RankMismatch, StepError, Unsupported
+from hvdbridge.policies import from_spec, to_spec
+from hvdbridge.policy import Policy
+from hvdbridge.sources import Options, attach
+from hvdbridge.sources.hooks import HookSource
+from hvdbridge.sync_batchnorm import SyncBatchNorm
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+class GradientSynchronizer:
+    """Aggregates a model's gradients over the ranks with one policy, on whatever backend runs.
+
+    When ``backward()`` returns, the aggregated gradients stand in ``p.grad`` on every rank. All ranks of the job
+    construct it alike; names, shapes, dtypes and options are compared, then rank 0's parameters, buffers and
+    optimizer state are copied to all.
+
+    Args:
+        model: any module with parameters that require gradients.
+        optimizer: one, a list, or None; :attr:`optimizer` has the same structure.
+        policy: a spec string, a :class:`~hvdbridge.policy.Policy`, or None for what ``hb.init`` was given.
+        bucket_mb: size of a gradient bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or 25 as in DDP.
+        group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
+            Every rank of the job takes part in the construction, each with the group it belongs to.
+        find_unused_parameters: a parameter that got no gradient on any rank keeps its old one. With False,
+            a missing gradient counts as zeros (Horovod, MPI) or is DDP's own error (torch).
+        weighted: True: exchange :attr:`weight` in every step; False: never; None: the first step decides.
+        static_graph, broadcast_buffers, gradient_as_bucket_view: as in DistributedDataParallel.
+        seed: of the randomness that all ranks share.
+
+    Attributes:
+        model: what the backend's users know: a DistributedDataParallel on torch, else ``model`` itself.
+        optimizer: on Horovod a real ``hvd.DistributedOptimizer``, else the optimizer itself.
+
+    Raises:
+        NotInitialized: ``hb.init()`` is missing.
+        RankMismatch: ranks differ in model, policy or options.
+        ConfigurationError: nothing to train, or a policy that does not parse.
+        Unsupported: the model makes sparse gradients.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizers = None,
+        policy: str | Policy | None = None,
+        bucket_mb: float | None = None,
+        group: Any = None,
+        find_unused_parameters: bool = False,
+        weighted: bool | None = None,
+        static_graph: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        seed: int = 0,
+    ) -> None:
+        session = runtime.current()
+        self.policy = from_spec(session.policy if policy is None else policy)
+        originals = as_list(optimizer)
+        params = trainable(model)
+        options = Options(
+            session.config.bucket_mb if bucket_mb is None else bucket_mb,
+            find_unused_parameters, static_graph, broadcast_buffers, gradient_as_bucket_view,
+        )  # fmt: skip
+        self._communicator, self._control = open_group(session.communicator, group)
+        agree(
+            self._control,
+            describe(params, model) + [f"policy {to_spec(self.policy)}", f"{options}", f"weighted={weighted}",
+            f"seed={seed}", f"{len(originals)} optimizers"],
+        )  # fmt: skip
+        tensors = [*model.parameters(), *model.buffers()]
+        drive(broadcast_tensors(tensors), self._communicator.execute)
+        for each in originals:
+            broadcast_optimizer(each, self._control)
+        device = next(iter(params.values())).device
+        self._monitor = session.monitor
+        self._driver = open_driver(self._communicator, device, session.check())
+        self._monitor.on_failure(self._driver.fail)
+        self._aggregator = Aggregator(
+            self.policy, params, self._communicator, self._control, self._driver, seed, weighted
+        )
+        self._source, self.model, wrapped = attach[session.backend](
+            model, originals, params, self._aggregator, self._communicator, options
+        )
+        self.optimizer = like(optimizer, wrapped)
+        self._params = params
+        self._optimizers = wrapped
+        self._hooks = [each.register_step_pre_hook(self._before_step) for each in wrapped]
+        self._hooks += [
+            o.register_step_pre_hook(refuse) for o, w in zip(originals, wrapped, strict=True) if o is not w
+        ]
+        self._closed = False
+        for module in model.modules():
+            if isinstance(module, SyncBatchNorm):
+                module.weight_of_rank = lambda: self.weight
+        runtime.at_shutdown(self.close)
+
+    @property
+    def weight(self) -> float | None:
+        """This rank's weight: samples, tokens, trust. Read at the first gradient of a synchronizing backward; applies
+        to all that was accumulated. The result is ``sum(w g) / sum(w)``; 0 excludes the rank."""
+        return self._aggregator.weight
+
+    @weight.setter
+    def weight(self, value: float | None) -> None:
+        self._aggregator.weight = None if value is None else float(value)
+
+    @property
+    def loss_scale(self) -> float:
+        """GradScaler's scale: residuals are rescaled when it changes. Set it before backward."""
+        return self._aggregator.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if not value > 0 or value == float("inf"):
+            raise ConfigurationError(f"loss_scale={value} must be positive and finite")
+        self._aggregator.loss_scale = float(value)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the weights of the last step added up to zero, so that nothing moves."""
+        return self._aggregator.skipped
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients accumulate locally; the next backward outside aggregates them. Wrap forward and backward."""
+        before = self._source.synchronizing
+        self._source.synchronizing = False
+        try:
+            with getattr(self.model, "no_sync", nothing)():
+                yield
+        finally:
+            self._source.synchronizing = before
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """For ranks with unequal numbers of steps: one that has left the block's loop shadows the others with
+        weight 0 until all have; then every rank gets the model and optimizer state of one that finished last.
+
+        All ranks enter together. One forward and one backward per step. Unset weights count as 1 here.
+        """
+        aggregator = self._aggregator
+        aggregator.joining = True
+        try:
+            with self._source.join():
+                yield
+            steps = self._control.all_gather_object(self._source.steps)
+            last = steps.index(max(steps))
+            tensors = [*self._params.values(), *self.model.buffers()]
+            self._driver.run(broadcast_tensors(tensors, last), self._communicator)
+            for each in self._optimizers:
+                broadcast_optimizer(each, self._control, last)
+        finally:
+            aggregator.joining = aggregator.joined = False
+
+    def synchronize(self) -> None:
+        """Wait for what is outstanding; on every backend backward has waited already, so this finds nothing.
+
+        Raises:
+            HvdbridgeError: the cause, if an aggregation failed.
+        """
+        if self._driver.failure is not None:
+            raise self._driver.failure
+
+    def stats(self) -> dict[str, float]:
+        """Figures of the last step: ``step``, ``collectives``, ``bytes_sent`` (by this rank, see
+        :meth:`Collective.bytes_sent <hvdbridge.collectives.Collective.bytes_sent>`), ``communication_seconds``."""
+        traffic = self._aggregator.last_traffic
+        return {
+            "step": self._aggregator.step,
+            "collectives": traffic.collectives,
+            "bytes_sent": traffic.bytes_sent,
+            "communication_seconds": traffic.seconds,
+        }
+
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """The policy's state: plain dicts of tensors, readable with ``torch.load(weights_only=True)``.
+
+        ``gather=False``: this rank's. ``gather=True``: collective; complete on rank 0 of the group, empty elsewhere.
+        """
+        local = {
+            "policy": to_spec(self.policy),
+            "step": self._aggregator.step,
+            "loss_scale": self._aggregator.loss_scale,
+            "state": self._aggregator.store.portable(),
+        }
+        if not gather:
+            return local
+        ranks = self._control.all_gather_object(local["state"])
+        return local | {"ranks": ranks} if self._control.rank == 0 else {}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state_dict` gave, of either form; local, so call it on every rank.
+
+        A gathered state of another number of ranks is redistributed: what is local to ranks keeps its sum.
+
+        Raises:
+            ConfigurationError: the state is of another policy, other parameters or shapes; nothing is loaded.
+        """
+        spec = to_spec(self.policy)
+        if saved.get("policy") != spec:
+            raise ConfigurationError(f"the state is one of policy {saved.get('policy')!r}, this is {spec!r}")
+        ranks = saved.get("ranks") or [saved["state"]]
+        rank = self._control.rank if "ranks" in saved else 0
+        self._aggregator.store.load(ranks, rank, self._control.size if "ranks" in saved else 1)
+        self._aggregator.step = int(saved["step"])
+        self._aggregator.loss_scale = self._aggregator._held_scale = float(saved["loss_scale"])
+
+    def close(self) -> None:
+        """Take the hooks off and free the communicators; the model stays as it is. Harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._source.remove()
+        self._monitor.remove_on_failure(self._driver.fail)
+        self._driver.close()
+        if self._driver.failure is None:
+            self._control.close()
+            self._communicator.close()
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._check_step(optimizer)
+            return None
+        if getattr(closure, "checks_step", None) is self:  # Horovod's optimizer calls this hook twice
+            return None
+        checked = self._checked(closure, optimizer)
+        if len(args) > 1:
+            return (args[0], checked, *args[2:]), kwargs
+        return args, kwargs | {"closure": checked}
+
+    def _checked(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        def checked() -> Any:
+            loss = closure()
+            self._check_step(optimizer)
+            return loss
+
+        checked.checks_step = self  # type: ignore[attr-defined]
+        return checked
+
+    def _check_step(self, optimizer: Optimizer) -> None:
+        self.synchronize()
+        where = f"rank {self._control.rank}: optimizer.step()"
+        if self._source.steps == 0:
+            raise StepError(
+                f"{where} before any synchronizing backward(): there are no aggregated gradients."
+            )
+        lost = [p for p in self._source.touched if p.grad is not None]
+        if lost:
+            raise StepError(
+                f"{where} with gradients of {len(lost)} parameters that were never aggregated. Call it after a "
+                "backward() outside of no_sync(); under DDP run one forward and one backward in turn."
+            )
+        if self.skipped:
+            mine = set(self._params.values())
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if parameter in mine:
+                    parameter.grad = None
+
+
+def average_gradients(
+    model: Module, group: Any = None, weight: float | None = None, policy: str | Policy = "mean"
+) -> None:
+    """Aggregate what stands in ``p.grad`` now, in place: for loops that call it between backward and step.
+
+    Args:
+        model: its parameters that require gradients; one without a gradient counts as zeros.
+        group: as for :class:`GradientSynchronizer`; all ranks of the job call this alike.
+        weight: this rank's weight; all ranks give one, or none does.
+        policy: one without state (there is nobody to keep it).
+
+    Raises:
+        ConfigurationError: the policy has state.
+        WeightError: a bad weight, or one on some ranks only.
+    """
+    session = runtime.current()
+    chosen = from_spec(policy)
+    params = trainable(model)
+    if has_leaves(chosen.init(params)):
+        raise ConfigurationError(
+            f"average_gradients: {to_spec(chosen)} keeps state. Use a GradientSynchronizer."
+        )
+    communicator, control = open_group(session.communicator, group)
+    driver = open_driver(communicator, next(iter(params.values())).device, session.check())
+    session.monitor.on_failure(driver.fail)
+    try:
+        aggregator = Aggregator(chosen, params, communicator, control, driver)
+        aggregator.weight = weight
+        HookSource(params, aggregator, session.config.bucket_mb * 2**20, False, hooked=()).run()
+    finally:
+        session.monitor.remove_on_failure(driver.fail)
+        driver.close()
+    control.close()
+    communicator.close()
+
+
+def has_leaves(state: Mapping[str, Any]) -> bool:
+    """Whether a tree of state holds any tensor."""
+    return any(has_leaves(v) if isinstance(v, Mapping) else True for v in state.values())
+
+
+def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Step pre-hook of an optimizer that was wrapped."""
+    raise StepError(
+        "step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated."
+    )
+
+
+def as_list(optimizer: Optimizers) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def like(optimizer: Optimizers, wrapped: list[Optimizer]) -> Any:
+    """``wrapped`` in the structure that the user gave."""
+    if optimizer is None:
+        return None
+    return wrapped[0] if isinstance(optimizer, Optimizer) else type(optimizer)(wrapped)  # type: ignore[call-arg]
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without what wrappers put in front.
+
+    >>> bare_name("_orig_mod.layer.module._orig_mod.weight")
+    'layer.module.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def trainable(model: Module) -> dict[str, Parameter]:
+    """The parameters that get gradients, by bare name, shared ones once.
+
+    Raises:
+        ConfigurationError: there is none.
+        Unsupported: an Embedding with ``sparse=True``.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(
+            module, torch.nn.Embedding | torch.nn.EmbeddingBag
+        ):
+            raise Unsupported(f"{name or type(module).__name__} makes sparse gradients. Use sparse=False.")
+    params = {bare_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    if not params:
+        raise ConfigurationError(f"{type(model).__name__} has no parameter that requires a gradient")
+    return params
+
+
+def describe(params: Mapping[str, Tensor], model: Module) -> list[str]:
+    """What must be equal on all ranks, a line each."""
+    lines = [f"parameter {name} {list(p.shape)} {p.dtype}" for name, p in params.items()]
+    return lines + [
+        f"buffer {bare_name(name)} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()
+    ]
+
+
+def agree(control: Communicator, lines: list[str]) -> None:
+    """Compare ``lines`` over the ranks.
+
+    Raises:
+        RankMismatch: on every rank, naming the first difference and who has what.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(control.all_gather_object(digest))) == 1:
+        return
+    everyone = control.all_gather_object(lines)
+    longest = max(map(len, everyone))
+    for i in range(longest):
+        values = [theirs[i] if i < len(theirs) else "nothing" for theirs in everyone]
+        if len(set(values)) > 1:
+            who = "; ".join(
+                f"ranks {[r for r, v in enumerate(values) if v == value]} have {value}"
+                for value in sorted(set(values), key=values.index)
+            )
+            raise RankMismatch(
+                f"GradientSynchronizer: the ranks differ: {who}. Construct it alike on every rank."
+            )
+
+
+def open_group(world: Communicator, group: Any) -> tuple[Communicator, Communicator]:
+    """A communicator of our own over ``group`` (None: all ranks), and its host-side control channel.
+
+    Collective over all ranks; each names the group that it belongs to.
+
+    Raises:
+        RankMismatch: groups overlap, or a rank is not in the group that it names.
+    """
+    control = world.control()
+    wanted = list(range(world.size)) if group is None else sorted(world.ranks_of(group))
+    groups = sorted({tuple(ranks) for ranks in control.all_gather_object(wanted)})
+    control.close()
+    members = [rank for ranks in groups for rank in ranks]
+    if len(members) != len(set(members)) or world.rank not in wanted:
+        raise RankMismatch(
+            f"rank {world.rank}: group={wanted}, and the ranks name the groups {groups}. "
+            "Groups must be disjoint, and each rank names the one that it is in."
+        )
+    own = world.split(groups)
+    assert own is not None
+    return own, own.control()
