@@ -5,7 +5,10 @@ BIN    := $(VENV)/bin
 # Touched when the environment is complete: a second `make install` only compares dates.
 STAMP  := $(VENV)/.installed
 
-# ranks find mpiexec, torchrun and horovodrun as they would in an activated environment
+# --no-compile: of torch's thousands of files a run imports a few; Python compiles those on first use.
+PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
+
+# Ranks find mpiexec, torchrun and horovodrun as they would in an activated environment
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
@@ -17,9 +20,9 @@ help:
 install: $(STAMP)  ## build .venv: torch, mpi4py with MPICH, Horovod, the test tools
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
-	@test -x $(BIN)/python || { echo "[1/3] $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/pip || { echo "[1/3] $(VENV)"; rm -rf $(VENV); $(PYTHON) -m venv $(VENV); }
 	@echo "[2/3] torch, mpi4py with MPICH, test tools (constraints.txt)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[mpich,test]'
+	@$(PIP) -e '.[mpich,test]'
 	@echo "[3/3] Horovod (the first build takes minutes, then it comes from the cache)"
 	@$(BIN)/hvdbridge install-horovod
 	@touch $@
@@ -43,7 +46,7 @@ bench: $(STAMP)  ## step times against each backend's native way
 	@$(BIN)/python benchmarks/bench.py
 
 docs: $(STAMP)  ## the API's reference, in build/docs
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(PIP) -e '.[docs]'
 	@$(BIN)/python -m pdoc --docformat google -o build/docs hvdbridge
 	@echo "build/docs/index.html"
 

@@ -1,4 +1,4 @@
-"""The examples' data sets, as whole tensors: scikit-learn's digits, and Fashion-MNIST from its four IDX files."""
+"""The examples' data, as whole tensors: scikit-learn's digits, and Fashion-MNIST from its IDX files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gzip
 import importlib.util
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,8 +40,8 @@ def load(name: str, directory: Path | None = None) -> tuple[Images, Images]:
 
 
 def digits(test_share: float = 0.2) -> tuple[Images, Images]:
-    """1,797 handwritten digits of 8x8 pixels; 1,437 to train, 360 to test, every class in the same proportion."""
-    # The file is read where scikit-learn keeps it: importing sklearn.datasets for it costs each rank a second.
+    """1,797 handwritten digits of 8x8 pixels; 1,437 to train, 360 to test, each class in proportion."""
+    # The file is read where scikit-learn keeps it: importing sklearn.datasets for it costs a rank one second.
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError("the digits come with scikit-learn. Run: pip install scikit-learn")
@@ -80,11 +80,11 @@ def fashion_mnist(directory: Path) -> tuple[Images, Images]:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """An IDX file of unsigned bytes: 0, 0, type 8, number of dimensions, the dimensions (big-endian), the values."""
+    """An IDX file of bytes: 0, 0, type 8, number of dimensions, the dimensions (big-endian), the values."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         content = file.read()
     if len(content) < 4 or content[:3] != b"\x00\x00\x08":
-        raise ValueError(f"{path} is not an IDX file of unsigned bytes: it starts with {content[:4].hex(' ')}")
+        raise ValueError(f"{path} is not an IDX file of unsigned bytes: it begins {content[:4].hex(' ')}")
     end = 4 + 4 * content[3]
     if len(content) < end:
         raise ValueError(f"{path} ends inside its header")
@@ -102,37 +102,22 @@ def write_idx(path: Path, values: np.ndarray) -> None:
         file.write(header + values.astype(np.uint8).tobytes())
 
 
-class SharedBatches:
-    """Index lists of one rank, where each batch of the whole job is dealt out by ``shares``.
+def deal(
+    samples: int, batch_size: int, shares: Sequence[float], rank: int, seed: int
+) -> list[list[int]]:
+    """The indices of one rank in each batch of an epoch, when every batch is dealt out by ``shares``.
 
-    Step k of an epoch is the k-th ``batch_size`` samples of one permutation of (seed, epoch), whatever the
-    number of ranks; rank r takes its share of them. So every rank makes the same number of steps, no sample is
-    used twice or left out, and one process that is given the same ``batch_size`` sees the same unions.
-    A rank's part of a step may be empty.
+    Batch k is the k-th ``batch_size`` samples of one permutation, whatever the number of ranks, and each rank
+    gets its share of it. So all ranks make the same number of steps, no sample is used twice or left out, and
+    one process with the same ``batch_size`` sees the unions. A rank's part may be empty.
 
-    >>> batches = [SharedBatches(7, batch_size=6, shares=(1, 2), rank=r) for r in (0, 1)]
-    >>> [[len(part) for part in rank] for rank in batches]
+    >>> [[len(part) for part in deal(7, 6, (1, 2), rank, seed=0)] for rank in (0, 1)]
     [[2, 0], [4, 1]]
     """
-
-    def __init__(
-        self, samples: int, batch_size: int, shares: Sequence[float], rank: int, seed: int = 0
-    ) -> None:
-        self.samples, self.batch_size, self.seed, self.epoch = samples, batch_size, seed, 0
-        self.begin, self.end = (sum(shares[:k]) / sum(shares) for k in (rank, rank + 1))
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return -(-self.samples // self.batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self.samples, generator=generator).tolist()
-        for start in range(0, self.samples, self.batch_size):
-            batch = order[start : start + self.batch_size]
-            yield batch[int(self.begin * len(batch)) : int(self.end * len(batch))]
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
+    batches = [order[start : start + batch_size] for start in range(0, samples, batch_size)]
+    begin, end = (sum(shares[:k]) / sum(shares) for k in (rank, rank + 1))
+    return [batch[int(begin * len(batch)) : int(end * len(batch))] for batch in batches]
 
 
 def _find(directory: Path, name: str) -> Path | None:

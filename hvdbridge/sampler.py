@@ -13,11 +13,11 @@ from hvdbridge.errors import ConfigurationError
 class DistributedSampler(Sampler[int]):
     """Deals a data set out to the ranks, one sample each in turn.
 
-    ``torch.utils.data.DistributedSampler`` repeats samples until all ranks have equally many, which counts those
-    twice, in training and in evaluation. Here every sample is used exactly once per epoch, so the lengths may
-    differ by one. Then the last batches differ too, and even their number where the shorter part fills whole
-    batches: ``sync.weight = len(x)`` makes the result that of one process on the union of the batches, and
-    ``sync.join()`` lets a rank end earlier. ``pad=True`` is torch's way, with torch's order.
+    ``torch.utils.data.DistributedSampler`` repeats samples until all ranks have equally many, which counts
+    those twice, in training and in evaluation. Here every sample is used exactly once per epoch, so the
+    lengths may differ by one. Then the last batches differ too, and even their number where the shorter part
+    fills whole batches: ``sync.weight = len(x)`` makes the result that of one process on the union of the
+    batches, and ``sync.join()`` lets a rank end earlier. ``pad=True`` is torch's way, in torch's order.
 
     Args:
         dataset: anything with a length.
@@ -47,7 +47,7 @@ class DistributedSampler(Sampler[int]):
             rank = runtime.rank() if rank is None else rank
             size = runtime.size() if size is None else size
         if not 0 <= rank < size:
-            raise ConfigurationError(f"DistributedSampler(rank={rank}, size={size}): rank must be in 0..{size - 1}")
+            raise ConfigurationError(f"DistributedSampler: rank {rank} is not in 0..{size - 1}")
         self.dataset, self.rank, self.size = dataset, rank, size
         self.shuffle, self.seed, self.pad = shuffle, seed, pad
         self.epoch = 0

@@ -52,10 +52,10 @@ RUN_NEEDS = ("cffi>=1.4", "cloudpickle", "packaging", "psutil", "pyyaml")
 BUILD_NEEDS = ("setuptools<81", "wheel")  # a setup.py of 2023: the setuptools that still has pkg_resources
 CMAKE_OLDEST, CMAKE_TOO_NEW = (3, 13), (4,)  # 4.0 refuses the third-party projects' cmake_minimum_required
 CMAKE_NEED = "cmake>=3.13,<4"
-DISK_BYTES = 1 << 30  # sources, objects and tools take about 0.6 GB while the build runs
+DISK_BYTES = 1 << 29  # sources, objects and tools take about 0.3 GB while the build runs
 BYTES_PER_JOB = 2 << 30  # what one compiler process may take on torch's headers
 SMOKE_SECONDS = 120
-TAIL_LINES = 30
+TAIL_LINES = 15
 FRAMEWORKS = {
     "HOROVOD_WITH_PYTORCH": "1",
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -80,8 +80,7 @@ assert total.eq(sum(range(1, {size} + 1))).all(), total
 hvd.shutdown()
 """
 
-# CMake's and gloo's own flags are overruled where they stand, since the last -std of a command line wins.
-# GCC 13 and later no longer include <cstdint> by accident, which Gloo and Horovod relied upon.
+# The flag is changed where it stands: of several -std on one command line the last wins, and that is CMake's.
 COMPILER_WRAPPER = """\
 #!/bin/sh
 for argument do
@@ -91,8 +90,19 @@ for argument do
     esac
     set -- "$@" "$argument"
 done
-exec {compiler} -include cstdint "$@"
+exec {compiler} "$@"
 """
+# GCC 13 and later no longer include <cstdint> by accident, on which Gloo relies. A flag, not part of the wrapper:
+# nvcc gives the wrapper what is preprocessed already.
+COMPILER_FLAGS = "-include cstdint"
+
+# Horovod's CMake starts any CUDA compiler that it finds, and fails if that one fails, though torch is without CUDA.
+CMAKE_WRAPPER = """\
+#!/bin/sh
+[ "$1" = --build ] || set -- "$@" {options}
+exec {cmake} "$@"
+"""
+NO_CUDA = "-DCMAKE_CUDA_COMPILER= -DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,7 +184,8 @@ class Recipe:
         """The wheel's name in the cache: readable parts first, then a digest of what has no short name."""
         torch = self.torch
         built = [torch.git, torch.cxx11_abi, torch.cxx_standard, torch.cuda, platform.libc_ver()]
-        details = json.dumps([built, COMPILER_WRAPPER, sorted(self.options.items())])
+        scripts = [COMPILER_WRAPPER, COMPILER_FLAGS, CMAKE_WRAPPER, NO_CUDA]
+        details = json.dumps([built, scripts, sorted(self.options.items())])
         digest = hashlib.sha256(details.encode()).hexdigest()
         operations = "gloo-nccl" if self.with_nccl else "gloo"
         python = f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
@@ -359,8 +370,9 @@ def build(recipe: Recipe, scratch: Path, log: Path, console: Console) -> Path:
     environment = {
         **os.environ,
         **recipe.options,
-        "CXX": str(compiler_wrapper(scratch, _compiler() or ["c++"], recipe.torch.cxx_standard)),
-        "HOROVOD_CMAKE": cmake or str(tools / "bin" / "cmake"),
+        "CXX": compiler_wrapper(scratch, _compiler() or ["c++"], recipe.torch.cxx_standard),
+        "CXXFLAGS": f"{COMPILER_FLAGS} {os.environ.get('CXXFLAGS', '')}",
+        "HOROVOD_CMAKE": cmake_wrapper(scratch, cmake or str(tools / "bin" / "cmake"), recipe.torch.cuda),
         "PYTHONPATH": _before_pythonpath(tools),
         "MAKEFLAGS": f"-j{_jobs()}",
         "TMPDIR": str(scratch),
@@ -370,7 +382,7 @@ def build(recipe: Recipe, scratch: Path, log: Path, console: Console) -> Path:
     needs = [*BUILD_NEEDS, *RUN_NEEDS, *([] if cmake else [CMAKE_NEED])]
     with log.open("w") as out, _progress(console) as report:
         report("build tools", None)
-        _call([*_pip("install"), "--target", str(tools), *needs], log=out)
+        _call([*_pip("install"), "--no-compile", "--target", str(tools), *needs], log=out)
         report("compiling", 0)
 
         def watch(line: str) -> None:
@@ -400,12 +412,22 @@ def usable_cmake() -> str | None:
     return None
 
 
-def compiler_wrapper(directory: Path, compiler: Sequence[str], standard: int) -> Path:
+def compiler_wrapper(directory: Path, compiler: Sequence[str], standard: int) -> str:
     """Write a script that calls ``compiler`` with C++``standard`` where C++11 or C++14 is asked for."""
-    wrapper = directory / "c++"
-    wrapper.write_text(COMPILER_WRAPPER.format(compiler=shlex.join(compiler), standard=standard))
-    wrapper.chmod(0o755)
-    return wrapper
+    script = COMPILER_WRAPPER.format(compiler=shlex.join(compiler), standard=standard)
+    return _script(directory / "c++", script)
+
+
+def cmake_wrapper(directory: Path, cmake: str, cuda: str | None) -> str:
+    """Write a script that calls ``cmake``, and hides a CUDA toolkit from it if torch is without CUDA."""
+    script = CMAKE_WRAPPER.format(cmake=shlex.quote(cmake), options="" if cuda else NO_CUDA)
+    return _script(directory / "cmake", script)
+
+
+def _script(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
 
 
 def _linkable_nccl(directory: Path, scratch: Path) -> str:
@@ -458,7 +480,7 @@ def _install(wheel: Path, console: Console, keep: Path | None = None) -> None:
     """Test the wheel beside the environment, keep it on the shelf, then install it."""
     with tempfile.TemporaryDirectory(prefix="hvdbridge-stage-") as directory:
         console.print("  smoke test: 1 rank, then 2 under horovodrun")
-        _call([*_pip("install"), "--target", f"{directory}/site", str(wheel)])
+        _call([*_pip("install"), "--no-compile", "--target", f"{directory}/site", str(wheel)])
         smoke_test(Path(directory))
     if keep is not None:
         wheel = _shelve(wheel, keep)
@@ -521,8 +543,9 @@ def _call(
     exception, a timeout or Ctrl-C.
 
     Raises:
-        HvdbridgeError: it failed or took too long; the message has the tail of its output.
+        HvdbridgeError: it failed or took too long; the message has the first error and the tail of its output.
     """
+    error: list[str] = []
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     child = subprocess.Popen(
         command,
@@ -541,6 +564,8 @@ def _call(
         assert child.stdout is not None
         for line in child.stdout:
             tail.append(line)
+            if len(error) < TAIL_LINES and (error or re.search(r"(?i)(^|\s)(fatal |cmake )?error( at|:)", line)):
+                error.append(line)
             if log is not None:
                 log.write(line)
                 log.flush()
@@ -554,8 +579,11 @@ def _call(
             child.stdout.close()
     if status:
         how = f"took more than {timeout:g} s" if late and timeout else f"failed with status {status}"
+        shown = "".join(tail)
+        if error and error[0] not in tail:
+            shown = f"{''.join(error)}[...]\n{shown}"
         where = f"\nAll of it: {log.name}" if log is not None else ""
-        raise HvdbridgeError(f"{shlex.join(command)} {how}:\n\n{''.join(tail)}{where}")
+        raise HvdbridgeError(f"{shlex.join(command)} {how}:\n\n{shown}{where}")
 
 
 def _end(child: subprocess.Popen[str]) -> None:

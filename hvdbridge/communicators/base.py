@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.collectives import AllGather, AllReduce, Broadcast, Collective
+from hvdbridge.errors import ConfigurationError
 
 DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -62,6 +63,12 @@ class Communicator(ABC):
     def __init__(self, watch: Watch = unwatched) -> None:
         self.watch = watch
         self.groups: dict[str, Communicator] = {}
+        self.nodes: tuple[int, ...] = ()
+
+    @classmethod
+    def world(cls, watch: Watch = unwatched, timeout_seconds: float = 300.0) -> Communicator:
+        """All ranks of the library below, which is already started; an own channel; collective."""
+        raise NotImplementedError(f"{cls.__name__} is not a backend")
 
     def execute(self, request: Collective) -> Tensor:
         """Answer one request; see :mod:`hvdbridge.collectives` for shapes.
@@ -83,11 +90,24 @@ class Communicator(ABC):
         """This rank's number in, and the size of, each named group."""
         return {name: (comm.rank, comm.size) for name, comm in self.groups.items()}
 
+    def set_nodes(self, nodes: Sequence[int]) -> None:
+        """Say on which node each rank runs (any numbers, equal within a node); this gives the groups
+        ``"node"`` and ``"cross"`` their meaning. The same on all ranks."""
+        if len(nodes) != self.size:
+            raise ConfigurationError(f"one node for each of {self.size} ranks is needed, got {list(nodes)}")
+        self.nodes = tuple(nodes)
+
     def _named(self, group: str) -> Communicator:
+        if group not in self.groups and group in ("node", "cross") and self.nodes:
+            # Made on first use: all ranks execute the same requests, so all ranks are here.
+            made = self.split(node_groups(self.nodes) if group == "node" else cross_groups(self.nodes))
+            assert made is not None, "every rank is on a node"
+            self.groups[group] = made
         try:
             return self.groups[group]
         except KeyError:
-            raise KeyError(f"no group named {group!r}; known: world, {', '.join(sorted(self.groups))}") from None
+            known = ", ".join(["world", *sorted(self.groups)])
+            raise ConfigurationError(f"rank {self.rank} is in no group named {group!r}; it knows: {known}") from None
 
     @abstractmethod
     def _execute(self, request: Collective) -> Tensor:
@@ -97,9 +117,22 @@ class Communicator(ABC):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator | None:
         """Divide into disjoint groups of ranks; collective over all ranks of this communicator.
 
-        Returns the communicator of the group that holds this rank (ranks renumbered in the order given), or
+        Returns the communicator of the group that holds this rank (ranks renumbered in ascending order), or
         None where no group does. ``split([range(size)])`` duplicates.
         """
+
+    def ranks_of(self, group: object) -> list[int]:
+        """The ranks, ascending, that a user means by ``group``: an iterable of ranks, or the backend's own group.
+
+        Raises:
+            ConfigurationError: it is neither, it is empty, or a rank is not one of this communicator's.
+        """
+        ranks = sorted(group) if isinstance(group, Iterable) else []
+        if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size)):
+            raise ConfigurationError(
+                f"group={group!r} must hold distinct ranks below {self.size}, or be a group of the backend's library"
+            )
+        return ranks
 
     @abstractmethod
     def control(self) -> Communicator:
@@ -128,3 +161,18 @@ class Communicator(ABC):
         length = int(self.execute(Broadcast(torch.tensor([len(mine)]), root)).item())
         buffer = torch.frombuffer(bytearray(mine or length), dtype=torch.uint8)
         return pickle.loads(self.execute(Broadcast(buffer, root)).numpy().tobytes())
+
+
+def node_groups(nodes: Sequence[int]) -> list[list[int]]:
+    """The ranks of each node.
+
+    >>> node_groups([0, 0, 1, 1, 1]), cross_groups([0, 0, 1, 1, 1])
+    ([[0, 1], [2, 3, 4]], [[0, 2], [1, 3], [4]])
+    """
+    return [[rank for rank, at in enumerate(nodes) if at == node] for node in dict.fromkeys(nodes)]
+
+
+def cross_groups(nodes: Sequence[int]) -> list[list[int]]:
+    """The first rank of each node, then the second of each node that has one, and so on."""
+    rows = node_groups(nodes)
+    return [[row[i] for row in rows if i < len(row)] for i in range(max(map(len, rows), default=0))]

@@ -30,6 +30,7 @@ class Wait:
     label: str
     since: float
     limit: float
+    phase: bool = False
     warned: bool = False
 
 
@@ -208,7 +209,8 @@ class Job:
 
     def _waiting(self, member: Member, message: Message, payload: bytes, now: float) -> None:
         limit = float(message.get("limit") or self.timeout)
-        member.waits[int(message["token"])] = Wait(str(message["label"]), now - float(message["age"]), limit)
+        since = now - float(message["age"])
+        member.waits[int(message["token"])] = Wait(str(message["label"]), since, limit, "phase" in message)
 
     def _waited(self, member: Member, message: Message, payload: bytes, now: float) -> None:
         member.waits.pop(int(message["token"]), None)

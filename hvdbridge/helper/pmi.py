@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 LINE = 4096
 VALUES = 16 << 20
@@ -154,7 +155,7 @@ class Pmi:
         self.closing = True
         return []
 
-    _handlers: dict[str, Callable[[Pmi, int, dict[str, str]], Replies]] = {
+    _handlers: ClassVar[dict[str, Callable[[Pmi, int, dict[str, str]], Replies]]] = {
         "init": _init, "get_maxes": _maxes, "get_appnum": _appnum, "get_my_kvsname": _name,
         "get_universe_size": _universe, "put": _put, "get": _get, "barrier_in": _barrier_in,
         "finalize": _finalize, "abort": _abort,

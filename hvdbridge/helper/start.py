@@ -85,7 +85,6 @@ def start_helper(host: str, size: int, config: Config) -> HelperAddress:
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         raise RendezvousError(f"rank 0 could not start hvdbridge's helper ({sys.executable}): {error}") from error
     if "error" in answer:
-        raise RendezvousError(
-            f"hvdbridge's helper cannot listen on {host!r}: {answer['error']}. It must be an address of rank 0's own host."
-        )
+        text = f"hvdbridge's helper cannot listen on {host!r}: {answer['error']}"
+        raise RendezvousError(f"{text}. It must be an address of rank 0's own host.")
     return HelperAddress(host, answer["port"], answer["pmi_port"], secret, job)

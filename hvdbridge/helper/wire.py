@@ -10,13 +10,15 @@ Rules:
 from __future__ import annotations
 
 import json
+import socket
 import struct
 from typing import Any
 
 Message = dict[str, Any]
 LENGTH = struct.Struct("!I")
 GUEST_FRAME = 1024
-MEMBER_FRAME = 64 << 20
+VALUE = 32 << 20
+MEMBER_FRAME = VALUE + (1 << 20)
 
 
 class FrameError(ValueError):
@@ -31,8 +33,6 @@ def pack(message: Message, payload: bytes = b"") -> bytes:
     """
     head = json.dumps(message, separators=(",", ":")).encode()
     body = head + b"\0" + payload if payload else head
-    if len(body) > MEMBER_FRAME:
-        raise FrameError(f"a message of {len(body)} bytes; the helper carries at most {MEMBER_FRAME}")
     return LENGTH.pack(len(body)) + body
 
 
@@ -54,3 +54,12 @@ def length_of(header: bytes, bound: int) -> int:
     if length > bound:
         raise FrameError(f"a frame of {length} bytes; at most {bound} are accepted")
     return int(length)
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Notice within 20 s that the other host is gone (no power, no network), and send small frames at once."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 8), ("TCP_KEEPINTVL", 4), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20000)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join
 from torch.nn import Parameter
@@ -65,7 +64,7 @@ class DdpSource(Source):
         if self.running:
             self._finish()
 
-    def _bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             if inside_backward():
                 at_end_of_backward(self._finish)

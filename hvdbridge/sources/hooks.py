@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from hvdbridge.aggregator import Aggregator, Piece
-from hvdbridge.bucket import Layout, Views
 from hvdbridge.broadcast import broadcast_tensors
+from hvdbridge.bucket import Layout, Views
 from hvdbridge.collectives import AllGather, AllReduce, Collective
 from hvdbridge.driver import Pending
 from hvdbridge.errors import Unsupported
@@ -61,7 +61,7 @@ def make_buckets(params: Mapping[str, Parameter], bucket_bytes: float) -> list[F
     open_shapes: dict[tuple[torch.dtype, torch.device], dict[str, torch.Size]] = {}
     cuts: list[tuple[tuple[torch.dtype, torch.device], dict[str, torch.Size]]] = []
     limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
-    for name, parameter in reversed(params.items()):
+    for name, parameter in reversed(list(params.items())):
         kind = (parameter.dtype, parameter.device)
         shapes = open_shapes.setdefault(kind, {})
         shapes[name] = parameter.shape

@@ -42,7 +42,7 @@ class HorovodSource(HookSource):
             self._take_over(optimizer, known, fed)
 
     def _take_over(self, optimizer: Any, known: set[Parameter], fed: set[Parameter]) -> None:
-        base = type(optimizer).__mro__[1]  # the user's optimizer class, below Horovod's
+        base: Any = type(optimizer).__mro__[1]  # the user's optimizer class, below Horovod's
         mine = {
             p for p in optimizer._requires_update if p in known
         } - fed  # two optimizers may share a parameter

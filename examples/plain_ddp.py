@@ -1,0 +1,66 @@
+"""The twin of train.py without hvdbridge: plain DistributedDataParallel on the same model, data, seed and order.
+
+::
+
+    torchrun --nproc-per-node 2 examples/plain_ddp.py
+
+It exists to be compared with: `mean` on every backend ends with the bits of this script. Side by side with
+train.py it shows what the adoption of hvdbridge changes in a training loop.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DistributedSampler
+
+import data
+from train import Log, accuracy, arguments, build, report, set_learning_rate
+
+
+def main() -> None:
+    args = arguments()
+    if args.uneven or args.policy or args.checkpoint:
+        raise SystemExit("plain_ddp.py knows no --uneven, --policy or --checkpoint")
+    dist.init_process_group()
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    train, test = (part.to(device) for part in data.load(args.data, args.data_dir))
+    net, optimizer = build(args, train, device)
+    model = DistributedDataParallel(net)
+
+    sampler = DistributedSampler(train.labels, seed=args.seed)
+    batches = BatchSampler(sampler, args.batch_size, drop_last=False)
+    total = min(args.epochs * len(batches), args.steps or sys.maxsize)
+    step = 0
+    with Log(step, total, visible=dist.get_rank() == 0) as log:
+        for epoch in range(-(-total // len(batches))):
+            sampler.set_epoch(epoch)
+            for indices in list(batches)[: total - step]:
+                set_learning_rate(optimizer, args.lr, step / total)
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(train.images[indices]), train.labels[indices])
+                loss.backward()
+                optimizer.step()
+                step += 1
+                log.step(loss)
+            if dist.get_rank() == 0:
+                log.epoch(epoch, accuracy(net, test))
+    if dist.get_rank() == 0:
+        # A ring all-reduce sends 2 (n - 1) / n of the gradient per rank, and the gradient is float32.
+        ranks = dist.get_world_size()
+        gradient = sum(p.numel() * p.element_size() for p in net.parameters())
+        sent = 2 * (ranks - 1) * gradient // ranks
+        report(log.result(net, test) | {"bytes_sent": sent}, args.metrics)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Train on handwritten digits. One script: torch.distributed, Horovod or MPI below it, any launcher above it.
+
+One process::
+
+    python examples/train.py
+
+One node, two ranks::
+
+    torchrun --nproc-per-node 2 examples/train.py
+    horovodrun -np 2 python examples/train.py
+    mpiexec -n 2 python examples/train.py
+    srun -n 2 python examples/train.py
+    # no launcher: one line in each of two terminals, the second with RANK=1
+    MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 WORLD_SIZE=2 RANK=0 python examples/train.py
+
+Two nodes of two ranks::
+
+    torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node1:29500 \\
+        examples/train.py                                                    # on both nodes
+    horovodrun -np 4 -H node1:2,node2:2 python examples/train.py
+    mpiexec -n 4 -ppn 2 -hosts node1,node2 python examples/train.py
+    srun -N 2 --ntasks-per-node 2 python examples/train.py
+    # no launcher: one line per rank, with MASTER_ADDR=node1 WORLD_SIZE=4 and RANK=0 to 3
+
+Each line runs on each backend: put ``HVDBRIDGE_BACKEND=torch`` (or ``horovod``, ``mpi``) before it. On two ranks
+the final parameters are the same, bit for bit, in every cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import BatchSampler
+
+import data
+import hvdbridge as hb
+import models
+
+
+def main() -> None:
+    args = arguments()
+    hb.init()
+    train, test = (part.to(hb.device()) for part in data.load(args.data, args.data_dir))
+    net, optimizer = build(args, train, hb.device())
+    start, saved = resume(args, net, optimizer)
+
+    sync = hb.GradientSynchronizer(net, optimizer, policy=args.policy)
+    model, optimizer = sync.model, sync.optimizer
+    if saved:
+        sync.load_state_dict(saved)
+
+    per_epoch = len(batches(args, train, epoch=0))
+    total = min(args.epochs * per_epoch, args.steps or sys.maxsize)
+    step = start
+    with Log(step, total, visible=hb.rank() == 0) as log:
+        while step < total:
+            epoch, done = divmod(step, per_epoch)
+            for indices in islice(batches(args, train, epoch), done, total - epoch * per_epoch):
+                if args.uneven:
+                    sync.weight = len(indices)
+                    indices = indices or [0]  # backward needs a loss; with weight 0 it contributes nothing
+                set_learning_rate(optimizer, args.lr, step / total)
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(train.images[indices]), train.labels[indices])
+                loss.backward()
+                optimizer.step()
+                step += 1
+                log.step(loss)
+                if args.checkpoint and step % args.checkpoint_every == 0:
+                    save(args, step, net, optimizer, sync)
+            # Rank 0 alone evaluates, and the module itself: no collective, so nothing to wait for.
+            if hb.rank() == 0:
+                log.epoch(epoch, accuracy(net, test))
+    if hb.rank() == 0:
+        sent = int(sync.stats()["bytes_sent"])
+        result = log.result(net, test) | {"bytes_sent": sent, "backend": hb.backend(), "launcher": hb.launcher()}
+        report(result, args.metrics)
+    hb.shutdown()
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model", choices=sorted(models.MODELS), default="cnn")
+    parser.add_argument("--data", choices=["digits", "fashion-mnist"], default="digits")
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where Fashion-MNIST's four IDX files are")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--steps", type=int, metavar="N", help="end after N steps")
+    parser.add_argument("--batch-size", type=int, default=16, help="samples per rank (default: 16)")
+    parser.add_argument("--lr", type=float, default=0.06, help="highest learning rate (default: 0.06)")
+    parser.add_argument("--policy", help="how gradients are aggregated, e.g. bf16 (default: HVDBRIDGE_POLICY, mean)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--uneven", action="store_true", help="rank r has r + 1 shares of the data; weighted")
+    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help="save there as training goes on")
+    parser.add_argument("--checkpoint-every", type=int, default=20, metavar="STEPS")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
+    parser.add_argument("--metrics", type=Path, metavar="PATH", help="write the results there, as JSON")
+    args = parser.parse_args(argv)
+    if args.data == "fashion-mnist" and args.data_dir is None:
+        parser.error("--data fashion-mnist needs --data-dir DIR, the directory of its four IDX files")
+    if args.resume and args.checkpoint is None:
+        parser.error("--resume needs --checkpoint PATH")
+    return args
+
+
+def build(args: argparse.Namespace, train: data.Images, device: torch.device) -> tuple[nn.Module, Optimizer]:
+    """The model and the optimizer, a function of the arguments alone."""
+    torch.backends.cudnn.deterministic = True
+    torch.manual_seed(args.seed)
+    net = models.MODELS[args.model](side=train.images.shape[-1]).to(device)
+    return net, SGD(net.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
+
+
+def batches(args: argparse.Namespace, train: data.Images, epoch: int) -> list[list[int]]:
+    """This rank's indices for each step of an epoch, a function of the arguments, the epoch and the rank."""
+    if args.uneven:
+        shares = range(1, hb.size() + 1)
+        whole = args.batch_size * hb.size()
+        return data.deal(len(train.labels), whole, shares, hb.rank(), args.seed + epoch)
+    sampler = hb.DistributedSampler(train.labels, seed=args.seed, pad=True)
+    sampler.set_epoch(epoch)
+    return list(BatchSampler(sampler, args.batch_size, drop_last=False))
+
+
+def set_learning_rate(optimizer: Optimizer, highest: float, progress: float) -> None:
+    """Up in a line over the first tenth, down again along a cosine."""
+    for group in optimizer.param_groups:
+        group["lr"] = highest * min(1.0, 0.1 + 9 * progress) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, test: data.Images) -> float:
+    """The share of the test set that the model gets right."""
+    training = net.training
+    net.eval()
+    right = sum(
+        int((net(images).argmax(1) == labels).sum())
+        for images, labels in zip(test.images.split(1000), test.labels.split(1000), strict=True)
+    )
+    net.train(training)
+    return right / len(test.labels)
+
+
+def digest(net: nn.Module) -> str:
+    """SHA-256 of all parameters in the order of their names: equal digests, equal bits."""
+    sha = hashlib.sha256()
+    for name, parameter in sorted(net.named_parameters()):
+        sha.update(name.encode())
+        sha.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def save(
+    args: argparse.Namespace, step: int, net: nn.Module, optimizer: Optimizer, sync: hb.GradientSynchronizer
+) -> None:
+    """Write a checkpoint that is complete or not there at all. Every rank calls this."""
+    state = sync.state_dict(gather=True)
+    if hb.rank() == 0:
+        partial = args.checkpoint.with_name(f"{args.checkpoint.name}.partial")
+        torch.save(
+            {"run": identity(args), "step": step, "model": net.state_dict(),
+             "optimizer": optimizer.state_dict(), "sync": state},
+            partial,
+        )  # fmt: skip
+        os.replace(partial, args.checkpoint)
+
+
+def resume(args: argparse.Namespace, net: nn.Module, optimizer: Optimizer) -> tuple[int, dict[str, Any]]:
+    """The step to go on with and the synchronizer's state; 0 and nothing at a fresh start.
+
+    Only rank 0 needs to see the file: what it loads here reaches the others when the synchronizer is constructed.
+    """
+    if not args.resume:
+        return 0, {}
+    error, step, state = None, 0, {}
+    if hb.rank() == 0 and args.checkpoint.exists():
+        saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        if saved["run"] != identity(args):
+            error = f"{args.checkpoint} is of another run: {saved['run']}, this is {identity(args)}"
+        else:
+            net.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            step, state = saved["step"], saved["sync"]
+            print(f"going on after step {step}", flush=True)
+    error, step, state = hb.broadcast_object((error, step, state))
+    if error:
+        raise ValueError(error)
+    return step, state
+
+
+def identity(args: argparse.Namespace) -> dict[str, Any]:
+    """What a run must share with its checkpoint, for the position in the data to mean the same."""
+    names = ("model", "data", "epochs", "steps", "batch_size", "lr", "seed", "uneven")
+    return {name: getattr(args, name) for name in names} | {"ranks": hb.size()}
+
+
+class Log:
+    """Loss and duration of each step; a progress bar on a terminal, one line per epoch anywhere else."""
+
+    def __init__(self, step: int, total: int, visible: bool = True) -> None:
+        self.total = total
+        self.lines = visible and not sys.stdout.isatty()
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            disable=not visible or self.lines,
+        )  # fmt: skip
+        self.task = self.bar.add_task("training", total=total, completed=step)
+        self.losses: list[Tensor] = []
+        self.seconds: list[float] = []
+
+    def __enter__(self) -> Log:
+        self.bar.start()
+        self.clock = time.perf_counter()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.bar.stop()
+
+    def step(self, loss: Tensor) -> None:
+        if loss.is_cuda:
+            torch.cuda.synchronize()  # else this would be the time to launch the kernels
+        now = time.perf_counter()
+        self.seconds.append(now - self.clock)
+        self.clock = now
+        self.losses.append(loss.detach())
+        self.bar.advance(self.task)
+
+    def epoch(self, epoch: int, right: float) -> None:
+        text = f"epoch {epoch + 1:2}  loss {self.losses[-1].item():.3f}  accuracy {right:.1%}"
+        self.bar.update(self.task, description=text)
+        if self.lines:
+            print(text, flush=True)
+        self.clock = time.perf_counter()
+
+    def result(self, net: nn.Module, test: data.Images) -> dict[str, Any]:
+        return {
+            "accuracy": accuracy(net, test),
+            "step_seconds": statistics.median(self.seconds) if self.seconds else None,
+            "steps": self.total,
+            "losses": torch.stack(self.losses).tolist() if self.losses else [],
+            "digest": digest(net),
+        }
+
+
+def report(result: dict[str, Any], path: Path | None) -> None:
+    print(f"accuracy {result['accuracy']:.1%}  digest {result['digest'][:12]}", flush=True)
+    if path:
+        path.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

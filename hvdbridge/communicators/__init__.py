@@ -1,0 +1,79 @@
+"""The backends by name. Nothing below this package is imported before it is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from hvdbridge.communicators.base import Communicator
+from hvdbridge.errors import BackendUnavailable, ConfigurationError, nearest
+
+
+class Entry(NamedTuple):
+    """Where a backend's class is, what it imports, and what brings that into an environment."""
+
+    target: str
+    library: str
+    title: str
+    remedy: str
+
+
+BACKENDS = {
+    "horovod": Entry(
+        "hvdbridge.communicators.horovod:HorovodCommunicator",
+        "horovod", "Horovod", "Run: hvdbridge install-horovod",
+    ),
+    "mpi": Entry(
+        "hvdbridge.communicators.mpi:MpiCommunicator",
+        "mpi4py", "mpi4py", "Run: pip install 'hvdbridge[mpich]' (or 'hvdbridge[mpi]' for an MPI that is there already)",
+    ),
+    "torch": Entry(
+        "hvdbridge.communicators.torch:TorchCommunicator",
+        "torch", "PyTorch", "Run: pip install torch",
+    ),
+}  # fmt: skip
+
+
+def installed(name: str) -> bool:
+    """Whether the library of backend ``name`` is in this environment; imports nothing.
+
+    >>> installed("torch")
+    True
+    """
+    return find_spec(entry(name).library) is not None
+
+
+def entry(name: str) -> Entry:
+    """The table's row for ``name``.
+
+    >>> entry("mpj")
+    Traceback (most recent call last):
+    hvdbridge.errors.ConfigurationError: Unknown backend 'mpj'. Did you mean 'mpi'? Known: horovod, mpi, torch.
+    """
+    if name not in BACKENDS:
+        raise ConfigurationError(f"Unknown backend {name!r}. {nearest(name, BACKENDS)}")
+    return BACKENDS[name]
+
+
+def load(name: str) -> type[Communicator]:
+    """Import the class of backend ``name``; for ``mpi`` this starts MPI.
+
+    Raises:
+        ConfigurationError: there is no such backend.
+        BackendUnavailable: its library is missing or does not load; the message has the remedy.
+    """
+    row = entry(name)
+    if not installed(name):
+        raise BackendUnavailable(
+            f"HVDBRIDGE_BACKEND={name} but {row.title} is not installed in this environment. {row.remedy}"
+        )
+    module, _, attribute = row.target.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, OSError, RuntimeError) as cause:  # mpi4py without libmpi: RuntimeError; a torch that moved on
+        raise BackendUnavailable(
+            f"HVDBRIDGE_BACKEND={name} but {row.title} does not load in this environment: {cause}. {row.remedy}"
+        ) from cause
+    assert issubclass(found, Communicator)
+    return found

@@ -1,0 +1,256 @@
+"""What all backends share: any tensor is brought into the form that a library takes, and every gap is bridged here.
+
+Rules:
+
+1. A library sees flat, contiguous, non-empty tensors without gradient, and only among two or more ranks.
+2. It moves bytes (gather, exchange, broadcast: any dtype) and reduces what it says that it ``reduces``.
+3. What it does not reduce is exchanged in shards, reduced by the owner in rank order (16-bit floats in float32,
+   rounded once) and gathered: as many bytes as a ring all-reduce, and equal bits on all ranks by construction.
+   That is also how minima and maxima of floats travel: libraries lose NaN in them, ``torch.minimum`` does not.
+4. The in-place path (``AllReduce`` of what the library reduces) copies nothing.
+5. CUDA tensors that the library cannot take pass through pinned host memory, here and nowhere else.
+6. What a library raises becomes :class:`CollectiveTimeout` or :class:`RankFailed` here, with this rank and the cause.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.communicators.base import DTYPES, Communicator, Watch, unwatched
+from hvdbridge.errors import (
+    CollectiveTimeout,
+    ConfigurationError,
+    HvdbridgeError,
+    NotInitialized,
+    RankFailed,
+    Unsupported,
+)
+
+PIECE = 1 << 30
+"""Bytes that a library is handed at once: their counts are often 32-bit integers."""
+
+SMALL = 4096
+"""Below this many bytes one gather, reduced by everyone, is quicker than an exchange and a gather."""
+
+STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda total, row: total.add_(row),
+    "product": lambda total, row: total.mul_(row),
+    "min": lambda total, row: torch.minimum(total, row, out=total),
+    "max": lambda total, row: torch.maximum(total, row, out=total),
+}
+
+
+def fold(rows: Tensor, op: str) -> Tensor:
+    """Reduce ``rows[0], rows[1], ...`` in this order; 16-bit floats are added in float32 and rounded once.
+
+    >>> fold(torch.tensor([[256.0, 1], [1.0, 1], [1.0, 1]], dtype=torch.bfloat16), "sum")
+    tensor([258.,   3.], dtype=torch.bfloat16)
+    """
+    wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    total = rows[0].to(wide)
+    for row in rows[1:]:
+        STEPS[op](total, row.to(wide))
+    return total.to(rows.dtype)
+
+
+class Bridged(Communicator):
+    """A communicator over a library; a backend writes the seven methods at the end and nothing else."""
+
+    failures: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)
+    piece: int = PIECE
+
+    def __init__(self, name: str, rank: int, size: int, timeout_seconds: float, watch: Watch = unwatched) -> None:
+        super().__init__(watch)
+        self.name = name  # equal on all ranks, unique in the process
+        self.rank = rank
+        self.size = size
+        self.timeout_seconds = timeout_seconds
+        self.closed = False
+        self._children = 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size})"
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def _execute(self, request: Collective) -> Tensor:
+        if self.closed:
+            raise NotInitialized(f"rank {self.rank}: {request.signature()} on a communicator that was closed")
+        tensor = request.tensor.detach()
+        self._check(request)
+        if tensor.is_cuda and not self.capabilities.cuda:
+            return self._through_host(request)
+        try:
+            match request:
+                case AllReduce(op=op):
+                    return self._all_reduce(tensor.contiguous(), op)
+                case AllGather():
+                    return self._rows(self._gather(_flat(tensor)), tensor.shape)
+                case AllToAll():
+                    return self._rows(self._exchange(_flat(tensor).view(self.size, -1)), tensor.shape[1:])
+                case ReduceScatter(op=op):
+                    return fold(self._exchange(_flat(tensor).view(self.size, -1)), op).view(tensor.shape[1:])
+                case Broadcast(root=root):
+                    return self._broadcast(tensor.contiguous(), root)
+        except HvdbridgeError:
+            raise
+        except self.failures as cause:
+            explained = self._explained(request, cause)
+            if explained is None:
+                raise
+            raise explained from cause
+        raise Unsupported(f"{request.kind} is not a collective that communicators know")
+
+    def _check(self, request: Collective) -> None:
+        """Refuse what has no meaning, before any rank sends anything."""
+        t = request.tensor
+        what = f"rank {self.rank}: {request.signature()}"
+        if t.layout != torch.strided or t.is_quantized:
+            raise Unsupported(f"{what}: only dense tensors travel; got layout {t.layout}. Call .to_dense() first")
+        if t.device.type not in ("cpu", "cuda"):
+            raise Unsupported(f"{what}: only CPU and CUDA tensors travel; got one on {t.device}")
+        if isinstance(request, (AllReduce, ReduceScatter)) and t.dtype not in DTYPES:
+            raise Unsupported(f"{what}: {t.dtype} is not reduced. Use one of {', '.join(map(str, DTYPES))}")
+        if isinstance(request, (AllToAll, ReduceScatter)) and t.shape[0] != self.size:
+            raise Unsupported(f"{what}: one row for each of {self.size} ranks is needed, got {t.shape[0]} rows")
+        if isinstance(request, Broadcast) and not 0 <= request.root < self.size:
+            raise Unsupported(f"{what}: root {request.root} is not a rank of this group of {self.size}")
+
+    def _through_host(self, request: Collective) -> Tensor:
+        tensor = request.tensor.detach()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return self._execute(replace(request, tensor=host)).to(tensor.device)
+
+    def _explained(self, request: Collective, cause: Exception) -> HvdbridgeError | None:
+        """What a library's failure means, where its text tells (the libraries have no types for it)."""
+        text = str(cause)
+        what = f"rank {self.rank}: {request.signature()}"
+        if _says(text, "timed out", "timeout"):
+            limit = f"{self.timeout_seconds:g} s (HVDBRIDGE_TIMEOUT_SECONDS)"
+            return CollectiveTimeout(f"{what} took longer than {limit}: some rank did not come to it. {text}")
+        if _says(text, "connection", "peer", "broken pipe", "shut down", "socket", "remote", "aborted", "proc_failed"):
+            return RankFailed(f"{what} failed: another rank, or the link to it, is gone. {text}")
+        return None
+
+    # -- bridges -----------------------------------------------------------------------------------------
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+        if self.size == 1 or not tensor.numel():
+            return tensor
+        flat = tensor.view(-1)
+        if self._reduces(flat, op):
+            for part in flat.split(self.piece // flat.element_size()):
+                self._reduce_in_place(part, op)
+            return tensor
+        if flat.nbytes <= SMALL:
+            return fold(self._gather(flat), op).view(tensor.shape)
+        share = -(-flat.numel() // self.size)
+        if share * self.size != flat.numel():  # the padding travels, its sums are cut off
+            flat = torch.cat([flat, flat.new_zeros(share * self.size - flat.numel())])
+        mine = fold(self._exchange(flat.view(self.size, share)), op)
+        return self._gather(mine).view(-1)[: tensor.numel()].view(tensor.shape)
+
+    def _gather(self, flat: Tensor) -> Tensor:
+        if self.size == 1 or not flat.numel():
+            return flat.expand(self.size, -1)
+        return _in_pieces(self._all_gather, flat.view(torch.uint8), self.piece, self.size).view(flat.dtype)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        if self.size == 1 or not rows.numel():
+            return rows
+        return _in_pieces(self._all_to_all, rows.view(torch.uint8), self.piece, self.size).view(rows.dtype)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        if self.size > 1:
+            for part in tensor.view(-1).view(torch.uint8).split(self.piece) if tensor.numel() else ():
+                self._send_to_all(part, root)
+        return tensor
+
+    def _rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        return rows.reshape(self.size, *shape)
+
+    # -- groups ------------------------------------------------------------------------------------------
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator | None:
+        wanted = [sorted(group) for group in groups]
+        ranks = [rank for group in wanted for rank in group]
+        if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size)):
+            raise ConfigurationError(f"groups {wanted} must be disjoint and hold ranks below {self.size}")
+        self._children += 1
+        mine = next((i for i, group in enumerate(wanted) if self.rank in group), None)
+        child = self._split(f"{self.name}.{self._children}", wanted, mine)
+        if child is not None and mine is not None and self.nodes:
+            child.set_nodes([self.nodes[rank] for rank in wanted[mine]])
+        return child
+
+    def control(self) -> Communicator:
+        made = self.split([range(self.size)])
+        assert made is not None, "every rank is in the group of all"
+        return made
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            for group in self.groups.values():
+                group.close()
+            self._close()
+
+    # -- what a backend writes ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def _reduces(self, flat: Tensor, op: str) -> bool:
+        """Whether the library reduces such a tensor rightly, NaN and overflow included."""
+
+    @abstractmethod
+    def _reduce_in_place(self, flat: Tensor, op: str) -> None:
+        """Reduce ``flat`` over ranks, in place."""
+
+    @abstractmethod
+    def _all_gather(self, data: Tensor) -> Tensor:
+        """Bytes ``[n]`` of each rank, as ``[size, n]``."""
+
+    @abstractmethod
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        """Bytes ``[size, n]``, contiguous: row i goes to rank i; answers the rows that came."""
+
+    @abstractmethod
+    def _send_to_all(self, data: Tensor, root: int) -> None:
+        """Fill ``data`` (bytes) with what rank ``root`` has in it."""
+
+    @abstractmethod
+    def _split(self, name: str, groups: list[list[int]], mine: int | None) -> Communicator | None:
+        """The communicator of ``groups[mine]``; called by all ranks, those in no group (None) included."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Free what the library holds for this communicator."""
+
+
+def _says(text: str, *words: str) -> bool:
+    return any(word in text.lower() for word in words)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1)
+
+
+def _in_pieces(move: Callable[[Tensor], Tensor], data: Tensor, piece: int, size: int) -> Tensor:
+    """``move(data)`` along the last axis, in pieces that libraries with 32-bit counts can take."""
+    width = data.shape[-1]
+    step = max(piece // (data.numel() // width) // 16 * 16, 16)
+    if width <= step:
+        return move(data)
+    answer = data.new_empty(size, width)
+    for start in range(0, width, step):
+        part = data[..., start : start + step]
+        answer[:, start : start + step] = move(part.contiguous())
+    return answer

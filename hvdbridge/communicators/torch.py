@@ -1,0 +1,132 @@
+"""torch.distributed below a communicator: Gloo for host memory, NCCL for CUDA.
+
+Rules:
+
+1. The process groups are our own: made on the job's store under names of ours, never registered with
+   ``torch.distributed``. The user's groups, their order of creation and their collectives cannot meet them.
+2. NCCL is used where the user's default group uses it and each rank has a GPU to itself (NCCL refuses to
+   share one); otherwise CUDA tensors pass through host memory.
+3. Gloo adds 16-bit floats with a rounding after each addition and NCCL alike; both are taken as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hvdbridge.communicators.base import Capabilities, Communicator, Watch, unwatched
+from hvdbridge.communicators.bridge import Bridged
+from hvdbridge.errors import NotInitialized
+
+log = logging.getLogger("hvdbridge")
+
+OPS = {"sum": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+WORLDS = count()
+"""Numbers the worlds of this process: the store remembers the names of groups that were closed."""
+
+
+class TorchCommunicator(Bridged):
+    """Executes requests on process groups of its own."""
+
+    def __init__(
+        self, name: str, store: Any, rank: int, size: int, timeout: timedelta, cuda: bool, watch: Watch = unwatched
+    ) -> None:
+        super().__init__(name, rank, size, timeout.total_seconds(), watch)
+        self.capabilities = Capabilities(blocks_host=not cuda, cuda=cuda)
+        self._store = store
+        self._timeout = timeout
+        self._host: Any = None
+        self._cuda: Any = None
+        if size > 1:
+            self._host = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/gloo", store), rank, size, timeout)
+        if cuda:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._cuda = dist.ProcessGroupNCCL(dist.PrefixStore(f"{name}/nccl", store), rank, size, options)
+
+    @classmethod
+    def world(cls, watch: Watch = unwatched, timeout_seconds: float = 300.0) -> TorchCommunicator:
+        if not dist.is_initialized():
+            raise NotInitialized("torch.distributed is not started; call hb.init() or init_process_group() first")
+        name, rank, size = f"hvdbridge/{next(WORLDS)}", dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+        timeout = timedelta(seconds=timeout_seconds)
+        if not _default_uses_nccl():
+            return cls(name, store, rank, size, timeout, False, watch)
+        host = cls(f"{name}/host", store, rank, size, timeout, False, watch)
+        devices = host.all_gather_object((socket.gethostname(), _gpu()))
+        alone = len(set(devices)) == size
+        host.close()
+        if not alone and rank == 0:
+            log.warning("several ranks share a GPU, which NCCL refuses: CUDA tensors pass through host memory")
+        return cls(name, store, rank, size, timeout, alone, watch)
+
+    def ranks_of(self, group: object) -> list[int]:
+        return super().ranks_of(dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else group)
+
+    def control(self) -> Communicator:
+        self._children += 1
+        return TorchCommunicator(
+            f"{self.name}.{self._children}", self._store, self.rank, self.size, self._timeout, False, self.watch
+        )
+
+    def _group(self, tensor: Tensor) -> Any:
+        return self._cuda if tensor.is_cuda else self._host
+
+    def _reduces(self, flat: Tensor, op: str) -> bool:
+        floating = flat.is_floating_point()
+        if flat.dtype == torch.bool or (floating and op in ("min", "max")):
+            return False
+        return True
+
+    def _reduce_in_place(self, flat: Tensor, op: str) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = OPS[op]
+        self._group(flat).allreduce([flat], options).wait()
+
+    def _all_gather(self, data: Tensor) -> Tensor:
+        answer = data.new_empty(self.size, data.numel())
+        self._group(data)._allgather_base(answer.view(-1), data, dist.AllgatherOptions()).wait()
+        return answer
+
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        answer = torch.empty_like(rows)
+        self._group(rows).alltoall_base(answer, rows, [], [], dist.AllToAllOptions()).wait()
+        return answer
+
+    def _send_to_all(self, data: Tensor, root: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        self._group(data).broadcast([data], options).wait()
+
+    def _split(self, name: str, groups: list[list[int]], mine: int | None) -> Communicator | None:
+        if mine is None:
+            return None
+        ranks = groups[mine]
+        return TorchCommunicator(
+            f"{name}/{mine}", self._store, ranks.index(self.rank), len(ranks), self._timeout,
+            self.capabilities.cuda, self.watch,
+        )  # fmt: skip
+
+    def _close(self) -> None:
+        if self._cuda is not None:
+            self._cuda.abort()  # not shutdown(), which waits for ranks that may be gone
+        self._host = self._cuda = self._store = None
+
+
+def _default_uses_nccl() -> bool:
+    return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+
+
+def _gpu() -> str:
+    device = torch.cuda.current_device()
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))

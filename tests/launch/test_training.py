@@ -1,0 +1,45 @@
+"""Every way of training x every backend at 2 ranks: the same bits as plain DistributedDataParallel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jobs
+import pytest
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "scenarios.py")
+LIKE_DDP = [
+    "plain_training", "unused_on_some_ranks", "unused_on_all_ranks", "shared_and_frozen", "several_optimizers",
+    "scheduler", "closure", "compiled", "checkpointing", "two_backwards", "accumulation", "grad_scaler", "clipping",
+    "adamw_foreach", "buffers", "gan", "uneven_join", "carried_state",
+]  # fmt: skip
+ALIKE = [
+    "broadcast_from_rank_0", "weighted", "weight_zero_hides_nan", "total_weight_zero_skips", "nan_travels",
+    "error_feedback_bf16", "step_scope", "average_gradients", "unaggregated_gradients", "sync_batchnorm", "misuse",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ddp() -> dict[str, str]:
+    return jobs.run("torchrun", None, 2, [SCRIPT, "plain"]).check().records[0]
+
+
+@pytest.fixture(scope="module", params=jobs.BACKENDS)
+def ours(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return jobs.run(jobs.NATIVE[request.param], request.param, 2, [SCRIPT]).check().records
+
+
+@pytest.fixture(scope="module")
+def on_torch() -> dict[str, str]:
+    return jobs.run("torchrun", "torch", 2, [SCRIPT]).check().records[0]
+
+
+@pytest.mark.parametrize("scenario", LIKE_DDP)
+def test_same_bits_as_ddp(scenario: str, ddp: dict[str, str], ours: list[dict[str, str]]) -> None:
+    assert [rank[scenario] for rank in ours] == [ddp[scenario]] * 2
+
+
+@pytest.mark.parametrize("scenario", ALIKE)
+def test_same_bits_on_every_backend(scenario: str, on_torch: dict[str, str], ours: list[dict[str, str]]) -> None:
+    assert "Traceback" not in ours[0][scenario], ours[0][scenario]
+    assert [rank[scenario] for rank in ours] == [on_torch[scenario]] * 2
