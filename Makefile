@@ -43,7 +43,7 @@ parity: $(STAMP)  ## ResNet18, bit-equal to DistributedDataParallel on every bac
 	@$(BIN)/python benchmarks/parity.py
 
 bench: $(STAMP)  ## step times against each backend's native way
-	@$(BIN)/python benchmarks/bench.py
+	@$(BIN)/python benchmarks/overhead.py
 
 docs: $(STAMP)  ## the API's reference, in build/docs
 	@$(PIP) -e '.[docs]'

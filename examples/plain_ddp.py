@@ -13,13 +13,12 @@ from __future__ import annotations
 import os
 import sys
 
+import data
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DistributedSampler
-
-import data
 from train import Log, accuracy, arguments, build, report, set_learning_rate
 
 
@@ -27,11 +26,13 @@ def main() -> None:
     args = arguments()
     if args.uneven or args.policy or args.checkpoint:
         raise SystemExit("plain_ddp.py knows no --uneven, --policy or --checkpoint")
-    dist.init_process_group()
-    device = torch.device("cpu")
-    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device, backend = torch.device("cpu"), "gloo"
+    if gpus := torch.cuda.device_count():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
         torch.cuda.set_device(device)
+        if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):  # NCCL wants a GPU for each rank
+            backend = "nccl"
+    dist.init_process_group(backend)
     train, test = (part.to(device) for part in data.load(args.data, args.data_dir))
     net, optimizer = build(args, train, device)
     model = DistributedDataParallel(net)

@@ -40,6 +40,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import data
+import models
 import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -47,9 +49,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import BatchSampler
 
-import data
 import hvdbridge as hb
-import models
 
 
 def main() -> None:

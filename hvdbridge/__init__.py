@@ -1,0 +1,108 @@
+"""One training script; torch.distributed, Horovod or MPI below it; the same gradient aggregation on all.
+
+::
+
+    import hvdbridge as hb
+
+    hb.init()                                   # HVDBRIDGE_BACKEND = auto | torch | horovod | mpi
+    sync = hb.GradientSynchronizer(model, optimizer, policy="bf16")
+    model, optimizer = sync.model, sync.optimizer
+
+Names are imported on first use: ``import hvdbridge`` alone brings in neither torch, mpi4py nor Horovod.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+HOME = {
+    "bucket": "Bucket",
+    "collectives": "AllGather AllReduce AllToAll Broadcast Collective ReduceScatter",
+    "errors": (
+        "BackendUnavailable CollectiveMismatch CollectiveTimeout ConfigurationError HvdbridgeError "
+        "NotInitialized RankFailed RankMismatch RendezvousError SpecError StepError Unsupported "
+        "WeightError"
+    ),
+    "policy": "Aggregated Flow Policy Slot State",
+    "runtime": (
+        "Session backend barrier broadcast_object broadcast_parameters current device init "
+        "is_initialized launcher local_rank local_size node_rank num_nodes rank session shutdown size"
+    ),
+    "sampler": "DistributedSampler",
+    "simulation": "Simulation simulate",
+    "sync_batchnorm": "SyncBatchNorm",
+    "synchronizer": "GradientSynchronizer average_gradients",
+}
+"""The module of each public name."""
+
+if TYPE_CHECKING:
+    from hvdbridge import policies as policies
+    from hvdbridge.bucket import Bucket as Bucket
+    from hvdbridge.collectives import AllGather as AllGather
+    from hvdbridge.collectives import AllReduce as AllReduce
+    from hvdbridge.collectives import AllToAll as AllToAll
+    from hvdbridge.collectives import Broadcast as Broadcast
+    from hvdbridge.collectives import Collective as Collective
+    from hvdbridge.collectives import ReduceScatter as ReduceScatter
+    from hvdbridge.errors import BackendUnavailable as BackendUnavailable
+    from hvdbridge.errors import CollectiveMismatch as CollectiveMismatch
+    from hvdbridge.errors import CollectiveTimeout as CollectiveTimeout
+    from hvdbridge.errors import ConfigurationError as ConfigurationError
+    from hvdbridge.errors import HvdbridgeError as HvdbridgeError
+    from hvdbridge.errors import NotInitialized as NotInitialized
+    from hvdbridge.errors import RankFailed as RankFailed
+    from hvdbridge.errors import RankMismatch as RankMismatch
+    from hvdbridge.errors import RendezvousError as RendezvousError
+    from hvdbridge.errors import SpecError as SpecError
+    from hvdbridge.errors import StepError as StepError
+    from hvdbridge.errors import Unsupported as Unsupported
+    from hvdbridge.errors import WeightError as WeightError
+    from hvdbridge.policy import Aggregated as Aggregated
+    from hvdbridge.policy import Flow as Flow
+    from hvdbridge.policy import Policy as Policy
+    from hvdbridge.policy import Slot as Slot
+    from hvdbridge.policy import State as State
+    from hvdbridge.runtime import Session as Session
+    from hvdbridge.runtime import backend as backend
+    from hvdbridge.runtime import barrier as barrier
+    from hvdbridge.runtime import broadcast_object as broadcast_object
+    from hvdbridge.runtime import broadcast_parameters as broadcast_parameters
+    from hvdbridge.runtime import current as current
+    from hvdbridge.runtime import device as device
+    from hvdbridge.runtime import init as init
+    from hvdbridge.runtime import is_initialized as is_initialized
+    from hvdbridge.runtime import launcher as launcher
+    from hvdbridge.runtime import local_rank as local_rank
+    from hvdbridge.runtime import local_size as local_size
+    from hvdbridge.runtime import node_rank as node_rank
+    from hvdbridge.runtime import num_nodes as num_nodes
+    from hvdbridge.runtime import rank as rank
+    from hvdbridge.runtime import session as session
+    from hvdbridge.runtime import shutdown as shutdown
+    from hvdbridge.runtime import size as size
+    from hvdbridge.sampler import DistributedSampler as DistributedSampler
+    from hvdbridge.simulation import Simulation as Simulation
+    from hvdbridge.simulation import simulate as simulate
+    from hvdbridge.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
+    from hvdbridge.synchronizer import GradientSynchronizer as GradientSynchronizer
+    from hvdbridge.synchronizer import average_gradients as average_gradients
+
+_HOME_OF = {name: module for module, names in HOME.items() for name in names.split()}
+__all__ = ["policies", *_HOME_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "policies":
+        return import_module("hvdbridge.policies")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'hvdbridge' has no attribute {name!r}")
+    value = getattr(import_module(f"hvdbridge.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

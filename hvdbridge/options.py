@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -62,7 +61,6 @@ def options_of(cls: type[Any]) -> dict[str, Field[Any]]:
     return {f.name: f for f in fields(cls) if f.init} if is_dataclass(cls) else {}
 
 
-@cache
 def types_of(cls: type[Any]) -> dict[str, Any]:
     """The types of a policy class's options, resolved."""
     hints = get_type_hints(cls)

@@ -40,7 +40,7 @@ DEEPEST = 32
 
 @dataclass
 class _Node:
-    """A word or a quoted text, with options where it is a policy: ``(key or None, quoted, position, value)``."""
+    """A word or a quoted text; with options where it is a policy: ``(key, key is quoted, position, value)``."""
 
     at: int
     text: str
@@ -123,11 +123,10 @@ def unparse(policy: Policy, name_of: Callable[[type[Policy]], str]) -> str:
     Raises:
         ConfigurationError: a policy class has no registered name.
     """
-    text = _print(policy, name_of)
-    leaf = re.fullmatch(r"(\w+)\(([^()]*)\)", text)
-    return (
-        f"{leaf[1]}:{leaf[2].replace(', ', ',')}" if leaf and "=" in leaf[2] and not policy.inners() else text
-    )
+    name, options = name_of(type(policy)), _options(policy, name_of)
+    if options and not policy.inners():
+        return f"{name}:{','.join(options)}"
+    return _join(name, options)
 
 
 def _build(text: str, node: _Node, lookup: Callable[[str], type[Policy]]) -> Policy:
@@ -194,23 +193,32 @@ def _value(text: str, node: _Node, where: str, wanted: Any, lookup: Callable[[st
                     return kind(node.text)
                 except ValueError:
                     pass
-    _fail(text, node.at, f"{where} must be {describe(wanted)}, got {node.text!r}")
+    return _fail(text, node.at, f"{where} must be {describe(wanted)}, got {node.text!r}")
 
 
 def _takes_policy(wanted: Any) -> bool:
     return any(isinstance(kind, type) and issubclass(kind, Policy) for kind in alternatives(wanted))
 
 
-def _print(policy: Policy, name_of: Callable[[type[Policy]], str]) -> str:
+def _join(name: str, options: list[str]) -> str:
+    return f"{name}({', '.join(options)})" if options else name
+
+
+def _options(policy: Policy, name_of: Callable[[type[Policy]], str]) -> list[str]:
+    """The options that are no defaults, as they are written."""
+
+    def show(inner: Policy) -> str:
+        return _join(name_of(type(inner)), _options(inner, name_of))
+
     options, parts = options_of(type(policy)), []
     for name, option in options.items():
         value = getattr(policy, name)
         if "collects" in option.metadata:
-            parts += [f"{_key(key, options)}={_print(inner, name_of)}" for key, inner in value]
+            parts += [f"{_key(key, options)}={show(inner)}" for key, inner in value]
         elif option.default is MISSING or value != option.default:
-            shown = _print(value, name_of) if isinstance(value, Policy) else _scalar(value)
+            shown = show(value) if isinstance(value, Policy) else _scalar(value)
             parts.append(shown if name == "inner" else f"{name}={shown}")
-    return name_of(type(policy)) + (f"({', '.join(parts)})" if parts else "")
+    return parts
 
 
 def _scalar(value: Any) -> str:

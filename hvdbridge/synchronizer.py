@@ -18,7 +18,7 @@ from hvdbridge.broadcast import broadcast_optimizer, broadcast_tensors
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.driver import drive, open_driver
 from hvdbridge.errors import ConfigurationError, RankMismatch, StepError, Unsupported
-from hvdbridge.policies import from_spec, to_spec
+from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
 from hvdbridge.sources import Options, attach
 from hvdbridge.sources.hooks import HookSource
@@ -80,10 +80,10 @@ class GradientSynchronizer:
             session.config.bucket_mb if bucket_mb is None else bucket_mb,
             find_unused_parameters, static_graph, broadcast_buffers, gradient_as_bucket_view,
         )  # fmt: skip
-        self._communicator, self._control = open_group(session.communicator, group)
+        self._communicator, self._control, ranks = open_group(session.communicator, group)
         agree(
             self._control,
-            describe(params, model) + [f"policy {to_spec(self.policy)}", f"{options}", f"weighted={weighted}",
+            describe(params, model) + [f"policy {label(self.policy)}", f"{options}", f"weighted={weighted}",
             f"seed={seed}", f"{len(originals)} optimizers"],
         )  # fmt: skip
         tensors = [*model.parameters(), *model.buffers()]
@@ -98,7 +98,7 @@ class GradientSynchronizer:
             self.policy, params, self._communicator, self._control, self._driver, seed, weighted
         )
         self._source, self.model, wrapped = attach[session.backend](
-            model, originals, params, self._aggregator, self._communicator, options
+            model, originals, params, self._aggregator, ranks, options
         )
         self.optimizer = like(optimizer, wrapped)
         self._params = params
@@ -197,7 +197,7 @@ class GradientSynchronizer:
         ``gather=False``: this rank's. ``gather=True``: collective; complete on rank 0 of the group, empty elsewhere.
         """
         local = {
-            "policy": to_spec(self.policy),
+            "policy": label(self.policy),
             "step": self._aggregator.step,
             "loss_scale": self._aggregator.loss_scale,
             "state": self._aggregator.store.portable(),
@@ -215,7 +215,7 @@ class GradientSynchronizer:
         Raises:
             ConfigurationError: the state is of another policy, other parameters or shapes; nothing is loaded.
         """
-        spec = to_spec(self.policy)
+        spec = label(self.policy)
         if saved.get("policy") != spec:
             raise ConfigurationError(f"the state is one of policy {saved.get('policy')!r}, this is {spec!r}")
         ranks = saved.get("ranks") or [saved["state"]]
@@ -301,9 +301,9 @@ def average_gradients(
     params = trainable(model)
     if has_leaves(chosen.init(params)):
         raise ConfigurationError(
-            f"average_gradients: {to_spec(chosen)} keeps state. Use a GradientSynchronizer."
+            f"average_gradients: {label(chosen)} keeps state. Use a GradientSynchronizer."
         )
-    communicator, control = open_group(session.communicator, group)
+    communicator, control, _ = open_group(session.communicator, group)
     driver = open_driver(communicator, next(iter(params.values())).device, session.check())
     session.monitor.on_failure(driver.fail)
     try:
@@ -405,8 +405,8 @@ def agree(control: Communicator, lines: list[str]) -> None:
             )
 
 
-def open_group(world: Communicator, group: Any) -> tuple[Communicator, Communicator]:
-    """A communicator of our own over ``group`` (None: all ranks), and its host-side control channel.
+def open_group(world: Communicator, group: Any) -> tuple[Communicator, Communicator, list[int] | None]:
+    """A communicator of our own over ``group`` (None: all ranks), its host-side control channel, and its ranks.
 
     Collective over all ranks; each names the group that it belongs to.
 
@@ -425,4 +425,4 @@ def open_group(world: Communicator, group: Any) -> tuple[Communicator, Communica
         )
     own = world.split(groups)
     assert own is not None
-    return own, own.control()
+    return own, own.control(), None if len(wanted) == world.size else wanted

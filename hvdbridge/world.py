@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from hvdbridge.errors import ConfigurationError, RendezvousError
 
@@ -96,19 +96,17 @@ class World:
         """
         mine = hosts[self.rank]
         distinct = list(dict.fromkeys(hosts))
-        found = {
-            "local_rank": hosts[: self.rank].count(mine),
-            "local_size": hosts.count(mine) if isinstance(hosts, list) else list(hosts).count(mine),
+        found: dict[str, int] = {
+            "local_rank": list(hosts[: self.rank]).count(mine),
+            "local_size": list(hosts).count(mine),
             "node_rank": distinct.index(mine),
             "num_nodes": len(distinct),
         }
-        if UNKNOWN in (self.local_rank, self.local_size):
-            local = {k: found[k] for k in ("local_rank", "local_size")}
-        else:
-            local = {}
-        if UNKNOWN in (self.node_rank, self.num_nodes):
-            local |= {k: found[k] for k in ("node_rank", "num_nodes")}
-        return replace(self, **local)
+        told = asdict(self)
+        for pair in (("local_rank", "local_size"), ("node_rank", "num_nodes")):
+            if UNKNOWN in (told[pair[0]], told[pair[1]]):
+                told |= {name: found[name] for name in pair}
+        return World(**told)
 
 
 def _number(env: Environ, name: str) -> int:

@@ -242,7 +242,7 @@ def _why_not_together(facts: Facts, launcher: str, backend: str) -> Obstacle:
         library = _library_family(facts) or "this MPI library"
         return (
             f"{library} does not speak PMI-1, by which {launcher}'s ranks would join MPI",
-            f"mpiexec -n 2 python train.py; or {INSTALL_MPICH} and without {library}",
+            f"mpiexec -n 2 python train.py; or, in an environment without {library}: {INSTALL_MPICH}",
         )
     if backend == "horovod" and carrier == "torchrun" and not getattr(facts.horovod, "gloo", False):
         return (

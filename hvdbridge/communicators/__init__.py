@@ -26,7 +26,7 @@ BACKENDS = {
     ),
     "mpi": Entry(
         "hvdbridge.communicators.mpi:MpiCommunicator",
-        "mpi4py", "mpi4py", "Run: pip install 'hvdbridge[mpich]' (or 'hvdbridge[mpi]' for an MPI that is there already)",
+        "mpi4py", "mpi4py", "Run: pip install 'hvdbridge[mpich]' (for a site's own MPI: 'hvdbridge[mpi]')",
     ),
     "torch": Entry(
         "hvdbridge.communicators.torch:TorchCommunicator",
@@ -56,6 +56,20 @@ def entry(name: str) -> Entry:
     return BACKENDS[name]
 
 
+def require(name: str) -> Entry:
+    """The table's row for ``name``, whose library is installed.
+
+    Raises:
+        BackendUnavailable: it is not; the message has the remedy.
+    """
+    row = entry(name)
+    if not installed(name):
+        raise BackendUnavailable(
+            f"HVDBRIDGE_BACKEND={name} but {row.title} is not installed in this environment. {row.remedy}"
+        )
+    return row
+
+
 def load(name: str) -> type[Communicator]:
     """Import the class of backend ``name``; for ``mpi`` this starts MPI.
 
@@ -63,17 +77,12 @@ def load(name: str) -> type[Communicator]:
         ConfigurationError: there is no such backend.
         BackendUnavailable: its library is missing or does not load; the message has the remedy.
     """
-    row = entry(name)
-    if not installed(name):
-        raise BackendUnavailable(
-            f"HVDBRIDGE_BACKEND={name} but {row.title} is not installed in this environment. {row.remedy}"
-        )
+    row = require(name)
     module, _, attribute = row.target.partition(":")
     try:
-        found = getattr(import_module(module), attribute)
+        found: type[Communicator] = getattr(import_module(module), attribute)
     except (ImportError, OSError, RuntimeError) as cause:  # mpi4py without libmpi: RuntimeError; a torch that moved on
         raise BackendUnavailable(
             f"HVDBRIDGE_BACKEND={name} but {row.title} does not load in this environment: {cause}. {row.remedy}"
         ) from cause
-    assert issubclass(found, Communicator)
     return found

@@ -146,7 +146,7 @@ class Bridged(Communicator):
     def _all_reduce(self, tensor: Tensor, op: str) -> Tensor:
         if self.size == 1 or not tensor.numel():
             return tensor
-        flat = tensor.view(-1)
+        flat = _flat(tensor)
         if self._reduces(flat, op):
             for part in flat.split(self.piece // flat.element_size()):
                 self._reduce_in_place(part, op)
@@ -171,7 +171,7 @@ class Bridged(Communicator):
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         if self.size > 1:
-            for part in tensor.view(-1).view(torch.uint8).split(self.piece) if tensor.numel() else ():
+            for part in _flat(tensor).view(torch.uint8).split(self.piece) if tensor.numel() else ():
                 self._send_to_all(part, root)
         return tensor
 
@@ -240,7 +240,8 @@ def _says(text: str, *words: str) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1)
+    """All elements in one row with stride 1, which ``view(-1)`` of a single element need not have."""
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,))
 
 
 def _in_pieces(move: Callable[[Tensor], Tensor], data: Tensor, piece: int, size: int) -> Tensor:

@@ -16,15 +16,16 @@ import socket
 import sys
 from typing import Any
 
-from hvdbridge.helper.server import Server
+from hvdbridge.helper.server import BACKLOG, Server
 
 
 def listen(host: str) -> socket.socket:
     """A socket on ``host`` and a port that the system chooses."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)  # inherited: bounds what a guest can make us hold
     sock.bind(address)
-    sock.listen(512)
+    sock.listen(BACKLOG)
     return sock
 
 

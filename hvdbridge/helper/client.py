@@ -161,7 +161,7 @@ class Monitor:
         with _Wait(self, f"store_get({key!r})", limit + UNWIND):
             reply, value = self._link.ask({"op": "get", "key": key, "timeout": limit})
         if "missing" in reply:
-            raise RendezvousError(f"rank {self.rank} waited {limit:g} s for {key!r}, which no rank stored")
+            raise RendezvousError(f"no rank stored {key!r}, for which rank {self.rank} waits at most {limit:g} s")
         return value
 
     def store_add(self, key: str, amount: int = 1) -> int:
@@ -342,8 +342,13 @@ class Monitor:
     # The end -----------------------------------------------------------------------------------------
 
     def install_exit_hooks(self) -> None:
-        """From now on an uncaught exception, or leaving without :meth:`bye`, is told to the job; :meth:`bye` ends that."""
-        if self.size > 1 and self._hooks is None:
+        """From now on the job is told of an uncaught exception, and of leaving without :meth:`bye` (which undoes this).
+
+        Called again it moves before the exit hooks that were installed meanwhile (Horovod has one, too).
+        """
+        if self.size > 1:
+            if self._hooks is not None:
+                self._hooks.remove()
             self._hooks = ExitHooks(self)
             self._hooks.install()
 

@@ -30,6 +30,7 @@ from hvdbridge.helper.pmi import LINE, Pmi
 from hvdbridge.helper.processes import identity, segments_of, segments_of_kvs, unlink_segments
 from hvdbridge.helper.wire import GUEST_FRAME, LENGTH, MEMBER_FRAME, Message, keep_alive, length_of, pack, unpack
 
+BACKLOG = 512
 GUESTS = 128
 HELLO_SECONDS = 10.0
 BUFFER = 8 << 10
@@ -64,7 +65,10 @@ class Server:
         with suppress(ValueError, OSError):
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        servers = [await asyncio.start_server(self._guarded(serve), sock=s, limit=BUFFER) for s, serve in self._sockets]
+        servers = [
+            await asyncio.start_server(self._guarded(serve), sock=sock, limit=BUFFER, backlog=BACKLOG)
+            for sock, serve in self._sockets
+        ]
         try:
             started = idle_since = time.monotonic()
             while (now := time.monotonic()) < idle_since + LINGER:

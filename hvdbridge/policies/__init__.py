@@ -11,6 +11,7 @@ Rules:
 from __future__ import annotations
 
 import re
+from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -35,7 +36,7 @@ _registered: dict[str, type[Policy]] = {}
 
 
 def from_spec(text: str | Policy) -> Policy:
-    """The policy that a spec string describes (:mod:`hvdbridge.spec` has the grammar); a policy is returned as it is.
+    """The policy that a spec string describes; a policy is returned as it is. :mod:`hvdbridge.spec`: the grammar.
 
     Raises:
         SpecError: the text does not parse; the message marks the position and names what is known.
@@ -56,6 +57,14 @@ def to_spec(policy: Policy) -> str:
     ('mean:exact=true', 'ef(bf16)')
     """
     return spec.unparse(policy, name_of)
+
+
+def label(policy: Policy) -> str:
+    """By what ranks and checkpoints compare policies: the spec, or where a class has no name what it prints as."""
+    try:
+        return to_spec(policy)
+    except ConfigurationError:
+        return repr(policy) if is_dataclass(policy) else type(policy).__qualname__
 
 
 def register(name: str, cls: type[Policy]) -> type[Policy]:
@@ -110,7 +119,7 @@ def name_of(cls: type[Policy]) -> str:
     for name in known():
         if name not in BUILT_IN and lookup(name) is cls:
             return name
-    raise ConfigurationError(f"{cls.__qualname__} has no name in specs; hvdbridge.policies.register(name, cls)")
+    raise ConfigurationError(f"{cls.__qualname__} has no name in specs: register(name, cls) gives it one")
 
 
 @cache

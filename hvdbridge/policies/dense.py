@@ -49,11 +49,15 @@ class Mean(Policy):
         return Aggregated(update, sent)
 
 
+MEAN = Mean()
+"""The default of whoever needs one."""
+
+
 @dataclass(frozen=True)
 class Sum(Policy):
     """The sum over ranks, as ``hvd.Sum``; one all-reduce per bucket.
 
-    Weights are multipliers relative to their mean, ``sum_r (N w_r / sum(w)) g_r``: equal weights give the plain sum.
+    Weights are multipliers relative to their mean, ``sum_r (N w_r / sum(w)) g_r``: equal ones give the plain sum.
     It is not additive: ErrorFeedback accounts for shares of a mean, and this update is N times that.
     """
 
@@ -75,7 +79,7 @@ class Sum(Policy):
 class _Half(Policy):
     """A half type on the wire, of the weighted mean or of any inner policy's floating payloads."""
 
-    inner: Policy = Mean()
+    inner: Policy = MEAN
     wire: ClassVar[torch.dtype]
 
     def power(self, size: int) -> float:
@@ -83,7 +87,7 @@ class _Half(Policy):
         return 1.0
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        if self.inner == Mean():  # the one inner whose payload is the bucket: what was sent is known exactly
+        if self.inner == MEAN:  # the one inner whose payload is the bucket: what was sent is known exactly
             return (yield from self._mean(bucket))
         flow = self.inner.aggregate(bucket, state["inner"])
         result = yield from rewrite(flow, lambda request: self._travel(request, bucket))
@@ -91,10 +95,10 @@ class _Half(Policy):
 
     def _mean(self, bucket: Bucket) -> Flow:
         flat = bucket.weighted().buffer
+        power = self.power(bucket.size)
         update, sent = yield from sharded_sum(
-            flat if flat.dtype != self.wire or not bucket.needs_sent else flat.clone(),
-            shards_of(bucket), bucket.rank, self.wire, self.wire, self.power(bucket.size), needs_sent=bucket.needs_sent,
-        )  # fmt: skip
+            flat, shards_of(bucket), bucket.rank, self.wire, self.wire, power, needs_sent=bucket.needs_sent
+        )
         return Aggregated(update.to(torch.promote_types(update.dtype, flat.dtype)), sent)
 
     def _travel(self, request: Collective, bucket: Bucket) -> Exchange:
@@ -111,16 +115,19 @@ class _Half(Policy):
         power = self.power(size)
         match request:
             case AllReduce(op="sum"):
-                flat, shards = tensor.reshape(-1), FlatShards(tensor.numel(), size)
-                total, _ = yield from sharded_sum(flat, shards, rank, self.wire, self.wire, power, request.group)
+                shards = FlatShards(tensor.numel(), size)
+                total, _ = yield from sharded_sum(
+                    tensor.reshape(-1), shards, rank, self.wire, self.wire, power, request.group
+                )
                 return total.to(tensor.dtype).view(tensor.shape)
             case ReduceScatter(op="sum"):
                 rows = yield AllToAll(self._narrow(tensor, power), request.group)
                 return sum_rows(rows).div_(power).to(tensor.dtype)
             case AllGather() | AllToAll() | Broadcast():
-                if not bucket.scaled:  # a raw gradient is no share of a mean: it needs no lift, and has no room
+                if not bucket.scaled:  # a raw gradient is no share of a mean: it needs no lift
                     power = 1.0
-                return (yield _with_tensor(request, self._narrow(tensor, power))).to(tensor.dtype).div_(power)
+                answer = yield _with_tensor(request, self._narrow(tensor, power))
+                return answer.to(tensor.dtype).div_(power)
             case _:
                 return (yield request)
 
@@ -139,8 +146,8 @@ class Fp16(_Half):
     """IEEE half precision on the wire: 11 bits of significand, up to 65504.
 
     ``fp16`` is the weighted mean; ``fp16(inner)`` casts the floating payloads of any policy.
-    Contributions travel as ``g w/sum(w) 2^round(log2 N)``, about the size of g itself: a share ``g / N`` would fall
-    below fp16's smallest numbers at large N. A share that exceeds 65504 travels as inf, as it does in
+    Contributions travel as ``g w/sum(w) 2^round(log2 N)``, about the size of g itself: a share ``g / N``
+    would fall below fp16's smallest numbers at large N. What exceeds 65504 travels as inf, as it does in
     PyTorch's own fp16 hook.
     """
 

@@ -1,16 +1,16 @@
-"""The sharded scheme: each rank owns 1/N of the vector, combines all ranks' pieces of it, and sends the result.
+"""The sharded scheme: each rank owns 1/N of the vector, combines all ranks' pieces of it, sends the result.
 
     all-to-all  ->  the owner combines in rank order  ->  all-gather
 
-One rank sends ``2 (N-1)/N`` of the vector, like a ring all-reduce, but nothing is added on the way: the
-wire may carry a narrow type while sums are made in float32, in rank order, with the same bits on every backend.
+One rank sends ``2 (N-1)/N`` of the vector, like a ring all-reduce, but nothing is added on the way: the wire
+may carry a narrow type while sums are made in float32, in rank order, with the same bits on every backend.
 
 Rules:
 
 1. A sum of elements is the same wherever it is made, so where nobody asks who made it, shards are flat
    pieces of equal length (:class:`FlatShards`), mostly without a copy.
-2. Where the owner matters (its second-stage error enters its ``sent`` and so its residual) shards consist of whole
-   blocks (:class:`BlockShards`): block j belongs to rank j mod N, wherever bucket boundaries lie.
+2. Where the owner matters (its second-stage error enters its ``sent`` and so its residual) shards consist
+   of whole blocks (:class:`BlockShards`): block j belongs to rank j mod N, wherever bucket boundaries lie.
 3. Shards are padded with zeros to the longest.
 """
 
@@ -76,10 +76,10 @@ class FlatShards(Shards):
 
 
 class BlockShards(Shards):
-    """Whole blocks of :data:`BLOCK` elements, dealt out by their number; the last of a parameter may be short.
+    """Whole blocks of :data:`BLOCK` elements, dealt out by number; the last of a parameter may be short.
 
-    In a shard the full blocks come first, then the short ones. Full blocks of one parameter and owner are one
-    strided view of the vector, so packing copies by parameter, not by block.
+    In a shard the full blocks come first, then the short ones. Full blocks of one parameter and owner are
+    one strided view of the vector, so packing copies by parameter, not by block.
 
     >>> shards = BlockShards(Layout({"a": (3,), "b": (1,), "c": (2,)}), {"a": 0, "b": 1, "c": 2}, size=2)
     >>> shards.pack(torch.arange(6.), torch.float32)
@@ -112,8 +112,9 @@ class BlockShards(Shards):
     def _pairs(self, flat: Tensor, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of the vector, and of the same elements in the shards."""
         theirs, ours = [], []
+        origin, stride = flat.storage_offset(), (self.size * BLOCK, 1)
         for start, count, width, owner, offset in self.pieces:
-            theirs.append(flat.as_strided((count, width), (self.size * BLOCK, 1), flat.storage_offset() + start))
+            theirs.append(flat.as_strided((count, width), stride, origin + start))
             ours.append(rows[owner, offset : offset + count * width].view(count, width))
         return theirs, ours
 
@@ -165,12 +166,12 @@ def sharded_sum(
     Args:
         flat: this rank's vector; given away where it needs no packing.
         wire, back: the types that the first and the second stage send.
-        power: contributions travel multiplied by it, the sum does not. A power of two, so it costs no rounding.
+        power: contributions travel multiplied by it, the sum does not; a power of two costs no rounding.
 
     Returns:
-        ``(sum, sent)``, flat, in float32 (float64 where a stage sends float64). ``sent`` is this rank's vector as
-        the owners decoded it, plus, on the shard that this rank owns, the error of the second stage: summed over
-        ranks it is the first result. None unless ``needs_sent``.
+        ``(sum, sent)``, flat, in float32 (float64 where a stage sends float64). ``sent`` is this rank's
+        vector as the owners decoded it, plus, on the shard that this rank owns, the error of the second
+        stage: summed over ranks it is the first result. None unless ``needs_sent``.
     """
     exact = accumulator(torch.promote_types(wire, back))
     rows = shards.pack(flat, wire, power)

@@ -3,8 +3,8 @@
 Rules:
 
 1. Requests of an inner flow pass unchanged; inner flows run one after the other.
-2. State mirrors the tree of policies: an inner's state stands under the key that :meth:`Policy.inners` gives it.
-3. A wrapper is what its inners are (scope, additive, deterministic, unequal weights) unless it says otherwise.
+2. State mirrors the tree of policies: an inner's state stands under its key in :meth:`Policy.inners`.
+3. A wrapper is what its inners are (scope, additive, deterministic, unequal weights) unless it says not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,21 +22,22 @@ from torch import Tensor
 from hvdbridge.bucket import Bucket, Layout, Views
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.options import option
-from hvdbridge.policies.dense import Mean
+from hvdbridge.policies.dense import MEAN
 from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
 
 
 @dataclass(frozen=True)
 class ErrorFeedback(Policy):
-    """What the inner policy did not send is added to the next gradient (Seide 2014; Karimireddy 2019, alg. 2).
+    """What the inner policy did not send is added to the next gradient.
 
-    ``p = g w/sum(w) + e``, ``e' = p - sent(p)``. Updates plus final residuals sum to the inputs.
-    The residual is in float32 (float64 for float64 gradients). A rank of weight 0 contributes nothing and keeps its
-    residual as it is; the rounding of what it sent as the owner of a shard in that step is then nobody's.
+    ``p = g w/sum(w) + e``, ``e' = p - sent(p)`` (Seide 2014, section 2; Karimireddy 2019, algorithm 2).
+    Updates plus final residuals sum to the inputs. The residual is in float32 (float64 for float64 gradients).
+    A rank of weight 0 contributes nothing and keeps its residual as it is; the second-stage error of a shard
+    that it owns in that step is then nobody's.
     """
 
     inner: Policy
-    slots = {"residual": Slot(local=True, gradient_units=True)}
+    slots: ClassVar[Mapping[str, Slot]] = {"residual": Slot(local=True, gradient_units=True)}
     # Nothing is lost by it, so a second feedback around it would add every error twice.
     additive = False
 
@@ -43,8 +45,8 @@ class ErrorFeedback(Policy):
         super().__post_init__()
         if not self.inner.additive:
             raise ConfigurationError(
-                f"ErrorFeedback needs an additive inner policy, one whose update is the sum of what the ranks sent; "
-                f"{type(self.inner).__name__} is not"
+                f"ErrorFeedback cannot wrap {type(self.inner).__name__}: it needs an additive policy, "
+                "one whose update is the sum over ranks of what each sent"
             )
 
     def init(self, params: Mapping[str, Tensor]) -> State:
@@ -73,7 +75,7 @@ class Warmup(Policy):
 
     then: Policy
     steps: int = option(100, at_least=0)
-    first: Policy = Mean()
+    first: Policy = MEAN
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         key = "first" if bucket.step < self.steps else "then"
@@ -96,7 +98,7 @@ class Partition(Policy):
     """
 
     rules: tuple[tuple[str, Policy], ...] = field(default=(), metadata={"collects": True})
-    rest: Policy = Mean()
+    rest: Policy = MEAN
 
     def __post_init__(self) -> None:
         if isinstance(self.rules, Mapping):
@@ -124,18 +126,19 @@ class Partition(Policy):
         return {key: inner.init(parts[key]) for key, inner in self.inners().items()}
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        parts, runs = bucket.layout.derive((self, bucket.dtype), lambda: self._divide(bucket.layout, bucket.dtype))
+        layout, dtype = bucket.layout, bucket.dtype
+        parts, runs = layout.derive((self, dtype), lambda: self._divide(layout, dtype))
         results: dict[str, Aggregated] = {}
-        for key, layout in parts.items():
-            part = bucket if layout is bucket.layout else bucket.select(layout)
+        for key, names in parts.items():
+            part = bucket if names is layout else bucket.select(names)
             results[key] = yield from self.inners()[key].aggregate(part, state[key])
         states = {key: result.state for key, result in results.items()}
         if len(parts) == 1:
             (only,) = results.values()
             return Aggregated(only.update, only.sent, states)
         update = torch.cat([results[key].update[start:end] for key, start, end in runs])
-        sents = [(results[key].sent, start, end) for key, start, end in runs]
-        sent = torch.cat([s[start:end] for s, start, end in sents if s is not None]) if bucket.needs_sent else None
+        sents = {key: result.sent for key, result in results.items() if result.sent is not None}
+        sent = torch.cat([sents[key][start:end] for key, start, end in runs]) if bucket.needs_sent else None
         return Aggregated(update, sent, states)
 
     def _divide(
@@ -168,7 +171,7 @@ def _matcher(rule: str) -> Matcher:
     number = re.fullmatch(r"(<=?|>=?|)([0-9]+)(d?)", rule)
     if number is None:
         if not rule or rule[0] in "<>":
-            raise ConfigurationError(f"Partition: rule {rule!r} is no comparison; write <1024, >=1024, 1d or >=2d")
+            raise ConfigurationError(f"Partition: rule {rule!r} is none; write <1024, >=1024, 1d or >=2d")
         return lambda name, shape, dtype: fnmatchcase(name, rule)
     compare, limit, dims = _COMPARE[number[1]], int(number[2]), bool(number[3])
     if not number[1] and not dims:  # a bare number can only be meant as a name

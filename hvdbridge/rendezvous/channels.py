@@ -18,12 +18,11 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
+from torch.distributed import DistStoreError
 
 from hvdbridge.config import Config
 from hvdbridge.errors import ConfigurationError, RendezvousError
@@ -31,8 +30,15 @@ from hvdbridge.helper.job import ranks_text
 from hvdbridge.rendezvous import network
 from hvdbridge.world import World, first_host
 
+if TYPE_CHECKING:  # torch.distributed has these, but does not say so
+    from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+else:
+    from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+__all__ = ["Channel", "HashStore", "PrefixStore", "Store"]
+
 POLL_SECONDS = 0.02
-_stores: dict[tuple[str, int], dist.Store] = {}  # open until exit: a rank that starts anew may connect at any time
+_stores: dict[tuple[str, int], TCPStore] = {}  # open until exit: a rank that starts anew may connect at any time
 
 
 class Channel(ABC):
@@ -44,7 +50,7 @@ class Channel(ABC):
     """
 
     address: str | None = None
-    store: dist.Store | None = None
+    store: Store | None = None
 
     @abstractmethod
     def gather(self, value: str) -> list[str]:
@@ -110,7 +116,7 @@ class StoreChannel(KeyValueChannel):
     """A store of torch.distributed: torchrun's agent hosts it, or rank 0, or it is a file."""
 
     def __init__(
-        self, world: World, prefix: str, timeout: float, store: dist.Store, name: str, host: str | None = None
+        self, world: World, prefix: str, timeout: float, store: Store, name: str, host: str | None = None
     ) -> None:
         super().__init__(world, prefix, timeout)
         self.store, self.name = store, name
@@ -127,21 +133,30 @@ class StoreChannel(KeyValueChannel):
         assert self.store is not None
         try:
             self.store.wait([key], timedelta(seconds=max(timeout, 0.01)))
-            return self.store.get(key).decode()
-        except dist.DistStoreError:  # the timeout
+            return bytes(self.store.get(key)).decode()
+        except DistStoreError:  # the timeout
             return None
 
 
 class HorovodChannel(KeyValueChannel):
     """The HTTP key-value store of horovodrun: PUT and GET /scope/key, 404 while it is absent."""
 
-    def __init__(self, world: World, prefix: str, timeout: float, environ: Mapping[str, str]) -> None:
+    def __init__(self, world: World, prefix: str, timeout: float, host: str, port: str, interface: str) -> None:
         super().__init__(world, prefix.replace("/", "."), timeout)
-        host, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
         self.url = f"http://{host}:{port}"
-        device = network.interfaces().get(environ.get("HOROVOD_GLOO_IFACE", ""))
+        device = network.interfaces().get(interface)
         self.address = str(device.ip) if device else network.source_address(host)
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # a proxy is for the internet
+
+    @classmethod
+    def from_environment(cls, world: World, prefix: str, config: Config) -> HorovodChannel:
+        """Raises RendezvousError: horovodrun's variables are incomplete."""
+        names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+        missing = [name for name in names if not os.environ.get(name)]
+        if missing:
+            raise RendezvousError(f"horovodrun's {' and '.join(missing)} is not set: start the script by horovodrun")
+        host, port = (os.environ[name] for name in names)
+        return cls(world, prefix, config.timeout_seconds, host, port, os.environ.get("HOROVOD_GLOO_IFACE", ""))
 
     def __str__(self) -> str:
         return f"horovodrun's store at {self.url}"
@@ -187,7 +202,7 @@ class ObjectChannel(Channel):
         return str(self._all_gather(value)[0])
 
 
-def tcp_store(host: str, port: int, serve: bool, config: Config, who: str, shared: bool = True) -> dist.Store:
+def tcp_store(host: str, port: int, serve: bool, config: Config, who: str, shared: bool = True) -> TCPStore:
     """Torch's TCP store at ``host:port``: served by this process, or reached. Port 0: any, ``store.port`` tells.
 
     It listens on ``host`` only, where that is an address of this machine. ``shared``: the store of a fixed port stays
@@ -203,12 +218,12 @@ def tcp_store(host: str, port: int, serve: bool, config: Config, who: str, share
         if serve:
             listener = _listen(host, port)
             port = listener.getsockname()[1]
-            store = dist.TCPStore(
+            store = TCPStore(
                 host, port, is_master=True, wait_for_workers=False, timeout=limit,
                 multi_tenant=shared, master_listen_fd=listener.detach(),
             )  # fmt: skip
         else:
-            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except (OSError, RuntimeError) as error:
         doing = "cannot listen" if serve else f"got no answer within {config.timeout_seconds:g} s"
         raise RendezvousError(f"{who} {doing} at {host}:{port} (MASTER_ADDR:MASTER_PORT): {error}") from error
@@ -244,7 +259,7 @@ def from_url(url: str, world: World, prefix: str, config: Config) -> Channel:
     if parts.scheme == "tcp" and parts.hostname and parts.port:
         return _served(world, prefix, config, parts.hostname, parts.port)
     if parts.scheme == "file" and parts.path:
-        store = dist.FileStore(parts.path, world.size)
+        store = FileStore(parts.path, world.size)
         return StoreChannel(world, prefix, config.timeout_seconds, store, f"the file {parts.path}")
     if parts.scheme == "env":
         return from_variables(world, prefix, config)

@@ -1,14 +1,15 @@
 """Where gradients come from: one source per way in which a backend's own users collect them.
 
 A sorted table like those of the backends and policies: ``attach[backend]`` makes the source, and returns
-``(source, model, optimizers)`` as the backend's own users know them.
+``(source, model, optimizers)`` as the backend's own users know them. ``ranks`` are those of the synchronizer's
+group, None for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.nn import Module, Parameter
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hvdbridge.aggregator import Aggregator
-    from hvdbridge.communicators.base import Communicator
     from hvdbridge.sources.base import Source
 
 
@@ -43,22 +43,30 @@ def attach_torch(
     optimizers: list[Optimizer],
     params: Mapping[str, Parameter],
     aggregator: Aggregator,
-    communicator: Communicator,
+    ranks: list[int] | None,
     options: Options,
 ) -> Attached:
-    """DistributedDataParallel with our communication hook; its own traffic has its own process group."""
+    """DistributedDataParallel with our communication hook; what it sends itself (buffers, the used-map) goes through
+    the default process group, or one over ``ranks``."""
+    from inspect import signature
+
+    import torch
+    import torch.distributed as dist
+
     from hvdbridge.sources.ddp import DdpSource, DistributedDataParallel
 
-    own: Any = communicator.split([range(communicator.size)])
+    known = signature(torch.nn.parallel.DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # renamed in torch 2.13
+    unbroadcast = {} if options.broadcast_buffers else {name: False}
     wrapped = DistributedDataParallel(
         model,
-        process_group=own.process_group,
+        process_group=None if ranks is None else dist.new_group(ranks, use_local_synchronization=True),
         init_sync=False,
         bucket_cap_mb=options.bucket_mb,
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
-        broadcast_buffers=options.broadcast_buffers,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
+        **unbroadcast,
     )
     return DdpSource(wrapped, params, aggregator), wrapped, optimizers
 
@@ -68,7 +76,7 @@ def attach_horovod(
     optimizers: list[Optimizer],
     params: Mapping[str, Parameter],
     aggregator: Aggregator,
-    communicator: Communicator,
+    ranks: list[int] | None,
     options: Options,
 ) -> Attached:
     """Each optimizer becomes an ``hvd.DistributedOptimizer``; the model stays as it is."""
@@ -86,7 +94,7 @@ def attach_hooks(
     optimizers: list[Optimizer],
     params: Mapping[str, Parameter],
     aggregator: Aggregator,
-    communicator: Communicator,
+    ranks: list[int] | None,
     options: Options,
 ) -> Attached:
     """Our own reducer on untouched objects."""

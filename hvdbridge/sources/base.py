@@ -57,6 +57,16 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have autograd call ``callback`` when the running backward is complete; its errors leave backward().
 
     Raises:
+        Unsupported: see :func:`refuse_reentrant`.
+    """
+    refuse_reentrant()
+    Variable._execution_engine.queue_callback(callback)
+
+
+def refuse_reentrant() -> None:
+    """Called in an autograd hook.
+
+    Raises:
         Unsupported: this backward runs inside another one (reentrant activation checkpointing), so its end is
             not the end of the step.
     """
@@ -68,7 +78,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
                 "aggregated before they are complete. Use checkpoint(..., use_reentrant=False)."
             )
         frame = frame.f_back  # type: ignore[assignment]
-    Variable._execution_engine.queue_callback(callback)
 
 
 def inside_backward() -> bool:

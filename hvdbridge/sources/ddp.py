@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from hvdbridge.aggregator import Aggregator, Piece
 from hvdbridge.bucket import Layout
 from hvdbridge.errors import Unsupported
-from hvdbridge.sources.base import Source, at_end_of_backward, inside_backward
+from hvdbridge.sources.base import Source, at_end_of_backward, inside_backward, refuse_reentrant
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
@@ -45,7 +45,7 @@ class DdpSource(Source):
         self._model = model
         self._names = {parameter: name for name, parameter in params.items()}
         self._layouts: dict[tuple[int, ...], Layout] = {}
-        self._handles = [p.register_post_accumulate_grad_hook(self.touched.append) for p in params.values()]
+        self._handles = [p.register_post_accumulate_grad_hook(self._touch) for p in params.values()]
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with its own types
             return self._bucket(bucket)
@@ -63,6 +63,11 @@ class DdpSource(Source):
             self.aggregator.joined = True
         if self.running:
             self._finish()
+
+    def _touch(self, parameter: Tensor) -> None:
+        self.touched.append(parameter)
+        if self.steps == 0:  # DDP's first hook may come too late to tell
+            refuse_reentrant()
 
     def _bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:

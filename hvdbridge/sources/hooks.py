@@ -26,8 +26,8 @@ from hvdbridge.broadcast import broadcast_tensors
 from hvdbridge.bucket import Layout, Views
 from hvdbridge.collectives import AllGather, AllReduce, Collective
 from hvdbridge.driver import Pending
-from hvdbridge.errors import Unsupported
-from hvdbridge.sources.base import Source, at_end_of_backward
+from hvdbridge.errors import StepError, Unsupported
+from hvdbridge.sources.base import Source, at_end_of_backward, refuse_reentrant
 
 FIRST_BUCKET_BYTES = 1 << 20
 """A small first bucket starts the first collective early, as in DDP."""
@@ -96,6 +96,7 @@ class HookSource(Source):
         self.buckets = make_buckets(params, bucket_bytes)
         self._slots = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self._next = 0
+        self._backward = -1
         self._buffers: list[Tensor] = []
         self._due = True
         self.root = 0  # whose buffers count
@@ -110,9 +111,17 @@ class HookSource(Source):
         self.touched.append(parameter)
         if not self.synchronizing:
             return
+        backward = torch._C._current_graph_task_id()
         if not self.running:
             at_end_of_backward(self._finish)
+            self._backward = backward
             self.begin()
+        elif backward != self._backward:
+            refuse_reentrant()
+            raise StepError(
+                f"rank {self.aggregator.communicator.rank}: the backward before this one was left by an exception when "
+                "some gradients had been sent. Other ranks wait for the rest: end the job."
+            )
         grad = parameter.grad
         assert grad is not None
         if grad.layout != torch.strided:

@@ -1,0 +1,104 @@
+"""MPI below a communicator, through mpi4py.
+
+Rules:
+
+1. A communicator is a duplicate (or a split) of ``COMM_WORLD``: the user's messages cannot meet ours.
+2. Calls block: with most MPIs a non-blocking one makes no progress until somebody waits for it.
+3. Memory is handed over by address, so nothing is copied and no dtype is refused; who calls keeps the tensor alive.
+4. MPI has no time limit. A rank that waits for ever is ended by the job's monitor, which ``watch`` tells.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hvdbridge.communicators.base import Capabilities, Communicator, Watch, unwatched
+from hvdbridge.communicators.bridge import Bridged
+from hvdbridge.errors import NotInitialized
+
+TYPES = {
+    torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T, torch.uint8: MPI.UINT8_T, torch.int32: MPI.INT32_T, torch.int64: MPI.INT64_T,
+}  # fmt: skip
+"""What every MPI reduces. 16-bit floats are missing: MPI has no portable type for them."""
+
+OPS = {"sum": MPI.SUM, "product": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+
+
+class MpiCommunicator(Bridged):
+    """Executes requests on an MPI communicator of its own."""
+
+    failures = (MPI.Exception,)
+
+    def __init__(self, name: str, comm: MPI.Intracomm, timeout_seconds: float, watch: Watch = unwatched) -> None:
+        super().__init__(name, comm.Get_rank(), comm.Get_size(), timeout_seconds, watch)
+        self.capabilities = Capabilities(cuda=cuda_aware())
+        self._comm = comm
+
+    @classmethod
+    def world(cls, watch: Watch = unwatched, timeout_seconds: float = 300.0) -> MpiCommunicator:
+        if not MPI.Is_initialized() or MPI.Is_finalized():
+            raise NotInitialized("MPI is not running: it was not initialized, or it was finalized already")
+        return cls("hvdbridge", MPI.COMM_WORLD.Dup(), timeout_seconds, watch)
+
+    def ranks_of(self, group: object) -> list[int]:
+        if isinstance(group, MPI.Comm):
+            theirs, ours = group.Get_group(), self._comm.Get_group()
+            group = MPI.Group.Translate_ranks(theirs, None, ours)
+        return super().ranks_of(group)
+
+    def _reduces(self, flat: Tensor, op: str) -> bool:
+        loses_nan = flat.is_floating_point() and op in ("min", "max")
+        return flat.dtype in TYPES and not loses_nan
+
+    def _reduce_in_place(self, flat: Tensor, op: str) -> None:
+        self._comm.Allreduce(MPI.IN_PLACE, [_memory(flat), flat.numel(), TYPES[flat.dtype]], OPS[op])
+
+    def _all_gather(self, data: Tensor) -> Tensor:
+        answer = data.new_empty(self.size, data.numel())
+        self._comm.Allgather(_bytes(data), _bytes(answer))
+        return answer
+
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        answer = torch.empty_like(rows)
+        self._comm.Alltoall(_bytes(rows), _bytes(answer))
+        return answer
+
+    def _send_to_all(self, data: Tensor, root: int) -> None:
+        self._comm.Bcast(_bytes(data), root)
+
+    def _split(self, name: str, groups: list[list[int]], mine: int | None) -> Communicator | None:
+        comm = self._comm.Split(MPI.UNDEFINED if mine is None else mine, self.rank)
+        if comm == MPI.COMM_NULL:
+            return None
+        assert isinstance(comm, MPI.Intracomm), "what splits an intracommunicator"
+        return MpiCommunicator(name, comm, self.timeout_seconds, self.watch)
+
+    def _close(self) -> None:
+        if not MPI.Is_finalized():
+            self._comm.Free()
+
+
+def cuda_aware() -> bool:
+    """Whether this MPI takes device pointers: it says so itself (Open MPI, MPICH), or its environment does (Cray)."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
+    except (AttributeError, OSError):
+        return os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
+
+
+def _memory(tensor: Tensor) -> MPI.buffer:
+    if tensor.is_cuda:  # MPI reads device memory when it is called, not when the stream comes to it
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def _bytes(tensor: Tensor) -> tuple[MPI.buffer, MPI.Datatype]:
+    return _memory(tensor), MPI.BYTE

@@ -1,0 +1,18 @@
+"""One rank of a conformance job: start the library as its users do, run the suite, record what was wrong."""
+
+import faulthandler
+import os
+
+from conformance.natives import start
+from conformance.suite import CommunicatorSuite
+from jobs import record
+
+from hvdbridge.communicators import load
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(100, exit=True)
+    backend = os.environ["HVDBRIDGE_BACKEND"]
+    native = start(backend)
+    suite = CommunicatorSuite(lambda: load(backend).world(timeout_seconds=60), native)
+    record(suite.rank, {"size": suite.size, "wrong": suite.run()})
+    native.stop()

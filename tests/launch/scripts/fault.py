@@ -1,0 +1,46 @@
+"""One rank fails: ``fault.py raise|kill|sleep|exit|leave before|start|collective``."""
+
+import os
+import signal
+import sys
+import time
+
+import hvdbridge as hb
+import torch
+from hvdbridge.collectives import AllReduce
+from hvdbridge.rendezvous import start
+from hvdbridge.world import World
+
+kind, when = sys.argv[1:]
+culprit = World.from_environment().rank == 1
+
+
+def fail() -> None:
+    if kind == "raise":
+        raise RuntimeError("this rank has a bug")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "exit":
+        sys.exit(3)
+    if kind == "leave":
+        sys.exit(0)
+    time.sleep(600)
+
+
+def meet_and_fail(*arguments: object) -> object:
+    meeting = meet(*arguments)
+    fail()
+    return meeting
+
+
+meet = start.meet
+if culprit and when == "before":
+    fail()
+if culprit and when == "start":
+    start.meet = meet_and_fail
+hb.init()
+communicator = hb.current().communicator
+for step in range(10**9):
+    if culprit and when == "collective" and step == 20:
+        fail()
+    communicator.execute(AllReduce(torch.ones(1000)))

@@ -1,0 +1,40 @@
+"""Every rank records who it is and what the others told it; then the session is closed and opened again."""
+
+import os
+import sys
+import time
+
+import hvdbridge as hb
+from hvdbridge.collectives import AllReduce
+from jobs import record
+
+again = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+began = time.monotonic()
+hb.init()
+seconds = time.monotonic() - began
+
+import torch  # noqa: E402
+
+
+def look() -> dict:
+    hb.barrier()
+    session = hb.current()
+    total = session.communicator.execute(AllReduce(torch.tensor([hb.rank() + 1.0])))
+    tensors = {"a": torch.full((3,), float(hb.rank())), "b": torch.full((2, 2), hb.rank(), dtype=torch.int64)}
+    hb.broadcast_parameters(tensors, root=hb.size() - 1)
+    return {
+        "rank": hb.rank(), "size": hb.size(), "local_rank": hb.local_rank(), "local_size": hb.local_size(),
+        "node_rank": hb.node_rank(), "num_nodes": hb.num_nodes(), "backend": hb.backend(), "launcher": hb.launcher(),
+        "sum": total.item(), "from_0": hb.broadcast_object({"rank": hb.rank()}), "threads": torch.get_num_threads(),
+        "parameters": [tensors["a"].tolist(), tensors["b"].flatten().tolist()],
+    }  # fmt: skip
+
+
+seen = look()
+for _ in range(again):
+    hb.shutdown()
+    assert not hb.is_initialized()
+    hb.init()
+    assert look() == seen
+record(hb.rank(), seen | {"seconds": seconds, "pid": os.getpid()})
+hb.shutdown()

@@ -1,0 +1,20 @@
+"""Records what hb.init() raises; arguments are per rank: ``wrong.py backend=torch,mpi policy=mean,bf16``."""
+
+import importlib
+import os
+import sys
+
+import hvdbridge as hb
+from hvdbridge.world import World
+from jobs import record
+
+rank = World.from_environment().rank
+if "IMPORT_FIRST" in os.environ:
+    importlib.import_module(os.environ["IMPORT_FIRST"])
+given = dict(argument.split("=", 1) for argument in sys.argv[1:])
+try:
+    hb.init(**{name: values.split(",")[min(rank, values.count(","))] for name, values in given.items()})
+except hb.HvdbridgeError as error:
+    record(rank, [type(error).__name__, str(error)])
+    raise
+os._exit(0)

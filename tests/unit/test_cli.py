@@ -1,0 +1,175 @@
+"""The command line: dispatch, errors, and what `hvdbridge doctor` concludes from what it sees."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from hvdbridge.cli import COMMANDS, doctor, install_horovod, main, probe
+from hvdbridge.cli.doctor import Cell, Facts, Launcher, cells
+from hvdbridge.errors import BackendUnavailable
+
+TORCH = probe.Torch(
+    version="2.13.0+cpu",
+    git="abc",
+    cuda=None,
+    cxx11_abi=True,
+    cxx_standard=20,
+    distributed=True,
+    gloo=True,
+    nccl=None,
+    gpus=[],
+)
+EVERYTHING = Facts(
+    python="3.11.7 (/env/bin/python)",
+    system="Linux",
+    cores=2,
+    torch=TORCH,
+    horovod=probe.Horovod("0.28.1", "/env/horovod", gloo=True, mpi=False, nccl=False),
+    mpi=probe.Mpi("4.1.2", "MPICH Version: 5.0.2"),
+    launchers={
+        "torchrun": Launcher("/env/bin/torchrun"),
+        "horovodrun": Launcher("/env/bin/horovodrun"),
+        "mpiexec": Launcher("/env/bin/mpiexec", family="MPICH"),
+    },
+    interfaces={"lo": "127.0.0.1"},
+    variables={"HVDBRIDGE_BACKEND": "mpi"},
+)
+WITHOUT_HOROVOD = replace(
+    EVERYTHING,
+    horovod=probe.Missing("ModuleNotFoundError: No module named 'horovod'"),
+    launchers={k: v for k, v in EVERYTHING.launchers.items() if k != "horovodrun"},
+)
+OPEN_MPI = replace(
+    EVERYTHING,
+    mpi=probe.Mpi("4.1.2", "Open MPI v5.0.11"),
+    launchers={**EVERYTHING.launchers, "mpiexec": Launcher("/usr/bin/mpiexec", family="Open MPI")},
+)
+WITHOUT_TORCH = replace(EVERYTHING, torch=probe.Missing("ModuleNotFoundError: No module named 'torch'"))
+
+
+def table(facts: Facts) -> dict[tuple[str, str], Cell]:
+    return {(cell.launcher, cell.backend): cell for cell in cells(facts)}
+
+
+def working(facts: Facts) -> set[tuple[str, str]]:
+    return {key for key, cell in table(facts).items() if cell.works}
+
+
+def test_help_and_wrong_words_import_no_subcommand():
+    source = (
+        "import sys, hvdbridge.cli\n"
+        "try: hvdbridge.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(*[name for name in sys.modules if name.startswith('hvdbridge.cli.')])"
+    )
+    answer = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert all(command in answer.stdout for command in COMMANDS)
+    assert answer.stdout.splitlines()[-1] == ""
+
+
+@pytest.mark.parametrize("words", [[], ["docter"], ["doctor", "--yaml"]])
+def test_wrong_words_are_status_2(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    assert "usage: hvdbridge" in capsys.readouterr().err
+
+
+def test_an_error_on_purpose_is_one_message_and_status_2(monkeypatch, capsys):
+    def fail(arguments):
+        raise BackendUnavailable("no compiler. Install one")
+
+    monkeypatch.setattr(install_horovod, "run", fail)
+    assert main(["install-horovod"]) == 2
+    assert capsys.readouterr().err == "hvdbridge install-horovod: no compiler. Install one\n"
+
+
+def test_everything_works_where_everything_is_installed():
+    nine = table(EVERYTHING)
+    assert len(nine) == 9
+    assert all(cell.works and not cell.remedy for cell in nine.values())
+    assert {k for k, cell in nine.items() if cell.how == "natively"} == {
+        ("torchrun", "torch"),
+        ("horovodrun", "horovod"),
+        ("mpiexec", "mpi"),
+    }
+
+
+def test_without_horovod_its_launcher_and_its_backend_are_missing():
+    assert working(WITHOUT_HOROVOD) == {(a, b) for a in ("torchrun", "mpiexec") for b in ("torch", "mpi")}
+    remedies = {cell.remedy for cell in table(WITHOUT_HOROVOD).values() if not cell.works}
+    assert remedies == {"hvdbridge install-horovod"}
+
+
+def test_open_mpi_cannot_be_started_by_the_others():
+    nine = table(OPEN_MPI)
+    assert working(OPEN_MPI) == set(nine) - {("torchrun", "mpi"), ("horovodrun", "mpi")}
+    cell = nine["torchrun", "mpi"]
+    assert "Open MPI does not speak PMI-1" in cell.how
+    assert "mpiexec" in cell.remedy
+
+
+def test_without_mpi4py_nothing_runs_under_mpiexec():
+    facts = replace(EVERYTHING, mpi=probe.Missing("ModuleNotFoundError: No module named 'mpi4py'"))
+    assert working(facts) == {(a, b) for a in ("torchrun", "horovodrun") for b in ("torch", "horovod")}
+    assert table(facts)["mpiexec", "torch"].remedy == "pip install 'hvdbridge[mpi]'"
+    no_launcher = replace(facts, launchers={"torchrun": Launcher("/env/bin/torchrun")})
+    assert table(no_launcher)["torchrun", "mpi"].remedy == "pip install 'hvdbridge[mpich]'"
+
+
+def test_an_mpiexec_of_another_mpi_would_start_jobs_of_size_1():
+    facts = replace(OPEN_MPI, mpi=EVERYTHING.mpi)
+    assert {key for key in table(facts) if key[0] == "mpiexec"}.isdisjoint(working(facts))
+    assert "each rank would be a job of size 1" in table(facts)["mpiexec", "mpi"].how
+
+
+def test_a_sites_horovod_with_mpi_alone():
+    facts = replace(EVERYTHING, horovod=probe.Horovod("0.28.1", "/site", gloo=False, mpi=True, nccl=False))
+    nine = table(facts)
+    assert nine["mpiexec", "horovod"].how == nine["horovodrun", "horovod"].how == "natively"
+    assert nine["horovodrun", "torch"].how == "address by an MPI broadcast"
+    assert working(facts) == set(nine) - {("torchrun", "horovod")}
+
+
+def test_without_torch_nothing_works():
+    assert not working(WITHOUT_TORCH)
+    assert {cell.remedy for cell in cells(WITHOUT_TORCH)} == {"pip install torch"}
+
+
+@pytest.mark.parametrize(("facts", "status"), [(WITHOUT_HOROVOD, 0), (WITHOUT_TORCH, 1)])
+def test_json_is_all_there_is_on_stdout(facts, status, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda: facts)
+    assert main(["doctor", "--json"]) == status
+    answer = json.loads(capsys.readouterr().out)
+    assert len(answer["cells"]) == 9
+    assert answer["facts"]["variables"] == {"HVDBRIDGE_BACKEND": "mpi"}
+
+
+@pytest.mark.parametrize("facts", [EVERYTHING, WITHOUT_HOROVOD, OPEN_MPI, WITHOUT_TORCH])
+def test_the_report_has_every_remedy_once(facts):
+    console = Console(width=100, highlight=False, markup=False)
+    with console.capture() as captured:
+        doctor.report(facts, cells(facts), console)
+    lines = [line.strip() for line in captured.get().splitlines()]
+    for remedy in {cell.remedy for cell in cells(facts)} - {""}:
+        assert lines.count(remedy) == 1
+
+
+def test_variables_show_what_they_parse_to(monkeypatch):
+    variables = doctor._variables({"HVDBRIDGE_DEBUG": "yes", "HVDBRIDGE_BUCKET_MB": "many", "HVDBRIDGE_X": "1"})
+    assert variables["HVDBRIDGE_DEBUG"] == "True"
+    assert variables["HVDBRIDGE_BUCKET_MB"].startswith("error: HVDBRIDGE_BUCKET_MB=many")
+    assert variables["HVDBRIDGE_X"].startswith("error: Unknown")
+
+
+def test_a_child_does_not_take_itself_for_a_rank(monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    monkeypatch.setenv("PMI_RANK", "1")
+    answer = probe.ask("import json, os; answer = dict(seen=[k for k in os.environ if k.endswith('_RANK')])")
+    assert answer == {"seen": []}
