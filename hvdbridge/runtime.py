@@ -16,17 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hvdbridge import rendezvous
 from hvdbridge.broadcast import broadcast_tensors
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.config import Config
 from hvdbridge.errors import ConfigurationError, NotInitialized
 from hvdbridge.helper.client import Monitor
+from hvdbridge.rendezvous.start import Started, start
 from hvdbridge.world import World
 
 if TYPE_CHECKING:
@@ -64,11 +65,18 @@ class Session:
     _stop: Callable[[], None]
     _at_shutdown: list[Callable[[], None]] = field(default_factory=list)
     _channels: dict[str, Communicator] = field(default_factory=dict)
+    _ranges: Iterator[int] = field(default_factory=count)
     _pid: int = field(default_factory=os.getpid)
 
     def check(self) -> Check | None:
-        """What compares collectives across ranks before they start, if HVDBRIDGE_DEBUG asks for it."""
-        return self.monitor.check if self.config.debug and self.world.size > 1 else None
+        """What compares collectives across ranks before they start, if HVDBRIDGE_DEBUG asks for it.
+
+        Each call opens a range of numbers of its own: one per driver.
+        """
+        if not self.config.debug or self.world.size == 1:
+            return None
+        first = next(self._ranges) << 40
+        return lambda number, signature: self.monitor.check(first + number, signature)
 
     def channel(self, name: str) -> Communicator:
         """A duplicate of :attr:`communicator` for one purpose; the first use of a name is collective."""
@@ -130,7 +138,7 @@ def init(
         atexit.register(_close_at_exit)  # first, so that it runs last: after the monitor's goodbye
     _starts += 1
     settings = f"hvdbridge {_version()}, policy {spelled}, timeout {config.timeout_seconds:g} s"
-    started = rendezvous.start(config, world, init_method, _starts, settings)
+    started = start(config, world, init_method, _starts, settings)
     try:
         _session = _open(started, config, default, arguments)
     except Exception as error:
@@ -139,7 +147,7 @@ def init(
     return _session
 
 
-def _open(started: rendezvous.Started, config: Config, policy: str | Policy, arguments: tuple[Any, ...]) -> Session:
+def _open(started: Started, config: Config, policy: str | Policy, arguments: tuple[Any, ...]) -> Session:
     from hvdbridge import communicators
 
     meeting = started.meeting

@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 
 from hvdbridge import errors
@@ -110,6 +110,7 @@ class Monitor:
         self._told_after = min(1.0, config.stall_seconds / 2, config.timeout_seconds / 4)
         self._failed = threading.Event()
         self._failing = threading.Lock()
+        self._said = False
         self._failed_at = 0.0
         self._callbacks: list[OnFailure] = []
         self._hooks: ExitHooks | None = None
@@ -323,6 +324,7 @@ class Monitor:
     def _hear(self, message: Message) -> None:
         if message["op"] == "failure":
             self._fail(getattr(errors, message["kind"])(message["text"]))
+            self._say()
         elif message["op"] == "stalled":
             log.warning("rank %d: %s", self.rank, message["text"])
 
@@ -330,11 +332,19 @@ class Monitor:
         now = time.monotonic()
         if self.failure is not None:
             if now >= self._failed_at + UNWIND and not self._closed:
-                end_process(1, f"rank {self.rank} ends: {self.failure}")
+                self._say()
+                end_process(1)
             return
         for wait in list(self._waits):
             if not wait.token and now - wait.since >= self._told_after:
                 self._announce(wait)
+
+    def _say(self) -> None:
+        """Print the cause, once, and at once: a launcher ends the other ranks within moments of the first."""
+        if not self._said:
+            self._said = True
+            with suppress(OSError):
+                os.write(2, f"hvdbridge: rank {self.rank} ends: {self.failure}\n".encode())
 
     def _helper_gone(self) -> None:
         self._fail(RankFailed("hvdbridge's helper process, on rank 0's host, ended before the job did (killed?)"))

@@ -251,7 +251,9 @@ class Job:
                     who = ", ".join(map(str, left[:4]))
                     return self.fail(f"{who} left without hb.shutdown() while {self._picture(wait.label)}", now)
                 if age >= wait.limit:
-                    text = f"{wait.label} is not finished after {age:.1f} s (HVDBRIDGE_TIMEOUT_SECONDS={wait.limit:g})"
+                    text = f"{wait.label} is not finished after {age:.1f} s"
+                    if wait.limit == self.timeout:
+                        text += f" (HVDBRIDGE_TIMEOUT_SECONDS={wait.limit:g})"
                     return self.fail(f"{text}: {self._picture(wait.label)}", now, kind="CollectiveTimeout")
                 if age >= self.stall and not wait.warned:
                     self._warn(wait.label, age)

@@ -36,7 +36,7 @@ HELLO_SECONDS = 10.0
 BUFFER = 8 << 10
 TICK = 0.1
 LINGER = 0.3
-KILL_SECONDS = 5.0
+KILL_SECONDS = 4.0
 BROKEN = (OSError, EOFError, ValueError, KeyError, TypeError, asyncio.TimeoutError, asyncio.LimitOverrunError)
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -91,9 +91,9 @@ class Server:
 
     def _tick(self, now: float) -> None:
         self._job.tick(now)
-        for member in self._job.members.values():
-            if any(wait.phase for wait in member.waits.values()):
-                self._look_for_segments(member.rank)
+        starting = [m.rank for m in self._job.members.values() if any(w.phase for w in m.waits.values())]
+        if starting:  # one per tick, in turn: they share their segments, and reading maps takes a millisecond
+            self._look_for_segments(starting[int(now / TICK) % len(starting)])
         if self._job.failure:
             self._pmi.closing = True
             if now > self._job.failed_at + KILL_SECONDS:
@@ -164,8 +164,9 @@ class Server:
                 self._flush()
         finally:
             del self._members[rank]
-            for other in self._members:  # what it shared, those that live still map
-                self._look_for_segments(other)
+            if self._job.members[rank].state == "here":  # it died; what it shared, those that live still map
+                for other in self._members:
+                    self._look_for_segments(other)
             self._job.lost(rank, time.monotonic())
             self._flush()
 

@@ -171,7 +171,7 @@ def _matcher(rule: str) -> Matcher:
     number = re.fullmatch(r"(<=?|>=?|)([0-9]+)(d?)", rule)
     if number is None:
         if not rule or rule[0] in "<>":
-            raise ConfigurationError(f"Partition: rule {rule!r} is none; write <1024, >=1024, 1d or >=2d")
+            raise ConfigurationError(f"Partition: rule {rule!r} compares with nothing; write <1024, >=1024, 1d or >=2d")
         return lambda name, shape, dtype: fnmatchcase(name, rule)
     compare, limit, dims = _COMPARE[number[1]], int(number[2]), bool(number[3])
     if not number[1] and not dims:  # a bare number can only be meant as a name

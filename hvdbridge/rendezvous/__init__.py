@@ -7,7 +7,3 @@
     starter.py    what a library's start consists of;  torch.py  horovod.py  mpi.py  one each
     network.py    which address others can reach, which ranks share a host
 """
-
-from hvdbridge.rendezvous.start import Started, start
-
-__all__ = ["Started", "start"]

@@ -20,7 +20,7 @@ SAMPLES = 1437
 
 
 def results(
-    launcher: str | None, backend: str | None, size: int, argv: Sequence[str], directory: Path, timeout: float = 60
+    launcher: str | None, backend: str | None, size: int, argv: Sequence[str], directory: Path, timeout: float = 120
 ) -> dict[str, Any]:
     """What rank 0 of a job that ended well wrote to ``--metrics``."""
     metrics = directory / "metrics.json"

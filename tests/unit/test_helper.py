@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -14,18 +12,21 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 
 import psutil
 import pytest
 
 from hvdbridge.config import Config
 from hvdbridge.errors import CollectiveMismatch, CollectiveTimeout, RankFailed, RankMismatch, RendezvousError
-from hvdbridge.helper import client, exits, link
+from hvdbridge.helper import client
 from hvdbridge.helper.client import Monitor
 from hvdbridge.helper.job import Job
+from hvdbridge.helper.processes import SHM
 from hvdbridge.helper.start import HelperAddress, start_helper
 from hvdbridge.helper.wire import FrameError, length_of, pack, unpack
 
+needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None, reason="mpi4py is not installed")
 QUICK = Config(timeout_seconds=2.0, stall_seconds=1.0)
 PATIENT = Config(timeout_seconds=30.0, stall_seconds=30.0)
 
@@ -34,7 +35,8 @@ def helper_process(address: HelperAddress) -> psutil.Process:
     """The process that listens at ``address``."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if "hvdbridge.helper" in process.cmdline() and any(c.laddr.port == address.port for c in process.net_connections()):
+            ports = process.net_connections() if "hvdbridge.helper" in process.cmdline() else ()
+            if any(c.laddr.port == address.port for c in ports):
                 return process
     raise AssertionError("no helper listens")
 
@@ -373,7 +375,10 @@ def test_watch_replaces_a_connection_error_by_its_cause(team):
 def test_callbacks(team):
     t = team(2)
     calls = []
-    def removed(failure): calls.append("removed")  # noqa: E704
+
+    def removed(failure):
+        calls.append("removed")
+
     t.monitors[1].on_failure(removed)
     t.monitors[1].remove_on_failure(removed)
     t.monitors[1].remove_on_failure(removed)
@@ -425,7 +430,7 @@ def test_it_ends_when_nobody_comes():
 
 
 def test_it_ends_when_its_parent_vanishes_before_anybody_came():
-    code = "from hvdbridge.config import Config; from hvdbridge.helper.start import start_helper as s; print(s('127.0.0.1', 2, Config()))"
+    code = "from hvdbridge.helper import start; print(start.start_helper('127.0.0.1', 2, start.Config()))"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     address = HelperAddress.parse(done.stdout.strip())
     with suppress(AssertionError):  # it may have ended already
@@ -553,7 +558,10 @@ def test_a_rank_falls_asleep():
     assert ranks.seconds < 8
 
 
-@pytest.mark.parametrize("asleep", ["import ctypes; ctypes.PyDLL(None).sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"])
+HOLD_GIL = "import ctypes; ctypes.PyDLL(None).sleep(60)"
+
+
+@pytest.mark.parametrize("asleep", [HOLD_GIL, "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_rank_that_cannot_hear_is_killed(asleep):
     """It holds the GIL, as MPI_Init does, or is stopped."""
     ranks = Ranks("collective()", asleep, timeout=1.0)
@@ -562,8 +570,7 @@ def test_a_rank_that_cannot_hear_is_killed(asleep):
 
 
 def test_a_phase_ends_a_process_whose_helper_died_with_it():
-    code = "os.kill(int(sys.stdin.readline()), 9)\nwith monitor.phase('MPI_Init', 0.5): import ctypes; ctypes.PyDLL(None).sleep(60)"
-    ranks = Ranks(code)
+    ranks = Ranks(f"os.kill(int(sys.stdin.readline()), 9)\nwith monitor.phase('MPI_Init', 0.5): {HOLD_GIL}")
     ranks.processes[0].stdin.write(f"{ranks.helper.pid}\n")
     [status], [text] = ranks.end()
     assert status == 1
@@ -624,7 +631,7 @@ def test_os_exit_and_signals_need_no_hook():
     assert "died without a word" in outputs[0]
 
 
-@pytest.mark.skipif(find_spec("mpi4py") is None, reason="mpi4py is not installed")
+@needs_mpi
 @pytest.mark.parametrize("ends", ["os.kill(os.getpid(), 9)", "raise ValueError('x')"])
 def test_a_rank_ends_before_the_other_has_left_mpi_init(ends):
     """Rank 0 spins in MPI_Init, in shared memory, with the GIL held."""
@@ -640,12 +647,45 @@ def test_a_rank_ends_before_the_other_has_left_mpi_init(ends):
     assert ranks.seconds < 12
 
 
+@needs_mpi
+@pytest.mark.parametrize("ends", ["os.kill(os.getpid(), 9)", "time.sleep(60)"])
+def test_no_segment_stays_under_mpiexec_whose_kvsname_we_do_not_know(ends, tmp_path):
+    """A rank is killed; or the launcher and all ranks are, at once."""
+    address = start_helper("127.0.0.1", 2, PATIENT)
+    helper = helper_process(address)
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import sys, os; sys.argv[1:] = [os.environ['PMI_RANK'], '2', '30']; sys.stdin = open('address')\n"
+        + RANK
+        + "with monitor.phase('MPI_Init'): from mpi4py import MPI\n"
+        + "from hvdbridge.helper.processes import segments_of\nnames = ' '.join(segments_of(os.getpid()))\n"
+        + "open(f'part{rank}', 'w').write(names); os.rename(f'part{rank}', f'up{rank}')\n"
+        + f"if rank: {ends}\n"
+        + "MPI.COMM_WORLD.barrier()"
+    )
+    (tmp_path / "address").write_text(f"{address}\n")
+    command = [str(Path(sys.executable).with_name("mpiexec")), "-n", "2", sys.executable, str(script)]
+    launcher = subprocess.Popen(
+        command, cwd=tmp_path, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    family = psutil.Process(launcher.pid)
+    deadline = time.monotonic() + 30
+    while not ((tmp_path / "up0").exists() and (tmp_path / "up1").exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if "sleep" in ends:
+        for process in [*family.children(recursive=True), family]:
+            with suppress(psutil.Error):
+                process.kill()
+    assert launcher.wait(20) != 0
+    wait_gone(helper, 6)
+    segments = (tmp_path / "up0").read_text().split()
+    assert segments
+    assert not [name for name in segments if (SHM / name).exists()]
+
+
 def test_descriptors_are_returned():
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert limit[0] > 0
     before = len(os.listdir("/proc/self/fd"))
     t = Team(3, PATIENT)
     t.close()
     assert len(os.listdir("/proc/self/fd")) == before
-    assert link.SocketLink
-    assert exits.ExitHooks

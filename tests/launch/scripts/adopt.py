@@ -5,9 +5,10 @@
 
 import sys
 
-import hvdbridge as hb
 import torch
 from jobs import record
+
+import hvdbridge as hb
 
 name = sys.argv[1]
 if name == "torch":

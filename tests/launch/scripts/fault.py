@@ -5,8 +5,9 @@ import signal
 import sys
 import time
 
-import hvdbridge as hb
 import torch
+
+import hvdbridge as hb
 from hvdbridge.collectives import AllReduce
 from hvdbridge.rendezvous import start
 from hvdbridge.world import World

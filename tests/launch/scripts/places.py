@@ -4,9 +4,10 @@ import os
 import sys
 import time
 
+from jobs import record
+
 import hvdbridge as hb
 from hvdbridge.collectives import AllReduce
-from jobs import record
 
 again = int(sys.argv[1]) if len(sys.argv) > 1 else 0
 began = time.monotonic()

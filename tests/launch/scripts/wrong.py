@@ -4,9 +4,10 @@ import importlib
 import os
 import sys
 
+from jobs import record
+
 import hvdbridge as hb
 from hvdbridge.world import World
-from jobs import record
 
 rank = World.from_environment().rank
 if "IMPORT_FIRST" in os.environ:

@@ -1,0 +1,255 @@
+"""N ranks in one process: the reference for every backend, and the test bench of a policy.
+
+Rules:
+
+1. All flows advance in lock-step; what they ask for must agree among the ranks of a group, as
+   HVDBRIDGE_DEBUG=1 demands of a real job.
+2. Reductions run left to right in rank order, in the tensor's own type.
+3. Everything else is the code that real jobs run: buckets, weights, policies, state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from hvdbridge.bucket import Bucket, Layout, Views, number_blocks
+from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.errors import CollectiveMismatch, ConfigurationError, Unsupported
+from hvdbridge.policies import from_spec
+from hvdbridge.policy import Aggregated, Flow, Policy, check_weights
+from hvdbridge.state import StateStore
+
+Gradients = Mapping[str, "Tensor | None"]
+REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum,
+}  # fmt: skip
+
+
+class Simulation:
+    """Aggregates the gradients of ``size`` simulated ranks, step after step.
+
+    Args:
+        policy: a policy, or its spec string.
+        params: name -> parameter or shape. The type of a parameter given by its shape is that of its first gradient.
+        size: number of ranks.
+        local_size: ranks per node, in order (the last node may have fewer); None = one node.
+        seed: of the shared randomness.
+        buckets: names, bucket by bucket; None = one bucket. Parameters of different types never share one.
+
+    Attributes:
+        stores: each rank's state.
+        bytes_sent: bytes that each rank has sent so far, by :meth:`Collective.bytes_sent`.
+        skipped: whether the last step's weights added up to zero.
+
+    >>> simulation = Simulation("mean", {"w": (2,)}, size=2)
+    >>> simulation.step([{"w": torch.tensor([1., 2.])}, {"w": torch.tensor([3., 4.])}], weights=[3, 1])[0]
+    {'w': tensor([1.5000, 2.5000])}
+    """
+
+    def __init__(
+        self,
+        policy: Policy | str,
+        params: Mapping[str, Tensor | Sequence[int]],
+        size: int,
+        local_size: int | None = None,
+        seed: int = 0,
+        buckets: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        if size < 1 or (local_size is not None and local_size < 1):
+            raise ConfigurationError(f"a simulation needs at least one rank, got size={size}, local_size={local_size}")
+        self.policy = from_spec(policy)
+        self.size = size
+        self.seed = seed
+        self.steps = 0
+        self.skipped = False
+        self.bytes_sent = [0] * size
+        self.stores: list[StateStore] = []
+        self._given = dict(params)
+        self._buckets = [list(params)] if buckets is None else [list(names) for names in buckets]
+        if sorted(name for names in self._buckets for name in names) != sorted(params):
+            raise ConfigurationError("buckets must name every parameter once")
+        local = size if local_size is None else local_size
+        nodes = [list(range(start, min(start + local, size))) for start in range(0, size, local)]
+        cross = [[node[i] for node in nodes if i < len(node)] for i in range(min(local, size))]
+        self._groups = {"world": [list(range(size))], "node": nodes, "cross": cross}
+        self._params: dict[str, Tensor] = {}
+        self._layouts: list[Layout] = []
+
+    def step(
+        self, grads_per_rank: Sequence[Gradients], weights: Sequence[float] | None = None
+    ) -> list[dict[str, Tensor]]:
+        """Aggregate one gradient per rank and name; a missing one counts as zeros.
+
+        Returns:
+            The updates of rank 0, of rank 1, ...: name -> tensor of the parameter's shape and type.
+
+        Raises:
+            WeightError: weights that :func:`check_weights` refuses. (A sum of zero skips the step.)
+            CollectiveMismatch: the ranks' flows asked for different things.
+            ConfigurationError: a gradient of an unknown name, another shape or another type than its parameter.
+        """
+        if len(grads_per_rank) != self.size:
+            raise ConfigurationError(f"{self.size} ranks need as many dicts of gradients, got {len(grads_per_rank)}")
+        self._prepare(grads_per_rank)
+        checked = None if weights is None else check_weights(self.policy, weights, self.size)
+        self.skipped = checked is not None and sum(checked) == 0
+        if self.skipped:
+            updates = [{name: torch.zeros_like(p) for name, p in self._params.items()} for _ in range(self.size)]
+        else:
+            updates = [{} for _ in range(self.size)]
+            for index, layout in enumerate(self._layouts):
+                for mine, views in zip(updates, self._aggregate(layout, index, grads_per_rank, checked), strict=True):
+                    mine.update({name: views[name].to(self._params[name].dtype, copy=True) for name in layout.names})
+        self.steps += 1
+        return [{name: mine[name] for name in self._params} for mine in updates]
+
+    def _prepare(self, grads_per_rank: Sequence[Gradients]) -> None:
+        if not self.stores:
+            self._params = {name: _parameter(name, given, grads_per_rank) for name, given in self._given.items()}
+            shapes = {name: p.shape for name, p in self._params.items()}
+            self._blocks = number_blocks(shapes)
+            if self.policy.scope == "step":
+                self._buckets = [list(self._params)]
+            for names in self._buckets:
+                parts: dict[object, list[str]] = {}
+                for name in names:
+                    kind = None if self.policy.scope == "step" else self._params[name].dtype
+                    parts.setdefault(kind, []).append(name)
+                self._layouts += [Layout({name: shapes[name] for name in same}) for same in parts.values()]
+            self.stores = [StateStore(self.policy, self._params) for _ in range(self.size)]
+        for rank, grads in enumerate(grads_per_rank):
+            for name, grad in grads.items():
+                if grad is None:
+                    continue
+                p = self._params.get(name)
+                if p is None:
+                    raise ConfigurationError(f"rank {rank} has a gradient of {name!r}, which is no parameter")
+                if (grad.shape, grad.dtype) != (p.shape, p.dtype):
+                    raise ConfigurationError(
+                        f"rank {rank}: the gradient of {name!r} is {grad.dtype}{list(grad.shape)}, "
+                        f"its parameter {p.dtype}{list(p.shape)}"
+                    )
+
+    def _aggregate(
+        self, layout: Layout, index: int, grads_per_rank: Sequence[Gradients], weights: tuple[float, ...] | None
+    ) -> Iterator[Views]:
+        """Run one bucket on all ranks; yields each rank's update."""
+        flows = []
+        for rank, grads in enumerate(grads_per_rank):
+            found = [(self._params[name], grads.get(name)) for name in layout.names]
+            flat = torch.cat([(torch.zeros_like(p) if g is None else g.detach()).reshape(-1) for p, g in found])
+            groups = {group: _place(rank, lists) for group, lists in self._groups.items() if group != "world"}
+            bucket = Bucket(
+                flat, layout, index, self.steps, self.seed, rank, self.size, weights, blocks=self._blocks, groups=groups
+            )
+            flows.append(self.policy.aggregate(bucket, self.stores[rank].part(layout)))
+        for rank, result in enumerate(self._lockstep(flows)):
+            self.stores[rank].merge(layout, result.state, result.update)
+            yield Views(layout, result.update)
+
+    def _lockstep(self, flows: Sequence[Flow]) -> list[Aggregated]:
+        """Advance all flows together until all return."""
+        answers: list[Tensor | None] = [None] * self.size
+        while True:
+            requests: list[Collective | None] = []
+            results: list[Aggregated] = []
+            for flow, answer in zip(flows, answers, strict=True):
+                try:
+                    requests.append(next(flow) if answer is None else flow.send(answer))
+                except StopIteration as end:
+                    requests.append(None)
+                    results.append(end.value)
+            if len(results) == self.size:
+                return results
+            try:
+                answers = list(self._execute(requests))
+            except Exception as error:
+                # Thrown into a flow that asks, so that the traceback shows the policy's line.
+                asking = next(flow for flow, request in zip(flows, requests, strict=True) if request is not None)
+                asking.throw(error)
+                raise
+
+    def _execute(self, requests: Sequence[Collective | None]) -> Sequence[Tensor]:
+        asked = [request for request in requests if request is not None]
+        names = {request.group for request in asked}
+        group = asked[0].group
+        if group not in self._groups:
+            raise Unsupported(f"no group named {group!r}; known: {', '.join(self._groups)}")
+        answers: dict[int, Tensor] = {}
+        whole = len(asked) < self.size or len(names) > 1
+        for ranks in self._groups["world" if whole else group]:
+            _compare({rank: requests[rank] for rank in ranks})
+            members = [request for rank in ranks if (request := requests[rank]) is not None]
+            for rank, answer in zip(ranks, execute(members), strict=True):
+                answers[rank] = answer
+                self.bytes_sent[rank] += members[0].bytes_sent(len(ranks))
+        return [answers[rank] for rank in range(self.size)]
+
+
+def simulate(
+    policy: Policy | str, grads_per_rank: Sequence[Gradients], weights: Sequence[float] | None = None
+) -> list[dict[str, Tensor]]:
+    """One step of a fresh :class:`Simulation` with as many ranks as there are dicts of gradients.
+
+    >>> simulate("sum", [{"w": torch.tensor([1., 2.])}, {"w": torch.tensor([3., 4.])}])[1]
+    {'w': tensor([4., 6.])}
+    """
+    params = {name: grad for grads in grads_per_rank for name, grad in grads.items() if grad is not None}
+    return Simulation(policy, params, len(grads_per_rank)).step(grads_per_rank, weights)
+
+
+def execute(requests: Sequence[Collective]) -> list[Tensor]:
+    """Answer one collective for all ranks of its group; request i is that of rank i.
+
+    Raises:
+        Unsupported: AllToAll or ReduceScatter whose tensor has not one row per rank.
+    """
+    tensors, size = [request.tensor for request in requests], len(requests)
+    match requests[0]:
+        case AllToAll() | ReduceScatter() if tensors[0].shape[0] != size:
+            raise Unsupported(f"{requests[0].signature()}: {size} ranks need {size} rows")
+        case AllReduce(op=op):
+            total = reduce(REDUCE[op], tensors)
+            return [total.clone() for _ in range(size)]
+        case ReduceScatter(op=op):
+            return list(reduce(REDUCE[op], tensors).clone().unbind())
+        case AllGather():
+            stacked = torch.stack(tensors)
+            return [stacked.clone() for _ in range(size)]
+        case AllToAll():
+            return list(torch.stack(tensors, dim=1).contiguous().unbind())
+        case Broadcast(root=root):
+            return [tensors[root].clone() for _ in range(size)]
+        case other:
+            raise Unsupported(f"{other.kind} is no collective that can be executed")
+
+
+def _compare(requests: Mapping[int, Collective | None]) -> None:
+    """All ranks of a group must ask for the same.
+
+    Raises:
+        CollectiveMismatch: naming the ranks that differ.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, request in requests.items():
+        ranks_of.setdefault("nothing (its flow has ended)" if request is None else request.signature(), []).append(rank)
+    if len(ranks_of) > 1:
+        lines = "".join(f"\n  ranks {ranks}: {signature}" for signature, ranks in ranks_of.items())
+        raise CollectiveMismatch(f"ranks of one group asked for different collectives:{lines}")
+
+
+def _parameter(name: str, given: Tensor | Sequence[int], grads_per_rank: Sequence[Gradients]) -> Tensor:
+    """What a policy's ``init`` may look at."""
+    if isinstance(given, Tensor):
+        return given.detach()
+    grads = (grad for grads in grads_per_rank if (grad := grads.get(name)) is not None)
+    example = next(grads, torch.empty(0))
+    return torch.zeros(torch.Size(given), dtype=example.dtype, device=example.device)
+
+
+def _place(rank: int, lists: Sequence[Sequence[int]]) -> tuple[int, int]:
+    return next((ranks.index(rank), len(ranks)) for ranks in lists if rank in ranks)

@@ -1,0 +1,61 @@
+"""The last gradient is held back until the first collective of the step has started: without overlap it never comes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from jobs import record
+from torch import nn
+
+import hvdbridge as hb
+
+started = threading.Event()
+
+
+class Hold(torch.autograd.Function):
+    """Identity; backward waits for the first collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        assert not ctx.needs_input_grad[0] or started.wait(20), "no collective started while backward went on"
+        return gradient
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.hold = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return self.last(Hold.apply(hidden) if self.hold else hidden)
+
+
+hb.init()
+torch.manual_seed(0)
+model = Model()
+sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=0.001)
+execute = sync._communicator._execute
+
+
+def spy(request: Any) -> torch.Tensor:
+    started.set()
+    return execute(request)
+
+
+sync._communicator._execute = spy  # type: ignore[method-assign]
+for step in range(4):
+    model.hold = step >= 2  # DDP rebuilds its one bucket after the first step
+    started.clear()
+    sync.optimizer.zero_grad()
+    sync.model(torch.randn(8, 64)).square().mean().backward()
+    sync.optimizer.step()
+record(hb.rank(), "overlapped")
+hb.shutdown()
