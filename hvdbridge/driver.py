@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hvdbridge.collectives import Collective
 from hvdbridge.communicators.base import Communicator
-from hvdbridge.errors import HvdbridgeError
+from hvdbridge.errors import HvdbridgeError, NotInitialized
 
 T = TypeVar("T")
 Task = Generator[Collective, Tensor, T]
@@ -138,7 +138,8 @@ class Driver:
             self.failure = cause
 
     def close(self) -> None:
-        """Let what was submitted finish, then stop. Harmless when repeated."""
+        """Let what was submitted finish, then take no more. Harmless when repeated."""
+        self.fail(NotInitialized("this synchronizer was closed, by close() or hb.shutdown(); construct a new one"))
 
     def _run(self, pending: Pending[Any]) -> None:
         communicator = pending.communicator
@@ -201,6 +202,7 @@ class ThreadDriver(Driver):
             self._queue.put(None)
             if self.failure is None:
                 self._thread.join()
+        super().close()
 
     @torch.no_grad()
     def _loop(self) -> None:

@@ -28,6 +28,7 @@ from hvdbridge.config import Config
 from hvdbridge.errors import ConfigurationError, NotInitialized
 from hvdbridge.helper.client import Monitor
 from hvdbridge.rendezvous.start import Started, start
+from hvdbridge.rendezvous.starter import LATER
 from hvdbridge.world import World
 
 if TYPE_CHECKING:
@@ -152,8 +153,9 @@ def _open(started: Started, config: Config, policy: str | Policy, arguments: tup
 
     meeting = started.meeting
     device = _device(meeting.world)
+    limit = config.timeout_seconds + LATER
     with meeting.monitor.phase("opening the communicators"):
-        communicator = communicators.load(started.backend).world(meeting.monitor.watch, config.timeout_seconds)
+        communicator = communicators.load(started.backend).world(meeting.monitor.watch, limit)
         control = communicator.control()
     return Session(
         meeting.world, meeting.worlds, started.backend, config, policy, device, communicator, control,

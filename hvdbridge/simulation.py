@@ -67,7 +67,6 @@ class Simulation:
         self.steps = 0
         self.skipped = False
         self.bytes_sent = [0] * size
-        self.stores: list[StateStore] = []
         self._given = dict(params)
         self._buckets = [list(params)] if buckets is None else [list(names) for names in buckets]
         if sorted(name for names in self._buckets for name in names) != sorted(params):
@@ -76,8 +75,7 @@ class Simulation:
         nodes = [list(range(start, min(start + local, size))) for start in range(0, size, local)]
         cross = [[node[i] for node in nodes if i < len(node)] for i in range(min(local, size))]
         self._groups = {"world": [list(range(size))], "node": nodes, "cross": cross}
-        self._params: dict[str, Tensor] = {}
-        self._layouts: list[Layout] = []
+        self._build([])
 
     def step(
         self, grads_per_rank: Sequence[Gradients], weights: Sequence[float] | None = None
@@ -94,7 +92,11 @@ class Simulation:
         """
         if len(grads_per_rank) != self.size:
             raise ConfigurationError(f"{self.size} ranks need as many dicts of gradients, got {len(grads_per_rank)}")
-        self._prepare(grads_per_rank)
+        if self.steps == 0:
+            found = {name: _parameter(name, given, grads_per_rank) for name, given in self._given.items()}
+            if any(p.dtype != self._params[name].dtype for name, p in found.items()):
+                self._build(grads_per_rank)
+        self._check(grads_per_rank)
         checked = None if weights is None else check_weights(self.policy, weights, self.size)
         self.skipped = checked is not None and sum(checked) == 0
         if self.skipped:
@@ -107,20 +109,21 @@ class Simulation:
         self.steps += 1
         return [{name: mine[name] for name in self._params} for mine in updates]
 
-    def _prepare(self, grads_per_rank: Sequence[Gradients]) -> None:
-        if not self.stores:
-            self._params = {name: _parameter(name, given, grads_per_rank) for name, given in self._given.items()}
-            shapes = {name: p.shape for name, p in self._params.items()}
-            self._blocks = number_blocks(shapes)
-            if self.policy.scope == "step":
-                self._buckets = [list(self._params)]
-            for names in self._buckets:
-                parts: dict[object, list[str]] = {}
-                for name in names:
-                    kind = None if self.policy.scope == "step" else self._params[name].dtype
-                    parts.setdefault(kind, []).append(name)
-                self._layouts += [Layout({name: shapes[name] for name in same}) for same in parts.values()]
-            self.stores = [StateStore(self.policy, self._params) for _ in range(self.size)]
+    def _build(self, grads_per_rank: Sequence[Gradients]) -> None:
+        """Parameters, layouts and fresh state; types of those given by shape are read off the gradients."""
+        self._params = {name: _parameter(name, given, grads_per_rank) for name, given in self._given.items()}
+        shapes = {name: p.shape for name, p in self._params.items()}
+        self._blocks = number_blocks(shapes)
+        self._layouts: list[Layout] = []
+        whole = self.policy.scope == "step"
+        for names in [list(shapes)] if whole else self._buckets:
+            parts: dict[object, list[str]] = {}
+            for name in names:
+                parts.setdefault(None if whole else self._params[name].dtype, []).append(name)
+            self._layouts += [Layout({name: shapes[name] for name in same}) for same in parts.values()]
+        self.stores = [StateStore(self.policy, self._params) for _ in range(self.size)]
+
+    def _check(self, grads_per_rank: Sequence[Gradients]) -> None:
         for rank, grads in enumerate(grads_per_rank):
             for name, grad in grads.items():
                 if grad is None:

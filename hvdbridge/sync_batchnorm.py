@@ -38,7 +38,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         weight = self.weight_of_rank()
         share = 1.0 if weight is None else weight
-        output, mean, variance, count = _Normalize.apply(
+        output, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, share, runtime.channel("sync_batchnorm")
         )
         if self.training and self.running_mean is not None and self.running_var is not None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from hvdbridge import runtime
 from hvdbridge.aggregator import Aggregator
+from hvdbridge.agreement import agree, describe, open_group, trainable
 from hvdbridge.broadcast import broadcast_optimizer, broadcast_tensors
-from hvdbridge.communicators.base import Communicator
 from hvdbridge.driver import drive, open_driver
-from hvdbridge.errors import ConfigurationError, RankMismatch, StepError, Unsupported
+from hvdbridge.errors import ConfigurationError, StepError
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
 from hvdbridge.sources import Options, attach
@@ -81,11 +78,8 @@ class GradientSynchronizer:
             find_unused_parameters, static_graph, broadcast_buffers, gradient_as_bucket_view,
         )  # fmt: skip
         self._communicator, self._control, ranks = open_group(session.communicator, group)
-        agree(
-            self._control,
-            describe(params, model) + [f"policy {label(self.policy)}", f"{options}", f"weighted={weighted}",
-            f"seed={seed}", f"{len(originals)} optimizers"],
-        )  # fmt: skip
+        given = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}
+        agree(self._control, describe(model, params, given | {"optimizers": len(originals)}))
         tensors = [*model.parameters(), *model.buffers()]
         drive(broadcast_tensors(tensors), self._communicator.execute)
         for each in originals:
@@ -104,9 +98,7 @@ class GradientSynchronizer:
         self._params = params
         self._optimizers = wrapped
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in wrapped]
-        self._hooks += [
-            o.register_step_pre_hook(refuse) for o, w in zip(originals, wrapped, strict=True) if o is not w
-        ]
+        self._hooks += [o.register_step_pre_hook(refuse) for o, w in zip(originals, wrapped, strict=True) if o is not w]
         self._closed = False
         for module in model.modules():
             if isinstance(module, SyncBatchNorm):
@@ -233,8 +225,9 @@ class GradientSynchronizer:
             hook.remove()
         self._source.remove()
         self._monitor.remove_on_failure(self._driver.fail)
+        failed = self._driver.failure is not None
         self._driver.close()
-        if self._driver.failure is None:
+        if not failed:  # else a rank may be gone, and freeing what it shares may wait for it
             self._control.close()
             self._communicator.close()
 
@@ -265,9 +258,7 @@ class GradientSynchronizer:
         self.synchronize()
         where = f"rank {self._control.rank}: optimizer.step()"
         if self._source.steps == 0:
-            raise StepError(
-                f"{where} before any synchronizing backward(): there are no aggregated gradients."
-            )
+            raise StepError(f"{where} before any synchronizing backward(): there are no aggregated gradients.")
         lost = [p for p in self._source.touched if p.grad is not None]
         if lost:
             raise StepError(
@@ -300,9 +291,7 @@ def average_gradients(
     chosen = from_spec(policy)
     params = trainable(model)
     if has_leaves(chosen.init(params)):
-        raise ConfigurationError(
-            f"average_gradients: {label(chosen)} keeps state. Use a GradientSynchronizer."
-        )
+        raise ConfigurationError(f"average_gradients: {label(chosen)} keeps state. Use a GradientSynchronizer.")
     communicator, control, _ = open_group(session.communicator, group)
     driver = open_driver(communicator, next(iter(params.values())).device, session.check())
     session.monitor.on_failure(driver.fail)
@@ -324,9 +313,7 @@ def has_leaves(state: Mapping[str, Any]) -> bool:
 
 def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Step pre-hook of an optimizer that was wrapped."""
-    raise StepError(
-        "step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated."
-    )
+    raise StepError("step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated.")
 
 
 def as_list(optimizer: Optimizers) -> list[Optimizer]:
@@ -345,84 +332,3 @@ def like(optimizer: Optimizers, wrapped: list[Optimizer]) -> Any:
 @contextmanager
 def nothing() -> Iterator[None]:
     yield
-
-
-def bare_name(name: str) -> str:
-    """A parameter's name without what wrappers put in front.
-
-    >>> bare_name("_orig_mod.layer.module._orig_mod.weight")
-    'layer.module.weight'
-    """
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
-
-
-def trainable(model: Module) -> dict[str, Parameter]:
-    """The parameters that get gradients, by bare name, shared ones once.
-
-    Raises:
-        ConfigurationError: there is none.
-        Unsupported: an Embedding with ``sparse=True``.
-    """
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(
-            module, torch.nn.Embedding | torch.nn.EmbeddingBag
-        ):
-            raise Unsupported(f"{name or type(module).__name__} makes sparse gradients. Use sparse=False.")
-    params = {bare_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    if not params:
-        raise ConfigurationError(f"{type(model).__name__} has no parameter that requires a gradient")
-    return params
-
-
-def describe(params: Mapping[str, Tensor], model: Module) -> list[str]:
-    """What must be equal on all ranks, a line each."""
-    lines = [f"parameter {name} {list(p.shape)} {p.dtype}" for name, p in params.items()]
-    return lines + [
-        f"buffer {bare_name(name)} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()
-    ]
-
-
-def agree(control: Communicator, lines: list[str]) -> None:
-    """Compare ``lines`` over the ranks.
-
-    Raises:
-        RankMismatch: on every rank, naming the first difference and who has what.
-    """
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(control.all_gather_object(digest))) == 1:
-        return
-    everyone = control.all_gather_object(lines)
-    longest = max(map(len, everyone))
-    for i in range(longest):
-        values = [theirs[i] if i < len(theirs) else "nothing" for theirs in everyone]
-        if len(set(values)) > 1:
-            who = "; ".join(
-                f"ranks {[r for r, v in enumerate(values) if v == value]} have {value}"
-                for value in sorted(set(values), key=values.index)
-            )
-            raise RankMismatch(
-                f"GradientSynchronizer: the ranks differ: {who}. Construct it alike on every rank."
-            )
-
-
-def open_group(world: Communicator, group: Any) -> tuple[Communicator, Communicator, list[int] | None]:
-    """A communicator of our own over ``group`` (None: all ranks), its host-side control channel, and its ranks.
-
-    Collective over all ranks; each names the group that it belongs to.
-
-    Raises:
-        RankMismatch: groups overlap, or a rank is not in the group that it names.
-    """
-    control = world.control()
-    wanted = list(range(world.size)) if group is None else sorted(world.ranks_of(group))
-    groups = sorted({tuple(ranks) for ranks in control.all_gather_object(wanted)})
-    control.close()
-    members = [rank for ranks in groups for rank in ranks]
-    if len(members) != len(set(members)) or world.rank not in wanted:
-        raise RankMismatch(
-            f"rank {world.rank}: group={wanted}, and the ranks name the groups {groups}. "
-            "Groups must be disjoint, and each rank names the one that it is in."
-        )
-    own = world.split(groups)
-    assert own is not None
-    return own, own.control(), None if len(wanted) == world.size else wanted

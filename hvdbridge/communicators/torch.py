@@ -50,6 +50,7 @@ class TorchCommunicator(Bridged):
         self._cuda: Any = None
         if size > 1:
             self._host = dist.ProcessGroupGloo(PrefixStore(f"{name}/gloo", store), rank, size, timeout)
+            self._host.barrier().wait()  # a rank that closes while others still connect would break their connecting
         if cuda:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout

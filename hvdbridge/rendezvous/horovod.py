@@ -17,7 +17,7 @@ from hvdbridge.errors import RendezvousError
 from hvdbridge.rendezvous import network
 from hvdbridge.rendezvous.channels import Channel, ObjectChannel
 from hvdbridge.rendezvous.mpi import native as native_mpi
-from hvdbridge.rendezvous.starter import Meeting, Numbers, Starter, Variables
+from hvdbridge.rendezvous.starter import LATER, Meeting, Numbers, Starter, Variables
 from hvdbridge.world import World
 
 LARGEST_VALUE = 2**20  # addresses of a full mesh are far smaller
@@ -48,7 +48,7 @@ class HorovodStarter(Starter):
     def start(self, meeting: Meeting) -> None:
         import horovod.torch as hvd
 
-        limit = str(math.ceil(meeting.config.timeout_seconds))
+        limit = str(math.ceil(meeting.config.timeout_seconds + LATER))
         self._variables.set({"HOROVOD_GLOO_TIMEOUT_SECONDS": limit})
         launcher = meeting.world.launcher
         if not (launcher == "horovodrun" or (native_mpi(meeting.world) and hvd.mpi_built())):

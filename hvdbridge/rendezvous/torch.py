@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hvdbridge.rendezvous import network
 from hvdbridge.rendezvous.channels import Channel, HashStore, ObjectChannel, PrefixStore, Store, tcp_store
-from hvdbridge.rendezvous.starter import Meeting, Numbers, Starter, Variables
+from hvdbridge.rendezvous.starter import LATER, Meeting, Numbers, Starter, Variables
 
 
 class TorchStarter(Starter):
@@ -42,7 +42,7 @@ class TorchStarter(Starter):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if meeting.own_devices else "gloo",
                 store=PrefixStore(f"{meeting.key}/torch", self._store),
-                rank=world.rank, world_size=world.size, timeout=timedelta(seconds=config.timeout_seconds),
+                rank=world.rank, world_size=world.size, timeout=timedelta(seconds=config.timeout_seconds + LATER),
             )  # fmt: skip
 
     def _open_store(self, meeting: Meeting) -> Store:

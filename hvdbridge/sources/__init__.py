@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module, Parameter
 
@@ -57,7 +57,7 @@ def attach_torch(
 
     known = signature(torch.nn.parallel.DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # renamed in torch 2.13
-    unbroadcast = {} if options.broadcast_buffers else {name: False}
+    unbroadcast: dict[str, Any] = {} if options.broadcast_buffers else {name: False}
     wrapped = DistributedDataParallel(
         model,
         process_group=None if ranks is None else dist.new_group(ranks, use_local_synchronization=True),

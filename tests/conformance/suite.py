@@ -76,17 +76,13 @@ class CommunicatorSuite:
     # -- each collective, each dtype, each shape and layout ----------------------------------------------
 
     def test_all_reduce(self) -> None:
-        self.all_reduce_on(self.comm, range(self.size))
-
-    def all_reduce_on(self, comm: Communicator, ranks: range | list[int]) -> None:
         for dtype, shape, layout in cases():
-            for op in ops(dtype):
-                inputs = [brought(r, dtype, shape, layout) for r in ranks]
-                answer = comm.execute(AllReduce(brought(self.rank, dtype, shape, layout), op))
+            for op in ops(dtype, layout):
+                inputs = [brought(r, dtype, shape, layout) for r in range(self.size)]
+                answer = self.comm.execute(AllReduce(brought(self.rank, dtype, shape, layout), op))
                 what = f"AllReduce {op} {dtype} {shape} {layout}"
                 self.expect(reduction_error(answer, inputs, op), what)
-                if len(ranks) == self.size:
-                    self.same_everywhere(answer, what)
+                self.same_everywhere(answer, what)
 
     def test_all_gather(self) -> None:
         for dtype, shape, layout in cases():
@@ -102,17 +98,19 @@ class CommunicatorSuite:
 
     def test_reduce_scatter(self) -> None:
         for dtype, shape, layout in cases(self.size):
-            for op in ops(dtype):
+            for op in ops(dtype, layout):
                 inputs = [brought(r, dtype, shape, layout)[self.rank] for r in range(self.size)]
                 answer = self.comm.execute(ReduceScatter(brought(self.rank, dtype, shape, layout), op))
                 self.expect(reduction_error(answer, inputs, op), f"ReduceScatter {op} {dtype} {shape} {layout}")
 
     def test_broadcast(self) -> None:
+        root = self.size - 1
+        for dtype, shape, layout in cases():
+            answer = self.comm.execute(Broadcast(brought(self.rank, dtype, shape, layout), root))
+            self.expect(difference(answer, brought(root, dtype, shape, layout), 0.0), f"{dtype} {shape} {layout}")
         for root in range(self.size):
-            for dtype, shape, layout in cases():
-                answer = self.comm.execute(Broadcast(brought(self.rank, dtype, shape, layout), root))
-                expected = brought(root, dtype, shape, layout)
-                self.expect(difference(answer, expected, 0.0), f"Broadcast from {root} {dtype} {shape} {layout}")
+            answer = self.comm.execute(Broadcast(values(self.rank, (1 << 16,), torch.float32), root))
+            self.expect(difference(answer, values(root, (1 << 16,), torch.float32), 0.0), f"from {root}")
 
     def test_dtypes_that_only_move(self) -> None:
         for dtype in (torch.int16, torch.complex64):
@@ -155,7 +153,7 @@ class CommunicatorSuite:
         for dtype in (d for d in DTYPES if d.is_floating_point):
             for name, (first, last, expected) in columns.items():
                 for op, result in expected.items():
-                    for n in (1, 3, 2051, 70001):
+                    for n in (3, 2051):
                         mine = torch.full(
                             (n,), first if self.rank == 0 else last if self.rank == self.size - 1 else 1.0
                         )
@@ -172,26 +170,28 @@ class CommunicatorSuite:
         self.expect(difference(answer.view(torch.int32), expected, 0.0), "NaN payloads, signed zeros, subnormals")
 
     def test_nans_of_several_ranks_have_equal_bits(self) -> None:
-        for n in (1, 100, 5000, 300_000):
+        for n in (1, 2, 100, 3000, 5000, 300_000):
             for name, signed in (("nan", 0x7FC00000), ("-nan", -0x400000)):
                 mine = torch.full((n,), signed + self.rank, dtype=torch.int32).view(torch.float32)
                 self.same_everywhere(self.comm.execute(AllReduce(mine)), f"{name} {n}")
 
     def test_large_messages_go_in_pieces(self) -> None:
-        whole, self.comm.piece = self.comm.piece, 64
+        whole, self.comm.piece = self.comm.piece, 1000
+        everyone = range(self.size)
         try:
-            self.test_all_reduce()
-            self.test_all_gather()
-            self.test_all_to_all()
-            self.test_reduce_scatter()
+            for dtype in (torch.int8, torch.bfloat16, torch.float32):
+                mine = [values(r, (self.size, 2051), dtype) for r in everyone]
+                for n in (7, 2051):
+                    answer = self.comm.execute(AllReduce(mine[self.rank][0, :n].clone()))
+                    self.expect(reduction_error(answer, [m[0, :n] for m in mine], "sum"), f"AllReduce {dtype} {n}")
+                answer = self.comm.execute(AllGather(mine[self.rank][0]))
+                self.expect(difference(answer, torch.stack([m[0] for m in mine]), 0.0), f"AllGather {dtype}")
+                answer = self.comm.execute(AllToAll(mine[self.rank].clone()))
+                self.expect(difference(answer, torch.stack([m[self.rank] for m in mine]), 0.0), f"AllToAll {dtype}")
+                answer = self.comm.execute(Broadcast(mine[self.rank].clone(), 0))
+                self.expect(difference(answer, mine[0], 0.0), f"Broadcast {dtype}")
         finally:
             self.comm.piece = whole
-        self.test_broadcast_of_a_megabyte()
-
-    def test_broadcast_of_a_megabyte(self) -> None:
-        root = self.size - 1
-        answer = self.comm.execute(Broadcast(values(self.rank, (1 << 18,), torch.float32), root))
-        self.expect(difference(answer, values(root, (1 << 18,), torch.float32), 0.0), "a megabyte")
 
     # -- groups and channels -----------------------------------------------------------------------------
 
@@ -205,8 +205,6 @@ class CommunicatorSuite:
             answer = child.execute(AllReduce(values(self.rank, (100 + step,), torch.int64)))
             inputs = [values(r, (100 + step,), torch.int64) for r in mine]
             self.expect(reduction_error(answer, inputs, "sum"), f"group {mine} step {step}")
-        if self.rank % 2:
-            self.all_reduce_on(child, mine)
         for root in range(child.size):
             got = int(child.execute(Broadcast(torch.tensor(self.rank), root)))
             self.expect("" if got == mine[root] else f"got {got}", f"root {root} of {mine}")

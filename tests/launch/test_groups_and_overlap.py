@@ -15,8 +15,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 @pytest.fixture(scope="module")
 def four() -> dict[str, list[dict[str, Any]]]:
     script = str(SCRIPTS / "groups.py")
-    env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    return {b: jobs.run(jobs.NATIVE[b], b, 4, [script], env=env).check().records for b in jobs.BACKENDS}
+    return {b: jobs.run(jobs.NATIVE[b], b, 4, [script]).check().records for b in jobs.BACKENDS}
 
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)

@@ -81,7 +81,7 @@ def test_select_copies_in_the_order_of_the_part() -> None:
 def test_place_names_the_known_groups() -> None:
     bucket = Bucket(torch.zeros(1), Layout({"a": (1,)}), rank=3, size=4, groups={"node": (1, 2)})
     assert (bucket.place("world"), bucket.place("node")) == ((3, 4), (1, 2))
-    with pytest.raises(Unsupported, match="cross.*known: world, node"):
+    with pytest.raises(Unsupported, match="known: world, node"):
         bucket.place("cross")
 
 

@@ -67,11 +67,9 @@ def imports(module: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("module", FILES)
+@pytest.mark.parametrize("module", [module for module in FILES if module.split(".")[0] in MAY_IMPORT])
 def test_own_imports_point_one_way(module: str) -> None:
     part = module.split(".")[0]
-    if part not in MAY_IMPORT:
-        pytest.skip("a part that joins others")
     own = {name.split(".")[1] for name in imports(module) if name.startswith("hvdbridge.")}
     assert own <= MAY_IMPORT[part], f"{module} must not import {sorted(own - MAY_IMPORT[part])}"
 

@@ -155,7 +155,8 @@ def test_printing_is_the_inverse_of_parsing(policy: Policy) -> None:
 
 
 pieces = st.sampled_from(["mean", "ef", "warmup", "partition", "options", "exact", "ratio", "=", ",", "(", ")", ":"])
-garbage = st.text(max_size=30) | st.lists(pieces | st.text("<>=,:()'\"\\0.1ae \n", max_size=3), max_size=12).map("".join)
+signs = st.text("<>=,:()'\"\\0.1ae \n", max_size=3)
+garbage = st.text(max_size=30) | st.lists(pieces | signs, max_size=12).map("".join)
 
 
 @settings(max_examples=1000, deadline=None)

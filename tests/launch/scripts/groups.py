@@ -44,11 +44,12 @@ def train(steps: int = 3, **options: Any) -> tuple[str, list[float]]:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16], flat.tolist()
 
 
+OWN = own_groups()  # before ours: Horovod knows one process set for the same ranks
 record(
     RANK,
     {
         "by_ranks": train(group=PAIRS[RANK % 2])[0],
-        "by_own_group": train(group=own_groups())[0],
+        "by_own_group": train(group=OWN)[0],
         "mean": train(),
         "exact": train(policy="mean:exact=true"),
         "bf16": train(policy="bf16"),

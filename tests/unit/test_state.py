@@ -1,0 +1,257 @@
+"""StateStore: what is kept, what is laid anew, what is refused."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvdbridge.bucket import Bucket, Layout, Views
+from hvdbridge.errors import ConfigurationError
+from hvdbridge.policies import from_spec
+from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
+from hvdbridge.simulation import Simulation
+from hvdbridge.state import StateStore, _Finite, leaves, redistribute, select, to_portable
+
+PARAMS = {"w": torch.zeros(4, 3), "b": torch.zeros(4), "e": torch.zeros(0), "s": torch.zeros(())}
+ALL = Layout({name: p.shape for name, p in PARAMS.items()})
+
+
+@dataclass(frozen=True)
+class Counted(Policy):
+    """One slot of the parameter's shape and one that is not, like a low-rank factor."""
+
+    slots = {"moment": Slot(), "factor": Slot()}
+
+    def init(self, params: dict[str, Tensor]) -> State:  # type: ignore[override]
+        return {
+            "moment": {n: torch.zeros_like(p) for n, p in params.items()},
+            "factor": {n: torch.zeros(2) for n, p in params.items() if p.dim() > 1},
+        }
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        yield from ()
+        new = {"moment": Views(bucket.layout, bucket.buffer + state["moment"].flat)}
+        return Aggregated(bucket.buffer, state={**new, "factor": {n: t + 1 for n, t in state["factor"].items()}})
+
+
+def store_of(spec: str | Policy = "ef(bf16)") -> StateStore:
+    return StateStore(from_spec(spec), PARAMS)
+
+
+def fill(store: StateStore, layout: Layout, value: float) -> None:
+    flat = torch.full((layout.numel,), value)
+    store.merge(layout, {"residual": Views(layout, flat)}, torch.zeros(layout.numel))
+
+
+def test_a_part_is_flat_in_bucket_order_and_cached() -> None:
+    store = store_of()
+    layout = Layout({"b": (4,), "w": (4, 3)})
+    part = store.part(layout)
+    assert isinstance(part["residual"], Views)
+    assert part["residual"].layout is layout
+    assert store.part(layout) is part
+
+
+def test_buckets_are_rebuilt_by_name() -> None:
+    store = store_of()
+    values = torch.arange(float(ALL.numel))
+    store.merge(ALL, {"residual": Views(ALL, values)}, torch.zeros(ALL.numel))
+    first, second = Layout({"s": (), "b": (4,)}), Layout({"e": (0,), "w": (4, 3)})
+    assert store.part(first)["residual"].flat.tolist() == [16.0, 12.0, 13.0, 14.0, 15.0]
+    assert store.part(second)["residual"].flat.tolist() == values[:12].tolist()
+    fill(store, first, 7.0)
+    assert store.portable()["residual"]["b"].tolist() == [7.0] * 4
+    assert store.portable()["residual"]["w"].flatten().tolist() == values[:12].tolist()
+    assert store.part(Layout({"b": (4,)}))["residual"].flat.tolist() == [7.0] * 4
+
+
+def test_a_partition_shares_the_layout_of_its_state() -> None:
+    store = store_of("partition(1d=ef(bf16), rest=ef(fp16))")
+    part = store.part(ALL)
+    assert part["1d"]["residual"].layout is ALL.part(["b", "e"])  # so that adding it copies nothing
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["w", "b", "s"])
+def test_a_parameter_with_a_non_finite_update_keeps_its_state(name: str, bad: float) -> None:
+    store = store_of()
+    fill(store, ALL, 1.0)
+    update = torch.zeros(ALL.numel)
+    update[ALL.offsets[name]] = bad
+    store.merge(ALL, {"residual": Views(ALL, torch.full((ALL.numel,), math.nan))}, update)
+    residual = store.portable()["residual"]
+    assert {n: bool((t == 1).all()) for n, t in residual.items() if n != "e"} == {n: n == name for n in ("w", "b", "s")}
+
+
+def test_the_guard_holds_for_leaves_of_any_shape() -> None:
+    store = store_of(Counted())
+    bucket = Bucket(torch.zeros(ALL.numel), ALL)
+    for value in (1.0, math.nan, 1.0):
+        bucket.buffer[ALL.offsets["w"]] = value
+        flow = bucket_result(Counted(), bucket, store.part(ALL))
+        store.merge(ALL, flow.state, flow.update)
+    saved = store.portable()
+    assert saved["factor"]["w"].tolist() == [2.0, 2.0]
+    assert saved["moment"]["w"][0, 0] == 2.0
+
+
+def bucket_result(policy: Policy, bucket: Bucket, state: State) -> Aggregated:
+    with pytest.raises(StopIteration) as end:
+        next(policy.aggregate(bucket, state))
+    return end.value.value  # type: ignore[no-any-return]
+
+
+def test_an_overflowing_sum_of_finite_updates_is_finite() -> None:
+    store = store_of()
+    update = torch.full((ALL.numel,), 3e38)
+    store.merge(ALL, {"residual": Views(ALL, torch.ones(ALL.numel))}, update)
+    assert store.portable()["residual"]["w"].eq(1).all()
+
+
+def test_flags_of_parts_and_of_empty_parameters() -> None:
+    update = torch.zeros(ALL.numel)
+    update[13] = math.nan
+    finite = _Finite(ALL, update)
+    assert finite.flags.tolist() == [True, False, True, True]
+    assert finite.elements(ALL.part(["b", "s"])).tolist() == [False] * 4 + [True]
+    assert finite.elements(ALL).tolist() == [True] * 12 + [False] * 4 + [True]
+
+
+def test_training_goes_on_after_an_infinity() -> None:
+    simulation = Simulation("ef(bf16)", PARAMS, 2)
+    grads = [{n: torch.randn(p.shape) for n, p in PARAMS.items()} for _ in range(2)]
+    simulation.step(grads)
+    before = [store.portable() for store in simulation.stores]
+    broken = [{n: t.clone() for n, t in g.items()} for g in grads]
+    broken[1]["w"][0, 0] = math.inf
+    assert all(mine["w"][0, 0] == math.inf for mine in simulation.step(broken))
+    for rank, store in enumerate(simulation.stores):
+        after = store.portable()["residual"]
+        assert torch.equal(after["w"], before[rank]["residual"]["w"])
+        assert not torch.equal(after["b"], before[rank]["residual"]["b"])
+    assert all(t.isfinite().all() for t in simulation.step(grads)[0].values())
+
+
+def test_unchanged_branches_may_be_left_out() -> None:
+    store = store_of("warmup(then=ef(bf16), first=ef(fp16))")
+    new = {"then": {"residual": Views(ALL, torch.ones(ALL.numel)), "inner": None}}
+    store.merge(ALL, new, torch.zeros(ALL.numel))
+    saved = store.portable()
+    assert saved["then"]["residual"]["b"].eq(1).all()
+    assert saved["first"]["residual"]["b"].eq(0).all()
+    store.merge(ALL, None, torch.zeros(ALL.numel))
+    with pytest.raises(ConfigurationError, match="did not give: thn"):
+        store.merge(ALL, {"thn": {}}, torch.zeros(ALL.numel))
+
+
+def test_what_was_handed_out_never_changes() -> None:
+    store = store_of()
+    fill(store, ALL, 1.0)
+    part = store.part(ALL)
+    saved = store.portable()
+    store.rescale(4.0)
+    fill(store, ALL, 9.0)
+    assert part["residual"].flat.eq(1).all()
+    assert saved["residual"]["w"].eq(1).all()
+
+
+def test_rescale_touches_gradient_units_only() -> None:
+    store = store_of("ef(bf16)")
+    fill(store, ALL, 2.0)
+    store.rescale(0.5)
+    assert store.part(ALL)["residual"].flat.eq(1).all()
+    counted = store_of(Counted())
+    counted.merge(ALL, {"moment": Views(ALL, torch.ones(ALL.numel))}, torch.zeros(ALL.numel))
+    counted.rescale(0.5)
+    assert counted.portable()["moment"]["b"].eq(1).all()
+    for factor in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ConfigurationError, match="positive finite"):
+            store.rescale(factor)
+
+
+def test_a_saved_state_is_plain_and_loads_again() -> None:
+    spec = "warmup(steps=1, then=partition(1d=ef(bf16), rest=ef(fp16)))"
+    one = Simulation(spec, PARAMS, 2)
+    grads = [{n: torch.randn(p.shape) for n, p in PARAMS.items()} for _ in range(2)]
+    for _ in range(3):
+        one.step(grads)
+    file = io.BytesIO()
+    torch.save([store.portable() for store in one.stores], file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    two = Simulation(spec, PARAMS, 2, buckets=[["b"], ["s", "w"], ["e"]])
+    two.step([{}, {}])
+    two.steps = one.steps
+    for store, state in zip(two.stores, saved, strict=True):
+        store.load(state)
+    for _ in range(2):
+        a, b = one.step(grads), two.step(grads)
+        assert all(torch.equal(a[0][n], b[1][n]) for n in PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s["residual"].pop("w"), "residual/w is missing"),
+        (lambda s: s["residual"].update(v=torch.zeros(1)), "residual/v is not expected"),
+        (lambda s: s["residual"].update(w=torch.zeros(3, 4)), r"residual/w is float32\[3, 4\], expected .*\[4, 3\]"),
+        (lambda s: s["residual"].update(w=torch.zeros(4, 3).double()), r"w is float64\[4, 3\], expected float32"),
+        (lambda s: s.update(other=s.pop("residual")), "residual/w is missing\n.*"),
+        (lambda s: s["inner"].update(q={"w": torch.zeros(1)}), "inner/q/w is not expected"),
+    ],
+)
+def test_another_state_is_refused_and_nothing_loaded(change: object, message: str) -> None:
+    store = store_of()
+    fill(store, ALL, 3.0)
+    good = store.portable()
+    bad = to_portable(good)
+    fill(store, ALL, 5.0)
+    change(bad)  # type: ignore[operator]
+    with pytest.raises(ConfigurationError, match=message):
+        store.load([good, bad], rank=0, size=2)
+    assert store.part(ALL)["residual"].flat.eq(5).all()
+    store.load([good, good], rank=1, size=2)
+    assert store.part(ALL)["residual"].flat.eq(3).all()
+    with pytest.raises(ConfigurationError, match="no state"):
+        store.load([])
+
+
+def test_a_long_list_of_differences_is_counted() -> None:
+    store = StateStore(from_spec("ef(bf16)"), {f"p{i}": torch.zeros(1) for i in range(30)})
+    with pytest.raises(ConfigurationError, match="and 22 more"):
+        store.load({})
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_residuals_keep_their_sum_when_ranks_change(size: int) -> None:
+    policy = from_spec("warmup(ef(bf16))")
+    saved = [{"then": {"residual": {"w": torch.full((2,), float(r))}}, "first": {}} for r in range(3)]
+    new = redistribute(policy, saved, size)
+    assert len(new) == size
+    total = sum(state["then"]["residual"]["w"].double() for state in new)
+    assert torch.allclose(total, torch.full((2,), 3.0, dtype=torch.float64), rtol=2.0**-23)
+    if size == 3:
+        assert new[2]["then"]["residual"]["w"].tolist() == [2.0, 2.0]
+
+
+def test_replicated_slots_are_those_of_rank_0() -> None:
+    saved = [{"moment": {"w": torch.full((2,), float(r + 1))}} for r in range(2)]
+    assert redistribute(Counted(), saved, 3)[2]["moment"]["w"].tolist() == [1.0, 1.0]
+
+
+def test_select() -> None:
+    tree = {"a": {"w": torch.ones(1), "b": torch.ones(2)}, "inner": {"q": {"w": torch.ones(3)}}}
+    chosen = [(path, list(leaf)) for path, leaf in leaves(select(tree, ["w"]))]
+    assert chosen == [(("a",), ["w"]), (("inner", "q"), ["w"])]
+
+
+def test_a_policy_without_state_costs_nothing() -> None:
+    store = store_of("mean")
+    assert store.part(ALL) is store.part(Layout({"w": (4, 3)}))
+    assert store.portable() == {}
+    store.load({})
