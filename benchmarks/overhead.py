@@ -97,7 +97,7 @@ def measure(name: str, steps: int) -> tuple[list[float], list[float]]:
     x = torch.randn(rows, width)
     seconds: tuple[list[float], list[float]] = ([], [])
     for step in range(steps + 5):
-        for i in ((0, 1) if step % 2 else (1, 0)):
+        for i in (0, 1) if step % 2 else (1, 0):
             model, zero_grad, update = ways[i]
             hb.barrier()
             started = time.perf_counter()

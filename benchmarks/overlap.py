@@ -15,8 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from rich.console import Console

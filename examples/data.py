@@ -73,8 +73,7 @@ def fashion_mnist(directory: Path) -> tuple[Images, Images]:
             f"Fashion-MNIST is four files, plain or with .gz; {directory} lacks: {', '.join(missing)}"
         )
     train, test = (
-        _images(*(read_idx(path) for name in names if (path := paths[name])), 255.0)
-        for names in FASHION_MNIST.values()
+        _images(*(read_idx(path) for name in names if (path := paths[name])), 255.0) for names in FASHION_MNIST.values()
     )
     return train, test
 
@@ -102,9 +101,7 @@ def write_idx(path: Path, values: np.ndarray) -> None:
         file.write(header + values.astype(np.uint8).tobytes())
 
 
-def deal(
-    samples: int, batch_size: int, shares: Sequence[float], rank: int, seed: int
-) -> list[list[int]]:
+def deal(samples: int, batch_size: int, shares: Sequence[float], rank: int, seed: int) -> list[list[int]]:
     """The indices of one rank in each batch of an epoch, when every batch is dealt out by ``shares``.
 
     Batch k is the k-th ``batch_size`` samples of one permutation, whatever the number of ranks, and each rank

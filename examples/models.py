@@ -34,9 +34,7 @@ class Residual(nn.Module):
         self.norm2 = nn.BatchNorm2d(outputs)
         self.around = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.around = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+            self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)))
@@ -52,9 +50,7 @@ class ResNet18(nn.Module):
         # and on the last rank's last batch there may be a single image.
         strides = (1, 2, 2, 2) if side >= 16 else (1, 1, 2, 2)
         widths = (64, 64, 128, 256, 512)
-        self.stem = nn.Sequential(
-            nn.Conv2d(1, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)
-        )
+        self.stem = nn.Sequential(nn.Conv2d(1, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True))
         self.stages = nn.Sequential(
             *(
                 nn.Sequential(Residual(inputs, outputs, stride), Residual(outputs, outputs, 1))

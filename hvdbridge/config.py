@@ -67,9 +67,7 @@ class Config:
             if name not in known and not name.startswith(
                 "INTERNAL_"
             ):  # INTERNAL_: from one of our processes to another
-                raise ConfigurationError(
-                    f"Unknown environment variable {PREFIX}{name}. {nearest(name, known)}"
-                )
+                raise ConfigurationError(f"Unknown environment variable {PREFIX}{name}. {nearest(name, known)}")
         home = env.get("XDG_CACHE_HOME") or "~/.cache"
         return cls(
             backend=_choice(given, "BACKEND", "auto", BACKENDS),
@@ -83,9 +81,7 @@ class Config:
         )
 
 
-def _choice(
-    given: Mapping[str, str], name: str, default: str, known: tuple[str, ...], fold: Fold = str.lower
-) -> str:
+def _choice(given: Mapping[str, str], name: str, default: str, known: tuple[str, ...], fold: Fold = str.lower) -> str:
     value = fold(given.get(name, default))
     if value not in known:
         raise ConfigurationError(f"{PREFIX}{name}={given[name]} is not known. {nearest(value, known)}")
@@ -101,9 +97,7 @@ def _positive(given: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise ConfigurationError(
-            f"{PREFIX}{name}={text} must be a positive number, as in {PREFIX}{name}={default:g}"
-        )
+        raise ConfigurationError(f"{PREFIX}{name}={text} must be a positive number, as in {PREFIX}{name}={default:g}")
     return value
 
 

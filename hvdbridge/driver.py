@@ -163,9 +163,7 @@ class Driver:
             result = drive(pending.flow, execute)
             if pending.then is not None:
                 pending.then(result)
-        except (
-            BaseException
-        ) as error:  # whatever it is belongs to the caller of backward(), not to this thread
+        except BaseException as error:  # whatever it is belongs to the caller of backward(), not to this thread
             self.fail(error)
             pending.settle(error=self.failure)
         else:
@@ -178,9 +176,7 @@ class ThreadDriver(Driver):
     def __init__(self, check: Check | None = None, name: str = "hvdbridge-driver") -> None:
         super().__init__(check)
         self._queue: queue.SimpleQueue[Pending[Any] | None] = queue.SimpleQueue()
-        self._open: list[
-            Pending[Any]
-        ] = []  # submitted and perhaps not done; what fail() must not leave waiting
+        self._open: list[Pending[Any]] = []  # submitted and perhaps not done; what fail() must not leave waiting
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 

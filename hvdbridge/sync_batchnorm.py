@@ -54,9 +54,7 @@ class SyncBatchNorm(_BatchNorm):
     def convert(cls, module: torch.nn.Module) -> torch.nn.Module:
         """``module`` with every BatchNorm replaced, parameters and buffers taken over."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            sync = cls(
-                module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
-            )
+            sync = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             sync.weight, sync.bias = module.weight, module.bias
             sync.running_mean, sync.running_var = module.running_mean, module.running_var
             sync.num_batches_tracked = module.num_batches_tracked

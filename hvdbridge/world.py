@@ -51,9 +51,7 @@ class World:
             if i == UNKNOWN or n == UNKNOWN:
                 continue
             if not 0 <= i < n:
-                raise RendezvousError(
-                    f"{index}={i} is not in the range 0 to {count}-1 = {n - 1} ({self.launcher})"
-                )
+                raise RendezvousError(f"{index}={i} is not in the range 0 to {count}-1 = {n - 1} ({self.launcher})")
         if self.local_size > self.size or self.num_nodes > self.size:
             raise RendezvousError(
                 f"local_size={self.local_size} and num_nodes={self.num_nodes} cannot exceed "
@@ -125,11 +123,7 @@ def _place(env: Environ, launcher: str, needed: Sequence[str], optional: Mapping
     if missing:
         raise RendezvousError(
             f"{', '.join(there)} is set but {', '.join(missing)} is not: "
-            + (
-                "set both, or neither"
-                if launcher == "bare"
-                else f"start the script by {launcher}, or unset {there[0]}"
-            )
+            + ("set both, or neither" if launcher == "bare" else f"start the script by {launcher}, or unset {there[0]}")
         )
     fields = {field: _number(env, name) for field, name in optional.items() if env.get(name)}
     rank, size = (_number(env, name) for name in needed)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,18 +110,14 @@ def _watch(process: subprocess.Popen[bytes], deadline: float) -> set[psutil.Proc
     family: set[psutil.Process] = set()
     me = psutil.Process(process.pid)
     while process.poll() is None and time.monotonic() < deadline:
-        try:
+        with suppress(psutil.Error):
             family |= {me, *me.children(recursive=True)}
-        except psutil.Error:
-            pass
         time.sleep(0.05)
     return family
 
 
 def _end(family: set[psutil.Process]) -> None:
     for process in family:
-        try:
-            if process.is_running() and "hvdbridge.helper" not in process.cmdline():  # it ends with the job, by itself
+        with suppress(psutil.Error):
+            if process.is_running() and not any(a.startswith("hvdbridge.helper") for a in process.cmdline()):  # ends itself
                 process.kill()
-        except psutil.Error:
-            pass

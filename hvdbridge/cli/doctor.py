@@ -168,9 +168,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 def cells(facts: Facts) -> list[Cell]:
     """What each of the nine combinations of launcher and backend would do."""
     return [
-        _cell(facts, launcher, backend)
-        for launcher in ("torchrun", "horovodrun", "mpiexec")
-        for backend in BACKENDS
+        _cell(facts, launcher, backend) for launcher in ("torchrun", "horovodrun", "mpiexec") for backend in BACKENDS
     ]
 
 

@@ -159,8 +159,7 @@ def _locked(cache: Path, key: str, console: Console) -> Iterator[None]:
         lock = (cache / f"{key}.lock").open("w")
     except OSError as error:
         raise HvdbridgeError(
-            f"The cache {cache} cannot be written to ({error.strerror}). "
-            "Name another: --cache DIR or HVDBRIDGE_CACHE"
+            f"The cache {cache} cannot be written to ({error.strerror}). Name another: --cache DIR or HVDBRIDGE_CACHE"
         ) from error
     with lock:
         try:

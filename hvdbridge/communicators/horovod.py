@@ -6,7 +6,8 @@ Rules:
    that name, it is in flight once at a time, and it repeats every step, which Horovod's response cache needs.
 2. A group is a process set. Horovod makes one only if all ranks of its world ask for it, and once for the same
    ranks: so a split also makes the sets of its children's ``node`` and ``cross`` groups, sets are shared between
-   communicators (names differ), and they live until ``hvd.shutdown``.
+   communicators (names differ), and they live until ``hvd.shutdown``. A user's ``add_process_set`` for the same ranks
+   must come first: Horovod has no second one.
 3. Waiting polls: ``hvd.synchronize`` spins and takes the interpreter's lock from the thread that runs backward;
    polling was measured equal at two ranks on two cores and up to twice as fast at three. It also bounds the wait.
 """

@@ -25,7 +25,12 @@ from hvdbridge.helper.pmi import pmi_id
 from hvdbridge.helper.processes import identity
 
 START_SECONDS = 20.0
-RUN = "import sys, runpy; sys.path.insert(0, sys.argv[1]); runpy.run_module('hvdbridge.helper', run_name='__main__')"
+RUN = """import runpy, sys
+_, root, module, *arguments = sys.argv
+sys.path.insert(0, root)
+sys.argv[1:] = arguments
+runpy.run_module(module, run_name="__main__")
+"""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,12 @@ class HelperAddress:
         }
 
 
+def isolated(module: str, *arguments: str) -> list[str]:
+    """The command that runs one of our modules as a process of its own; rule 3."""
+    root = str(Path(__file__).resolve().parents[2])
+    return [sys.executable, "-I", "-S", "-c", RUN, root, module, *arguments]
+
+
 def start_helper(host: str, size: int, config: Config) -> HelperAddress:
     """Start the helper of a job of ``size`` ranks, listening on ``host`` only; returns when it listens.
 
@@ -75,10 +86,9 @@ def start_helper(host: str, size: int, config: Config) -> HelperAddress:
         "host": host, "size": size, "secret": secret, "job": job, "parent": identity(os.getpid()), "pid": os.getpid(),
         "timeout": config.timeout_seconds, "stall": config.stall_seconds, "debug": config.log_level == "DEBUG",
     }  # fmt: skip
-    root = str(Path(__file__).resolve().parents[2])
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", RUN, root, "hvdbridge.helper"],
+            isolated("hvdbridge.helper"),
             input=json.dumps(settings).encode(), stdout=subprocess.PIPE, timeout=START_SECONDS, check=False,
         )  # fmt: skip
         answer = json.loads(done.stdout)

@@ -18,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -59,6 +60,9 @@ class Channel(ABC):
     @abstractmethod
     def broadcast(self, value: str) -> str:
         """Rank 0's ``value``."""
+
+    def close(self) -> None:
+        """All ranks have met."""
 
 
 class Alone(Channel):
@@ -192,14 +196,17 @@ class HorovodChannel(KeyValueChannel):
 class ObjectChannel(Channel):
     """Over a library that runs already and moves objects: an ``all_gather`` of its own, and nothing else."""
 
-    def __init__(self, all_gather: Any) -> None:
-        self._all_gather = all_gather
+    def __init__(self, all_gather: Callable[[str], list[Any]], close: Callable[[], None] = lambda: None) -> None:
+        self._all_gather, self._close = all_gather, close
 
     def gather(self, value: str) -> list[str]:
         return list(self._all_gather(value))
 
     def broadcast(self, value: str) -> str:
         return str(self._all_gather(value)[0])
+
+    def close(self) -> None:
+        self._close()
 
 
 def tcp_store(host: str, port: int, serve: bool, config: Config, who: str, shared: bool = True) -> TCPStore:

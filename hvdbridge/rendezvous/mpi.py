@@ -5,18 +5,20 @@ Rules:
 1. Importing mpi4py.MPI is MPI_Init unless it is told otherwise, so it is told so, and MPI_Init runs where we say.
 2. MPI cannot start twice in a process. It stays up when the session ends, and is finalized at exit by mpi4py,
    after all of Python's own exit hooks: the ranks have said goodbye to each other by then.
-3. MPI_Init holds the GIL: only :meth:`Monitor.phase` can end a rank that hangs in it.
+3. MPI_Init holds the GIL: only :meth:`Monitor.phase` can end a rank that hangs in it, and where the ranks meet
+   by MPI itself, and so have no monitor yet, a :class:`Guard`.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from hvdbridge import communicators
 from hvdbridge.config import Config
 from hvdbridge.errors import BackendUnavailable
-from hvdbridge.helper.client import Monitor
+from hvdbridge.helper.guard import Guard
 from hvdbridge.rendezvous.channels import Channel, ObjectChannel
 from hvdbridge.rendezvous.starter import Meeting, Numbers, Starter, Variables
 from hvdbridge.world import World
@@ -40,18 +42,31 @@ class MpiStarter(Starter):
         return mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
 
     def own_channel(self) -> Channel:
+        return self._channel()
+
+    def _channel(self, release: Callable[[], None] = lambda: None) -> Channel:
         duplicate = _library().COMM_WORLD.Dup()
 
         def all_gather(value: str) -> list[Any]:
             return list(duplicate.allgather(value))
 
-        return ObjectChannel(all_gather)
+        def close() -> None:
+            duplicate.Free()
+            release()
+
+        return ObjectChannel(all_gather, close)
 
     def native_channel(self, world: World, config: Config) -> Channel | None:
         if not native(world):
             return None
         self.check(world)
-        _initialize(Monitor.alone(config))
+        guard = Guard(
+            config.timeout_seconds,
+            f"rank {world.rank}: MPI_Init did not return within {config.timeout_seconds:g} s: not all of the "
+            f"{world.size} ranks that {world.launcher} started came. Look for an earlier error of theirs; if they "
+            "only start slowly, raise HVDBRIDGE_TIMEOUT_SECONDS.",
+        )
+        _initialize()
         found = self.numbers()
         # A library that this launcher did not start is one rank of one: no channel. The numbers' check comes later
         # for all other reasons; here it would be too late.
@@ -60,7 +75,7 @@ class MpiStarter(Starter):
                 f"{world.launcher} started rank {world.rank} of {world.size}, but MPI found rank {found[0]} of "
                 f"{found[1]}. {self.hint(world)}"
             )
-        return self.own_channel()
+        return self._channel(guard.release)
 
     def check(self, world: World) -> None:
         super().check(world)
@@ -86,7 +101,8 @@ class MpiStarter(Starter):
             variables.remove(("PMI_", "PMIX_", "MPI_LOCAL", "HYDI_"))  # of an outer launcher
             variables.set(meeting.helper.pmi_environment(meeting.world.rank, meeting.world.size))
         try:
-            _initialize(meeting.monitor)
+            with meeting.monitor.phase("MPI_Init"):
+                _initialize()
         finally:
             variables.restore()
 
@@ -134,12 +150,11 @@ def _version() -> str:
     return " ".join(text.replace("\0", "").splitlines()[0].split(",")[0].split())
 
 
-def _initialize(monitor: Monitor) -> None:
+def _initialize() -> None:
     global _started_here
     mpi = _library()
     if not mpi.Is_initialized():
-        with monitor.phase("MPI_Init"):
-            mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
         _started_here = True
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise BackendUnavailable(

@@ -170,9 +170,8 @@ def meet(config: Config, world: World, channel: Channel, key: str) -> Meeting:
         raise RendezvousError(answer["error"])
     worlds = tuple(World(**fields) for fields in answer["worlds"])
     helper = HelperAddress.parse(answer["helper"]) if answer["helper"] else None
-    monitor = (
-        Monitor.connect(helper, world.rank, world.size, config, identity) if helper else Monitor.alone(config)
-    )
+    monitor = Monitor.connect(helper, world.rank, world.size, config, identity) if helper else Monitor.alone(config)
+    channel.close()
     mine = replace(worlds[world.rank], launcher=world.launcher)
     return Meeting(
         config, monitor, worlds, mine, answer["address"], answer["own_devices"], helper, channel.store, key

@@ -38,9 +38,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 class DdpSource(Source):
     """Feeds an :class:`Aggregator` from a DDP module."""
 
-    def __init__(
-        self, model: DistributedDataParallel, params: Mapping[str, Parameter], aggregator: Aggregator
-    ) -> None:
+    def __init__(self, model: DistributedDataParallel, params: Mapping[str, Parameter], aggregator: Aggregator) -> None:
         super().__init__(aggregator)
         self._model = model
         self._names = {parameter: name for name, parameter in params.items()}
@@ -73,9 +71,7 @@ class DdpSource(Source):
         if bucket.index() == 0:
             if inside_backward():
                 at_end_of_backward(self._finish)
-            elif (
-                self.running
-            ):  # within join() hooks are called outside of backward: the step before ends here
+            elif self.running:  # within join() hooks are called outside of backward: the step before ends here
                 self._finish()
             self.begin()
         buffer = bucket.buffer()
@@ -90,9 +86,7 @@ class DdpSource(Source):
         def deliver(update: Tensor | None) -> None:
             future.set_result(buffer if update is None else update)
 
-        self.aggregator.submit(
-            Piece(self._layout(bucket.parameters()), buffer, deliver), last=bucket.is_last()
-        )
+        self.aggregator.submit(Piece(self._layout(bucket.parameters()), buffer, deliver), last=bucket.is_last())
         return future
 
     def _layout(self, parameters: list[Tensor]) -> Layout:

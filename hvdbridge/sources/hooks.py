@@ -101,8 +101,7 @@ class HookSource(Source):
         self._due = True
         self.root = 0  # whose buffers count
         self._handles: list[Any] = [
-            p.register_post_accumulate_grad_hook(self.ready)
-            for p in (params.values() if hooked is None else hooked)
+            p.register_post_accumulate_grad_hook(self.ready) for p in (params.values() if hooked is None else hooked)
         ]
 
     def ready(self, parameter: Tensor) -> None:

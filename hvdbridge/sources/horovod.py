@@ -43,9 +43,7 @@ class HorovodSource(HookSource):
 
     def _take_over(self, optimizer: Any, known: set[Parameter], fed: set[Parameter]) -> None:
         base: Any = type(optimizer).__mro__[1]  # the user's optimizer class, below Horovod's
-        mine = {
-            p for p in optimizer._requires_update if p in known
-        } - fed  # two optimizers may share a parameter
+        mine = {p for p in optimizer._requires_update if p in known} - fed  # two optimizers may share a parameter
         fed |= mine
 
         def ready(parameter: Parameter) -> tuple[None, None]:
@@ -77,9 +75,7 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, s
     named = [(names.get(p, f"hvdbridge.outside.{i}"), p) for i, p in enumerate(held)]
     grads: list[Tensor | None] = [p.grad for p in held]
     wrapped: Any = hvd.DistributedOptimizer(optimizer, named_parameters=named)
-    if (
-        not wrapped._grad_accs
-    ):  # at size 1 Horovod registers no hooks, and a lossy or clipping policy would do nothing
+    if not wrapped._grad_accs:  # at size 1 Horovod registers no hooks, and a lossy or clipping policy would do nothing
         wrapped._register_hooks()
     for p, grad in zip(held, grads, strict=True):
         p.grad = grad  # Horovod may have filled in zeros, which weight decay and momentum would act on

@@ -20,6 +20,9 @@ class Torch:
     def stop(self) -> None:
         self.dist.destroy_process_group()
 
+    def size(self) -> int:
+        return int(self.dist.get_world_size())
+
     def all_reduce(self, tensor: Tensor) -> None:
         """The user's own sum, in place, on the library's default channel."""
         self.dist.all_reduce(tensor)
@@ -41,6 +44,9 @@ class Horovod:
     def stop(self) -> None:
         self.hvd.shutdown()
 
+    def size(self) -> int:
+        return int(self.hvd.size())
+
     def all_reduce(self, tensor: Tensor) -> None:
         self.hvd.allreduce_(tensor, op=self.hvd.Sum, name="the user's own")
 
@@ -58,6 +64,9 @@ class Mpi:
 
     def stop(self) -> None:
         pass
+
+    def size(self) -> int:
+        return int(self.MPI.COMM_WORLD.size)
 
     def all_reduce(self, tensor: Tensor) -> None:
         self.MPI.COMM_WORLD.Allreduce(self.MPI.IN_PLACE, tensor.numpy())

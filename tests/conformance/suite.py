@@ -29,6 +29,8 @@ class CommunicatorSuite:
     def __init__(self, make: Callable[[], Communicator], native: Any) -> None:
         self.make = make
         self.native = native
+        self.users_ranks = list(range((native.size() + 1) // 2))
+        self.users_group = native.group(self.users_ranks)
         self.comm = make()
         self.control = self.comm.control()
         self.rank, self.size = self.comm.rank, self.comm.size

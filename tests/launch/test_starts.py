@@ -74,9 +74,7 @@ def test_ranks_that_choose_different_policies() -> None:
         ("torch", "mpi4py", "mpiexec", "Run: pip install 'hvdbridge[mpich]'"),  # the ranks meet by MPI
     ],
 )
-def test_a_library_that_is_not_installed(
-    backend: str, module: str, launcher: str, remedy: str, tmp_path: Path
-) -> None:
+def test_a_library_that_is_not_installed(backend: str, module: str, launcher: str, remedy: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\nif 'wrong.py' in ' '.join(sys.orig_argv): sys.modules[{module!r}] = None\n"
     )

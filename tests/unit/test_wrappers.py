@@ -142,9 +142,7 @@ def test_warmup_switches_once_and_keeps_both_states() -> None:
         if step < 2:
             assert torch.equal(updates[0]["fc.weight"], alone.step(grads)[0]["fc.weight"])
             assert not state["then"]["residual"]["fc.weight"].any()
-        assert torch.equal(
-            state["first"]["residual"]["fc.weight"], alone.stores[0].portable()["residual"]["fc.weight"]
-        )
+        assert torch.equal(state["first"]["residual"]["fc.weight"], alone.stores[0].portable()["residual"]["fc.weight"])
     assert state["then"]["residual"]["fc.weight"].any()
 
 

@@ -1,6 +1,6 @@
 """The user starts a library; hvdbridge takes it as it is, and leaves it running.
 
-    adopt.py torch|horovod|mpi
+adopt.py torch|horovod|mpi
 """
 
 import sys

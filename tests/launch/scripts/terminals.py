@@ -1,6 +1,6 @@
 """What several terminals, or ``mp.spawn``, would do: N processes with nothing but variables or arguments.
 
-    python terminals.py variables|spawn|file SIZE
+python terminals.py variables|spawn|file SIZE
 """
 
 import os

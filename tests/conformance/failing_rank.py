@@ -1,0 +1,33 @@
+"""One of two ranks of a job in which rank 1 fails; rank 0 records what it was told, and when."""
+
+import faulthandler
+import os
+import sys
+import time
+
+import torch
+from conformance.natives import start
+from jobs import record
+
+from hvdbridge.collectives import AllGather, AllReduce
+from hvdbridge.communicators import load
+from hvdbridge.errors import HvdbridgeError
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(60, exit=True)
+    backend = os.environ["HVDBRIDGE_BACKEND"]
+    native = start(backend)
+    comm = load(backend).world(timeout_seconds=2 if sys.argv[1] == "sleeps" else 60)
+    comm.barrier()
+    if comm.rank == 1:
+        if sys.argv[1] == "sleeps":
+            time.sleep(6)
+        os._exit(0)
+    request = AllGather if sys.argv[2] == "AllGather" else AllReduce
+    started = time.monotonic()
+    try:
+        for _ in range(2):  # what is sent to a rank that died may still be taken from us
+            comm.execute(request(torch.ones(10)))
+    except HvdbridgeError as e:
+        record(0, [type(e).__name__, str(e), time.monotonic() - started, type(e.__cause__).__name__])
+    os._exit(0)

@@ -1,0 +1,42 @@
+"""The table of backends: lazy, and every failure has its remedy."""
+
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+
+import hvdbridge.communicators as registry
+import pytest
+
+from hvdbridge.errors import BackendUnavailable, ConfigurationError
+
+
+def test_importing_the_package_imports_no_backend() -> None:
+    code = "import sys, hvdbridge.communicators; print({'mpi4py', 'horovod'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_table_is_sorted() -> None:
+    assert list(registry.BACKENDS) == sorted(registry.BACKENDS)
+
+
+def test_unknown_backend_names_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'horovod'"):
+        registry.load("horovd")
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("horovod", "hvdbridge install-horovod"), ("mpi", "hvdbridge[mpich]")])
+def test_missing_library(name: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "find_spec", lambda library: None)
+    with pytest.raises(BackendUnavailable, match=f"HVDBRIDGE_BACKEND={name} but .* is not installed") as caught:
+        registry.load(name)
+    assert remedy in str(caught.value)
+
+
+def test_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(module: str) -> ModuleSpec:
+        raise RuntimeError("cannot load MPI library")
+
+    monkeypatch.setattr(registry, "import_module", broken)
+    with pytest.raises(BackendUnavailable, match="does not load .*: cannot load MPI library.*pip install") as caught:
+        registry.load("mpi")
+    assert isinstance(caught.value.__cause__, RuntimeError)
