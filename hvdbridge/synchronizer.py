@@ -17,7 +17,8 @@ from hvdbridge.driver import drive, open_driver
 from hvdbridge.errors import ConfigurationError, StepError
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
-from hvdbridge.sources import Options, attach
+from hvdbridge.sources import attach
+from hvdbridge.sources.base import Options
 from hvdbridge.sources.hooks import HookSource
 from hvdbridge.sync_batchnorm import SyncBatchNorm
 
@@ -41,7 +42,8 @@ class GradientSynchronizer:
         find_unused_parameters: a parameter that got no gradient on any rank keeps its old one. With False,
             a missing gradient counts as zeros (Horovod, MPI) or is DDP's own error (torch).
         weighted: True: exchange :attr:`weight` in every step; False: never; None: the first step decides.
-        static_graph, broadcast_buffers, gradient_as_bucket_view: as in DistributedDataParallel.
+        static_graph, broadcast_buffers: as in DistributedDataParallel.
+        gradient_as_bucket_view: as there, but True by default: ``p.grad`` is a view of a bucket, without a copy.
         seed: of the randomness that all ranks share.
 
     Attributes:
@@ -66,7 +68,7 @@ class GradientSynchronizer:
         weighted: bool | None = None,
         static_graph: bool = False,
         broadcast_buffers: bool = True,
-        gradient_as_bucket_view: bool = False,
+        gradient_as_bucket_view: bool = True,
         seed: int = 0,
     ) -> None:
         session = runtime.current()
@@ -298,7 +300,8 @@ def average_gradients(
     try:
         aggregator = Aggregator(chosen, params, communicator, control, driver)
         aggregator.weight = weight
-        HookSource(params, aggregator, session.config.bucket_mb * 2**20, False, hooked=()).run()
+        options = Options(session.config.bucket_mb, gradient_as_bucket_view=False)
+        HookSource(params, aggregator, options, hooked=()).run()
     finally:
         session.monitor.remove_on_failure(driver.fail)
         driver.close()

@@ -119,5 +119,6 @@ def _watch(process: subprocess.Popen[bytes], deadline: float) -> set[psutil.Proc
 def _end(family: set[psutil.Process]) -> None:
     for process in family:
         with suppress(psutil.Error):
-            if process.is_running() and not any(a.startswith("hvdbridge.helper") for a in process.cmdline()):  # ends itself
+            ours = any(argument.startswith("hvdbridge.helper") for argument in process.cmdline())  # ends by itself
+            if process.is_running() and not ours:
                 process.kill()

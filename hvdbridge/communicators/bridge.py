@@ -156,18 +156,36 @@ class Bridged(Communicator):
         share = -(-flat.numel() // self.size)
         if share * self.size != flat.numel():  # the padding travels, its sums are cut off
             flat = torch.cat([flat, flat.new_zeros(share * self.size - flat.numel())])
-        mine = fold(self._exchange(flat.view(self.size, share)), op)
-        return self._gather(mine).view(-1)[: tensor.numel()].view(tensor.shape)
+        rows = flat.view(self.size, share)
+        mine = fold(self._exchange(rows), op)
+        self._gather(mine, rows)  # what was exchanged is free: new memory costs more than to fill it
+        return flat[: tensor.numel()].view(tensor.shape)
 
-    def _gather(self, flat: Tensor) -> Tensor:
+    def _gather(self, flat: Tensor, answer: Tensor | None = None) -> Tensor:
         if self.size == 1 or not flat.numel():
             return flat.expand(self.size, -1)
-        return _in_pieces(self._all_gather, flat.view(torch.uint8), self.piece, self.size).view(flat.dtype)
+        answer = flat.new_empty(self.size, flat.numel()) if answer is None else answer
+        self._in_pieces(self._all_gather, flat, answer)
+        return answer
 
     def _exchange(self, rows: Tensor) -> Tensor:
         if self.size == 1 or not rows.numel():
             return rows
-        return _in_pieces(self._all_to_all, rows.view(torch.uint8), self.piece, self.size).view(rows.dtype)
+        answer = torch.empty_like(rows)
+        self._in_pieces(self._all_to_all, rows, answer)
+        return answer
+
+    def _in_pieces(self, move: Callable[[Tensor, Tensor], None], data: Tensor, answer: Tensor) -> None:
+        """``move(data, answer)`` as bytes, along the last axis, in pieces that 32-bit counts can take."""
+        data, answer = data.view(torch.uint8), answer.view(torch.uint8)
+        width, step = data.shape[-1], max(self.piece // self.size, 1)
+        if width <= step:
+            move(data, answer)
+            return
+        for start in range(0, width, step):
+            theirs = answer[:, start : start + step].contiguous()
+            move(data[..., start : start + step].contiguous(), theirs)
+            answer[:, start : start + step] = theirs
 
     def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
         if self.size > 1:
@@ -215,12 +233,12 @@ class Bridged(Communicator):
         """Reduce ``flat`` over ranks, in place."""
 
     @abstractmethod
-    def _all_gather(self, data: Tensor) -> Tensor:
-        """Bytes ``[n]`` of each rank, as ``[size, n]``."""
+    def _all_gather(self, data: Tensor, answer: Tensor) -> None:
+        """Bytes ``[n]`` of each rank into ``answer``, contiguous ``[size, n]``."""
 
     @abstractmethod
-    def _all_to_all(self, rows: Tensor) -> Tensor:
-        """Bytes ``[size, n]``, contiguous: row i goes to rank i; answers the rows that came."""
+    def _all_to_all(self, rows: Tensor, answer: Tensor) -> None:
+        """Bytes ``[size, n]``, contiguous: row i goes to rank i; what rank i sent goes into ``answer[i]``."""
 
     @abstractmethod
     def _send_to_all(self, data: Tensor, root: int) -> None:
@@ -242,16 +260,3 @@ def _says(text: str, *words: str) -> bool:
 def _flat(tensor: Tensor) -> Tensor:
     """All elements in one row with stride 1, which ``view(-1)`` of a single element need not have."""
     return tensor.contiguous().as_strided((tensor.numel(),), (1,))
-
-
-def _in_pieces(move: Callable[[Tensor], Tensor], data: Tensor, piece: int, size: int) -> Tensor:
-    """``move(data)`` along the last axis, in pieces that libraries with 32-bit counts can take."""
-    width = data.shape[-1]
-    step = max(piece // (data.numel() // width) // 16 * 16, 16)
-    if width <= step:
-        return move(data)
-    answer = data.new_empty(size, width)
-    for start in range(0, width, step):
-        part = data[..., start : start + step]
-        answer[:, start : start + step] = move(part.contiguous())
-    return answer

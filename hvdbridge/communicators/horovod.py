@@ -22,11 +22,12 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
 from torch import Tensor
 
 from hvdbridge.communicators.base import Capabilities, Communicator, Watch, cross_groups, node_groups, unwatched
 from hvdbridge.communicators.bridge import Bridged
-from hvdbridge.errors import CollectiveTimeout, NotInitialized, Unsupported
+from hvdbridge.errors import NotInitialized, Unsupported
 
 POLL_SECONDS = 1e-4
 
@@ -42,7 +43,7 @@ WORLDS = count()
 class HorovodCommunicator(Bridged):
     """Executes requests as named Horovod operations on a process set (None: a group of one rank)."""
 
-    failures = (HorovodInternalError,)
+    failures = (HorovodInternalError, TimeoutError)
 
     def __init__(
         self, name: str, ranks: Sequence[int], members: Any, timeout_seconds: float, watch: Watch = unwatched
@@ -70,15 +71,16 @@ class HorovodCommunicator(Bridged):
         name = self._operation(op, flat)
         self._wait(hvd.allreduce_async_(flat, op=OPS[op], name=name, process_set=self._members), name)
 
-    def _all_gather(self, data: Tensor) -> Tensor:
-        name = self._operation("gather", data)
-        rows: Tensor = self._wait(hvd.allgather_async(data[None], name=name, process_set=self._members), name)
-        return rows
+    # The public functions below these two answer in new memory; these write where they are told to.
 
-    def _all_to_all(self, rows: Tensor) -> Tensor:
+    def _all_gather(self, data: Tensor, answer: Tensor) -> None:
+        name = self._operation("gather", data)
+        self._wait(mpi_ops._allgather_async(data[None], answer, name, self._members), name)
+
+    def _all_to_all(self, rows: Tensor, answer: Tensor) -> None:
         name = self._operation("exchange", rows)
-        answer: tuple[Tensor, Tensor] = self._wait(hvd.alltoall_async(rows, name=name, process_set=self._members), name)
-        return answer[0]
+        received = torch.empty(self.size, dtype=torch.int32)
+        self._wait(mpi_ops._alltoall_async(rows, None, answer, received, name, self._members), name)
 
     def _send_to_all(self, data: Tensor, root: int) -> None:
         name = self._operation(f"from{root}", data)
@@ -93,10 +95,7 @@ class HorovodCommunicator(Bridged):
         deadline = time.monotonic() + self.timeout_seconds
         while not hvd.poll(handle):
             if time.monotonic() > deadline:
-                raise CollectiveTimeout(
-                    f"rank {self.rank}: the Horovod operation {name} took longer than {self.timeout_seconds:g} s "
-                    "(HVDBRIDGE_TIMEOUT_SECONDS): some rank did not come to it"
-                )
+                raise TimeoutError(f"The Horovod operation {name} timed out")
             time.sleep(POLL_SECONDS)
         return hvd.synchronize(handle)
 
@@ -117,7 +116,7 @@ class HorovodCommunicator(Bridged):
         ranks = [self._ranks[rank] for rank in group]
         if len(ranks) == 1:
             return None
-        known = {tuple(ranks): number for number, ranks in hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items()}
+        known = {tuple(ranks): number for number, ranks in mpi_ops._basics._get_process_set_ids_and_ranks().items()}
         if tuple(ranks) in known:
             found = hvd.ProcessSet(ranks)
             found.process_set_id = known[tuple(ranks)]

@@ -75,15 +75,11 @@ class MpiCommunicator(Bridged):
         if flat.is_floating_point() and flat.nbytes <= SHORT:
             flat.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
-    def _all_gather(self, data: Tensor) -> Tensor:
-        answer = data.new_empty(self.size, data.numel())
-        _wait(self._comm.Iallgather(_bytes(data), _bytes(answer)))
-        return answer
+    def _all_gather(self, data: Tensor, answer: Tensor) -> None:
+        self._comm.Allgather(_bytes(data), _bytes(answer))
 
-    def _all_to_all(self, rows: Tensor) -> Tensor:
-        answer = torch.empty_like(rows)
-        _wait(self._comm.Ialltoall(_bytes(rows), _bytes(answer)))
-        return answer
+    def _all_to_all(self, rows: Tensor, answer: Tensor) -> None:
+        self._comm.Alltoall(_bytes(rows), _bytes(answer))
 
     def _send_to_all(self, data: Tensor, root: int) -> None:
         _wait(self._comm.Ibcast(_bytes(data), root))

@@ -91,21 +91,17 @@ class TorchCommunicator(Bridged):
         options.reduceOp = OPS[op]
         (self._cuda if flat.is_cuda else self._host).allreduce([flat], options).wait()
 
-    def _all_gather(self, data: Tensor) -> Tensor:
-        answer = data.new_empty(self.size, data.numel())
+    def _all_gather(self, data: Tensor, answer: Tensor) -> None:
         if data.is_cuda:
             self._cuda._allgather_base(answer.view(-1), data).wait()
         else:
             self._swap([data] * self.size, answer)
-        return answer
 
-    def _all_to_all(self, rows: Tensor) -> Tensor:
-        answer = torch.empty_like(rows)
+    def _all_to_all(self, rows: Tensor, answer: Tensor) -> None:
         if rows.is_cuda:
             self._cuda.alltoall_base(answer, rows, [], []).wait()
         else:
             self._swap(rows.unbind(), answer)
-        return answer
 
     def _swap(self, rows: Sequence[Tensor], answer: Tensor) -> None:
         """Send ``rows[i]`` to rank i, receive ``answer[i]`` from it."""

@@ -5,7 +5,9 @@ MPI_Init holds the GIL and waits for all ranks without a limit, so no thread of 
 Rules:
 
 1. It ends when it is released, when the rank ends, or at the limit; then it says so and ends the rank.
-2. A rank that ends before it is released leaves no shared-memory segment.
+2. It ends the rank early when another rank of this host is gone: launchers do not mind a process that ends
+   without having called MPI_Init, whatever its status.
+3. A rank that ends before it is released leaves no shared-memory segment.
 """
 
 from __future__ import annotations
@@ -17,43 +19,76 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from hvdbridge.helper.processes import segments_of, unlink_segments
 from hvdbridge.helper.start import isolated
 
 POLL_SECONDS = 0.1
+GONE_SECONDS = 2.0  # a launcher that ends the job itself, with a message of its own, comes first
+PARENTS = ("hydra_pmi_proxy", "slurmstepd", "orted", "prted", "prterun", "mpirun", "mpiexec")
+"""Processes whose children are this host's ranks, one each."""
 
 
 class Guard:
-    """Starts to watch this process; ``text`` is said if :meth:`release` does not come within ``limit`` seconds."""
+    """Starts to watch this process, one of ``local_size`` (-1: unknown) on this host, until :meth:`release`."""
 
-    def __init__(self, limit: float, text: str) -> None:
+    def __init__(self, limit: float, who: str, local_size: int) -> None:
         self._process = subprocess.Popen(
-            isolated("hvdbridge.helper.guard", str(os.getpid()), str(limit), text),
+            isolated("hvdbridge.helper.guard", str(os.getpid()), str(os.getppid()), str(limit), who, str(local_size)),
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
 
     def release(self) -> None:
-        """Harmless when repeated."""
+        """All ranks have met. Harmless when repeated."""
         with suppress(BrokenPipeError, ValueError):
             self._process.communicate(b"released")
 
 
-def watch(pid: int, limit: float, text: str) -> None:
+def watch(pid: int, parent: int, limit: float, who: str, local_size: int) -> None:
     """The guard's process; standard input is the rank's end of the rope."""
     segments: set[str] = set()
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
+    started = complete = time.monotonic()
+    while True:
         segments |= segments_of(pid)
         if select.select([0], [], [], POLL_SECONDS)[0]:
             if not os.read(0, 1):
                 unlink_segments(segments)
             return
-    os.write(2, f"hvdbridge: {text}\n".encode())
+        now = time.monotonic()
+        if living_ranks(parent, local_size) >= local_size:
+            complete = now
+        if now >= started + limit or now >= complete + GONE_SECONDS:
+            break
+    why = (
+        f"within {limit:g} s: not all ranks came. Look for an earlier error of theirs; if they only start slowly, "
+        "raise HVDBRIDGE_TIMEOUT_SECONDS."
+        if now >= started + limit
+        else f"because a rank is gone: of this host's {local_size} processes one has ended without hb.init(). "
+        "Look for its error above."
+    )
+    os.write(2, f"hvdbridge: {who}: MPI_Init did not return {why}\n".encode())
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     unlink_segments(segments)
 
 
+def living_ranks(parent: int, unknown: int) -> int:
+    """How many children of the launcher's ``parent`` process live; ``unknown`` where that cannot be told."""
+    try:
+        if Path(f"/proc/{parent}/comm").read_text().strip() not in PARENTS:
+            return unknown
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    except OSError:
+        return unknown
+    return sum(_lives(child) for child in children)
+
+
+def _lives(pid: str) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
+    watch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

@@ -60,12 +60,8 @@ class MpiStarter(Starter):
         if not native(world):
             return None
         self.check(world)
-        guard = Guard(
-            config.timeout_seconds,
-            f"rank {world.rank}: MPI_Init did not return within {config.timeout_seconds:g} s: not all of the "
-            f"{world.size} ranks that {world.launcher} started came. Look for an earlier error of theirs; if they "
-            "only start slowly, raise HVDBRIDGE_TIMEOUT_SECONDS.",
-        )
+        who = f"rank {world.rank} of {world.size} ({world.launcher})"
+        guard = Guard(config.timeout_seconds, who, world.local_size)
         _initialize()
         found = self.numbers()
         # A library that this launcher did not start is one rank of one: no channel. The numbers' check comes later

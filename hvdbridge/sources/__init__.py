@@ -8,7 +8,6 @@ group, None for all.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module, Parameter
@@ -17,22 +16,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hvdbridge.aggregator import Aggregator
-    from hvdbridge.sources.base import Source
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a source is told, besides model and optimizers; see ``GradientSynchronizer``."""
-
-    bucket_mb: float
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    broadcast_buffers: bool = True
-    gradient_as_bucket_view: bool = False
-
-    @property
-    def bucket_bytes(self) -> float:
-        return self.bucket_mb * 2**20
+    from hvdbridge.sources.base import Options, Source
 
 
 Attached = tuple["Source", Module, list["Optimizer"]]
@@ -84,7 +68,7 @@ def attach_horovod(
 
     names = {parameter: name for name, parameter in params.items()}
     wrapped = [wrap_optimizer(optimizer, names) for optimizer in optimizers]
-    source = HorovodSource(params, aggregator, options.bucket_bytes, options.find_unused_parameters, wrapped)
+    source = HorovodSource(params, aggregator, options, wrapped)
     source.broadcast_buffers(model, options.broadcast_buffers)
     return source, model, wrapped
 
@@ -100,7 +84,7 @@ def attach_hooks(
     """Our own reducer on untouched objects."""
     from hvdbridge.sources.hooks import HookSource
 
-    source = HookSource(params, aggregator, options.bucket_bytes, options.find_unused_parameters)
+    source = HookSource(params, aggregator, options)
     source.broadcast_buffers(model, options.broadcast_buffers)
     return source, model, optimizers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,21 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.errors import Unsupported
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a source is told, besides model and optimizers; see ``GradientSynchronizer``."""
+
+    bucket_mb: float
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    broadcast_buffers: bool = True
+    gradient_as_bucket_view: bool = True
+
+    @property
+    def bucket_bytes(self) -> float:
+        return self.bucket_mb * 2**20
 
 
 class Source:

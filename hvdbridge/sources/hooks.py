@@ -7,6 +7,7 @@ Rules:
 3. The end of backward closes what is incomplete: a parameter without a new gradient counts as the gradient it
    holds, or zeros.
 4. Results stand in ``p.grad`` when backward returns: an engine callback, queued by the first gradient, waits.
+   With ``gradient_as_bucket_view`` they are views of the buckets, as in DDP, and are not copied.
 5. With ``find_unused`` a used-map ends the step: a parameter unused on every rank keeps its old gradient.
 """
 
@@ -27,7 +28,7 @@ from hvdbridge.bucket import Layout, Views
 from hvdbridge.collectives import AllGather, AllReduce, Collective
 from hvdbridge.driver import Pending
 from hvdbridge.errors import StepError, Unsupported
-from hvdbridge.sources.base import Source, at_end_of_backward, refuse_reentrant
+from hvdbridge.sources.base import Options, Source, at_end_of_backward, refuse_reentrant
 
 FIRST_BUCKET_BYTES = 1 << 20
 """A small first bucket starts the first collective early, as in DDP."""
@@ -41,7 +42,9 @@ class Slot:
     parameter: Parameter
     view: Tensor
     bucket: FlatBucket
+    stays: bool  # the result is not copied: p.grad becomes the view
     arrived: bool = False
+    kept: Tensor | None = None  # the gradient to put back if no rank used the parameter
 
 
 @dataclass(eq=False)
@@ -56,8 +59,9 @@ class FlatBucket:
         self.update = update
 
 
-def make_buckets(params: Mapping[str, Parameter], bucket_bytes: float) -> list[FlatBucket]:
-    """Cut the parameters, last registered first, into flat buckets of about ``bucket_bytes``."""
+def make_buckets(params: Mapping[str, Parameter], options: Options) -> list[FlatBucket]:
+    """Cut the parameters, last registered first, into flat buckets of about ``options.bucket_bytes``."""
+    bucket_bytes = options.bucket_bytes
     open_shapes: dict[tuple[torch.dtype, torch.device], dict[str, torch.Size]] = {}
     cuts: list[tuple[tuple[torch.dtype, torch.device], dict[str, torch.Size]]] = []
     limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
@@ -74,7 +78,10 @@ def make_buckets(params: Mapping[str, Parameter], bucket_bytes: float) -> list[F
         layout = Layout(shapes)
         bucket = FlatBucket(layout, layout.empty(dtype, device))
         views = Views(layout, bucket.buffer)
-        bucket.slots = [Slot(name, params[name], views[name], bucket) for name in layout.names]
+        for name, p in ((name, params[name]) for name in layout.names):
+            # An optimizer that runs over many parameters at once wants gradients that lie in memory as they do.
+            stays = options.gradient_as_bucket_view and p.is_contiguous()
+            bucket.slots.append(Slot(name, p, views[name], bucket, stays))
         bucket.missing = len(bucket.slots)
         buckets.append(bucket)
     return buckets
@@ -87,13 +94,12 @@ class HookSource(Source):
         self,
         params: Mapping[str, Parameter],
         aggregator: Aggregator,
-        bucket_bytes: float,
-        find_unused: bool,
+        options: Options,
         hooked: Iterable[Parameter] | None = None,
     ) -> None:
         super().__init__(aggregator)
-        self.find_unused = find_unused
-        self.buckets = make_buckets(params, bucket_bytes)
+        self.find_unused = options.find_unused_parameters
+        self.buckets = make_buckets(params, options)
         self._slots = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self._next = 0
         self._backward = -1
@@ -128,7 +134,8 @@ class HookSource(Source):
                 f"rank {self.aggregator.communicator.rank}: parameter {slot.name!r} has a sparse gradient, which "
                 "no policy takes. Use sparse=False in its Embedding."
             )
-        slot.view.copy_(grad.detach())
+        if grad.data_ptr() != slot.view.data_ptr():
+            slot.view.copy_(grad.detach())
         slot.arrived = True
         slot.bucket.missing -= 1
         if slot.bucket.missing == 0:
@@ -204,6 +211,7 @@ class HookSource(Source):
                 for slot in bucket.slots:
                     if bucket.missing and not slot.arrived:
                         grad = slot.parameter.grad
+                        slot.kept = grad.clone() if self.find_unused and grad is not None else None
                         slot.view.zero_() if grad is None else slot.view.copy_(grad)
                 bucket.missing = 0
         self._advance()
@@ -225,20 +233,26 @@ class HookSource(Source):
 
     @torch.no_grad()
     def _write_back(self, used: list[int] | None) -> None:
-        wanted = None if used is None else {p for p, flag in zip(self._slots, used, strict=True) if flag}
+        unused = set() if used is None else {p for p, flag in zip(self._slots, used, strict=True) if not flag}
         for bucket in self.buckets:
             assert bucket.update is not None
-            views = Views(bucket.layout, bucket.update)
-            targets, sources = [], []
+            if bucket.update.data_ptr() != bucket.buffer.data_ptr():
+                bucket.buffer.copy_(bucket.update)
+            targets, views = [], []
             for slot in bucket.slots:
-                if wanted is not None and slot.parameter not in wanted:
-                    continue
-                if slot.parameter.grad is None:
-                    slot.parameter.grad = torch.empty_like(slot.parameter)
-                targets.append(slot.parameter.grad)
-                sources.append(views[slot.name])
+                parameter = slot.parameter
+                if parameter in unused:
+                    if parameter.grad is not None and slot.kept is not None:
+                        parameter.grad.copy_(slot.kept)
+                elif slot.stays:
+                    parameter.grad = slot.view
+                else:
+                    if parameter.grad is None:
+                        parameter.grad = torch.empty_like(parameter)
+                    targets.append(parameter.grad)
+                    views.append(slot.view)
             if targets:
-                torch._foreach_copy_(targets, sources)
+                torch._foreach_copy_(targets, views)
 
     def _reset(self) -> None:
         for bucket in self.buckets:
@@ -246,6 +260,7 @@ class HookSource(Source):
             bucket.update = None
             for slot in bucket.slots:
                 slot.arrived = False
+                slot.kept = None
         self._next = 0
         self.finished()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvdbridge.aggregator import Aggregator
+from hvdbridge.sources.base import Options
 from hvdbridge.sources.hooks import HookSource
 
 
@@ -28,15 +29,14 @@ class HorovodSource(HookSource):
         self,
         params: Mapping[str, Parameter],
         aggregator: Aggregator,
-        bucket_bytes: float,
-        find_unused: bool,
+        options: Options,
         optimizers: Iterable[torch.optim.Optimizer],
     ) -> None:
         wrapped = list(optimizers)
         owned = {p for optimizer in wrapped for group in optimizer.param_groups for p in group["params"]}
         known = set(params.values())
         others = [p for p in params.values() if p not in owned]
-        super().__init__(params, aggregator, bucket_bytes, find_unused, hooked=others)
+        super().__init__(params, aggregator, options, hooked=others)
         fed: set[Parameter] = set()
         for optimizer in wrapped:
             self._take_over(optimizer, known, fed)

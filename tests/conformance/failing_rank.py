@@ -17,11 +17,11 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(60, exit=True)
     backend = os.environ["HVDBRIDGE_BACKEND"]
     native = start(backend)
-    comm = load(backend).world(timeout_seconds=2 if sys.argv[1] == "sleeps" else 60)
+    comm = load(backend).world(timeout_seconds=1 if sys.argv[1] == "sleeps" else 60)
     comm.barrier()
     if comm.rank == 1:
         if sys.argv[1] == "sleeps":
-            time.sleep(6)
+            time.sleep(4)
         os._exit(0)
     request = AllGather if sys.argv[2] == "AllGather" else AllReduce
     started = time.monotonic()

@@ -4,9 +4,9 @@ import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 
-import hvdbridge.communicators as registry
 import pytest
 
+import hvdbridge.communicators as registry
 from hvdbridge.errors import BackendUnavailable, ConfigurationError
 
 
@@ -37,6 +37,6 @@ def test_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("cannot load MPI library")
 
     monkeypatch.setattr(registry, "import_module", broken)
-    with pytest.raises(BackendUnavailable, match="does not load .*: cannot load MPI library.*pip install") as caught:
+    with pytest.raises(BackendUnavailable, match=r"does not load .*: cannot load MPI library.*pip install") as caught:
         registry.load("mpi")
     assert isinstance(caught.value.__cause__, RuntimeError)
