@@ -48,19 +48,19 @@ def compare(args: argparse.Namespace) -> int:
     console = Console()
     table = Table("", "last loss", "ms per step", "losses equal", "digest", title=f"ResNet18, {args.steps} steps")
     equal = True
+    plain = None
     try:
-        plain = run("torchrun", None, EXAMPLES / "plain_ddp.py", options, timeout=300)
         for backend in ("plain DDP", *NATIVE):
-            if backend == "plain DDP":
-                result = plain
-            else:
-                result = run(NATIVE[backend], backend, EXAMPLES / "train.py", options, timeout=300)
-            pairs = list(zip(result["losses"], plain["losses"], strict=True))
-            same = sum(ours == theirs for ours, theirs in pairs)
-            equal &= same == len(pairs) and result["digest"] == plain["digest"]
+            with console.status(backend):
+                if plain is None:
+                    result = plain = run("torchrun", None, EXAMPLES / "plain_ddp.py", options, timeout=300)
+                else:
+                    result = run(NATIVE[backend], backend, EXAMPLES / "train.py", options, timeout=300)
+            same = sum(ours == theirs for ours, theirs in zip(result["losses"], plain["losses"], strict=True))
+            equal &= same == args.steps and result["digest"] == plain["digest"]
             table.add_row(
                 backend, f"{result['losses'][-1]:.6f}", f"{1000 * result['step_seconds']:.0f}",
-                f"{same} of {len(pairs)}", result["digest"][:12],
+                f"{same} of {args.steps}", result["digest"][:12],
             )  # fmt: skip
     except JobFailed as error:
         console.print(str(error), style="red", markup=False, highlight=False)

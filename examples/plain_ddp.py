@@ -52,14 +52,13 @@ def main() -> None:
                 optimizer.step()
                 step += 1
                 log.step(loss)
-            if dist.get_rank() == 0:
-                log.epoch(epoch, accuracy(net, test))
+            log.epoch(epoch, accuracy(model, test))
     if dist.get_rank() == 0:
         # A ring all-reduce sends 2 (n - 1) / n of the gradient per rank, and the gradient is float32.
         ranks = dist.get_world_size()
         gradient = sum(p.numel() * p.element_size() for p in net.parameters())
         sent = 2 * (ranks - 1) * gradient // ranks
-        report(log.result(net, test) | {"bytes_sent": sent}, args.metrics)
+        report(log, net, args.metrics, bytes_sent=sent)
     dist.destroy_process_group()
 
 

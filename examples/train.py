@@ -83,13 +83,13 @@ def main() -> None:
                 log.step(loss)
                 if args.checkpoint and step % args.checkpoint_every == 0:
                     save(args, step, net, optimizer, sync)
-            # Rank 0 alone evaluates, and the module itself: no collective, so nothing to wait for.
-            if hb.rank() == 0:
-                log.epoch(epoch, accuracy(net, test))
+            # All ranks evaluate: where a model has buffers, its forward shares them, and waits for every rank.
+            log.epoch(epoch, accuracy(model, test))
+    if start == total:  # resumed after its end
+        log.accuracy = accuracy(model, test)
     if hb.rank() == 0:
         sent = int(sync.stats()["bytes_sent"])
-        result = log.result(net, test) | {"bytes_sent": sent, "backend": hb.backend(), "launcher": hb.launcher()}
-        report(result, args.metrics)
+        report(log, net, args.metrics, bytes_sent=sent, backend=hb.backend(), launcher=hb.launcher())
     hb.shutdown()
 
 
@@ -145,15 +145,12 @@ def set_learning_rate(optimizer: Optimizer, highest: float, progress: float) -> 
 
 
 @torch.no_grad()
-def accuracy(net: nn.Module, test: data.Images) -> float:
+def accuracy(model: nn.Module, test: data.Images) -> float:
     """The share of the test set that the model gets right."""
-    training = net.training
-    net.eval()
-    right = sum(
-        int((net(images).argmax(1) == labels).sum())
-        for images, labels in zip(test.images.split(1000), test.labels.split(1000), strict=True)
-    )
-    net.train(training)
+    model.eval()
+    chunks = zip(test.images.split(1000), test.labels.split(1000), strict=True)
+    right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in chunks)
+    model.train()
     return right / len(test.labels)
 
 
@@ -241,27 +238,27 @@ class Log:
         self.losses.append(loss.detach())
         self.bar.advance(self.task)
 
-    def epoch(self, epoch: int, right: float) -> None:
-        text = f"epoch {epoch + 1:2}  loss {self.losses[-1].item():.3f}  accuracy {right:.1%}"
+    def epoch(self, epoch: int, accuracy: float) -> None:
+        self.accuracy = accuracy
+        text = f"epoch {epoch + 1:2}  loss {self.losses[-1].item():.3f}  accuracy {accuracy:.1%}"
         self.bar.update(self.task, description=text)
         if self.lines:
             print(text, flush=True)
         self.clock = time.perf_counter()
 
-    def result(self, net: nn.Module, test: data.Images) -> dict[str, Any]:
-        return {
-            "accuracy": accuracy(net, test),
-            "step_seconds": statistics.median(self.seconds) if self.seconds else None,
-            "steps": self.total,
-            "losses": torch.stack(self.losses).tolist() if self.losses else [],
-            "digest": digest(net),
-        }
 
-
-def report(result: dict[str, Any], path: Path | None) -> None:
+def report(log: Log, net: nn.Module, path: Path | None, **more: Any) -> None:
+    """Print what the run came to, and write it to ``path``."""
+    result = {
+        "accuracy": log.accuracy,
+        "step_seconds": statistics.median(log.seconds) if log.seconds else None,
+        "steps": log.total,
+        "losses": [loss.item() for loss in log.losses],
+        "digest": digest(net),
+    }
     print(f"accuracy {result['accuracy']:.1%}  digest {result['digest'][:12]}", flush=True)
     if path:
-        path.write_text(json.dumps(result, indent=1))
+        path.write_text(json.dumps(result | more, indent=1))
 
 
 if __name__ == "__main__":

@@ -157,6 +157,8 @@ def _open(started: Started, config: Config, policy: str | Policy, arguments: tup
     with meeting.monitor.phase("opening the communicators"):
         communicator = communicators.load(started.backend).world(meeting.monitor.watch, limit)
         control = communicator.control()
+    for each in (communicator, control):
+        each.set_nodes([world.node_rank for world in meeting.worlds])
     return Session(
         meeting.world, meeting.worlds, started.backend, config, policy, device, communicator, control,
         meeting.monitor, arguments, started.stop,

@@ -56,7 +56,7 @@ def fold(rows: Tensor, op: str) -> Tensor:
     wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
     total = rows[0].to(wide)
     for row in rows[1:]:
-        STEPS[op](total, row.to(wide))
+        STEPS[op](total, row)
     return total.to(rows.dtype)
 
 

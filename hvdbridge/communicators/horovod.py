@@ -9,7 +9,7 @@ Rules:
    communicators (names differ), and they live until ``hvd.shutdown``. A user's ``add_process_set`` for the same ranks
    must come first: Horovod has no second one.
 3. Waiting polls: ``hvd.synchronize`` spins and takes the interpreter's lock from the thread that runs backward;
-   polling was measured equal at two ranks on two cores and up to twice as fast at three. It also bounds the wait.
+   polling was measured alike at two ranks on two cores and up to twice as fast at three. It also bounds the wait.
 """
 
 from __future__ import annotations

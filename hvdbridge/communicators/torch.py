@@ -51,7 +51,7 @@ class TorchCommunicator(Bridged):
         if size > 1:
             self._host = dist.ProcessGroupGloo(PrefixStore(f"{name}/gloo", store), rank, size, timeout)
             self._host.barrier().wait()  # a rank that closes while others still connect would break their connecting
-        if cuda:
+        if cuda and size > 1:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._cuda = dist.ProcessGroupNCCL(PrefixStore(f"{name}/nccl", store), rank, size, options)
@@ -129,7 +129,7 @@ class TorchCommunicator(Bridged):
 
     def _close(self) -> None:
         if self._cuda is not None:
-            self._cuda.abort()  # not shutdown(), which waits for ranks that may be gone
+            self._cuda.shutdown()  # waits for what was enqueued; abort() would cut it off
         self._host = self._cuda = self._store = None
 
 

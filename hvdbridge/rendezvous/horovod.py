@@ -9,11 +9,12 @@ from __future__ import annotations
 import hmac
 import math
 import secrets
+import socket
 import sys
 import threading
 from typing import Any
 
-from hvdbridge.errors import RendezvousError
+from hvdbridge.errors import BackendUnavailable, RendezvousError
 from hvdbridge.rendezvous import network
 from hvdbridge.rendezvous.channels import Channel, ObjectChannel
 from hvdbridge.rendezvous.mpi import native as native_mpi
@@ -49,10 +50,13 @@ class HorovodStarter(Starter):
         import horovod.torch as hvd
 
         limit = str(math.ceil(meeting.config.timeout_seconds + LATER))
-        self._variables.set({"HOROVOD_GLOO_TIMEOUT_SECONDS": limit})
+        # Process sets, which groups need, must be announced before Horovod starts.
+        self._variables.set({"HOROVOD_GLOO_TIMEOUT_SECONDS": limit, "HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
         launcher = meeting.world.launcher
         if not (launcher == "horovodrun" or (native_mpi(meeting.world) and hvd.mpi_built())):
             self._bridge(meeting)
+        if not hvd.mpi_enabled() and not network.is_loopback(meeting.address):
+            _check_host_name()
         with meeting.monitor.phase("hvd.init"):
             try:
                 hvd.init()
@@ -103,6 +107,26 @@ class HorovodStarter(Starter):
             self._server.server_close()
             self._server = None
         self._variables.restore()
+
+
+def _check_host_name() -> None:
+    """Horovod's process sets, the one of all ranks included, do not heed HOROVOD_GLOO_IFACE: they listen at the address
+    of the host's own name, and abort the process where others cannot reach that.
+
+    Raises:
+        BackendUnavailable: the name leads back to this host only.
+    """
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "no address"
+    if network.is_loopback(address) or address == "no address":
+        raise BackendUnavailable(
+            f"Horovod listens at the address of the host's own name, and {name!r} has {address} here, which other "
+            f"hosts cannot reach. Put a line '<this host's address> {name}' before it in /etc/hosts, "
+            "or use HVDBRIDGE_BACKEND=torch."
+        )
 
 
 def host_name(world: World) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,13 +108,13 @@ class HookSource(Source):
         self._due = True
         self.root = 0  # whose buffers count
         self._handles: list[Any] = [
-            p.register_post_accumulate_grad_hook(self.ready) for p in (params.values() if hooked is None else hooked)
+            p.register_post_accumulate_grad_hook(partial(self.ready, self._slots[p]))
+            for p in (params.values() if hooked is None else hooked)
         ]
 
-    def ready(self, parameter: Tensor) -> None:
+    def ready(self, slot: Slot, _: Tensor | None = None) -> None:
         """A gradient has arrived (called by autograd, once per parameter and backward)."""
-        slot = self._slots[parameter]  # type: ignore[index]
-        self.touched.append(parameter)
+        self.touched.append(slot.parameter)
         if not self.synchronizing:
             return
         backward = torch._C._current_graph_task_id()
@@ -127,15 +128,6 @@ class HookSource(Source):
                 f"rank {self.aggregator.communicator.rank}: the backward before this one was left by an exception when "
                 "some gradients had been sent. Other ranks wait for the rest: end the job."
             )
-        grad = parameter.grad
-        assert grad is not None
-        if grad.layout != torch.strided:
-            raise Unsupported(
-                f"rank {self.aggregator.communicator.rank}: parameter {slot.name!r} has a sparse gradient, which "
-                "no policy takes. Use sparse=False in its Embedding."
-            )
-        if grad.data_ptr() != slot.view.data_ptr():
-            slot.view.copy_(grad.detach())
         slot.arrived = True
         slot.bucket.missing -= 1
         if slot.bucket.missing == 0:
@@ -149,13 +141,10 @@ class HookSource(Source):
             self._shadow()
 
     def _shadow(self) -> None:
-        """Take part in one step with zeros."""
+        """Take part in one step with weight 0, so it does not matter what the buckets hold."""
         if self._buffers:
             self._send_buffers()
         self.begin()
-        for bucket in self.buckets:
-            bucket.buffer.zero_()
-            bucket.missing = 0
         self._close()
         self.aggregator.end()
         self._reset()
@@ -201,19 +190,36 @@ class HookSource(Source):
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
             self._next += 1
+            self._fill(bucket)
             piece = Piece(bucket.layout, bucket.buffer, bucket.deliver)
             self.aggregator.submit(piece, last=self._next == len(self.buckets))
 
+    @torch.no_grad()
+    def _fill(self, bucket: FlatBucket) -> None:
+        """Copy the gradients in, all at once: one call instead of one per parameter."""
+        views, grads = [], []
+        for slot in bucket.slots:
+            grad = slot.parameter.grad
+            if grad is None:
+                slot.view.zero_()
+                continue
+            if grad.is_sparse:
+                raise Unsupported(
+                    f"rank {self.aggregator.communicator.rank}: parameter {slot.name!r} has a sparse gradient, which "
+                    "no policy takes. Use sparse=False in its Embedding."
+                )
+            if self.find_unused and not slot.arrived:
+                slot.kept = grad.clone()
+            if grad is not slot.view:
+                views.append(slot.view)
+                grads.append(grad)
+        if views:
+            torch._foreach_copy_(views, grads)
+
     def _close(self) -> Pending[Tensor] | None:
-        """Complete what did not arrive, hand it in, and start the used-map."""
-        with torch.no_grad():
-            for bucket in self.buckets[self._next :]:
-                for slot in bucket.slots:
-                    if bucket.missing and not slot.arrived:
-                        grad = slot.parameter.grad
-                        slot.kept = grad.clone() if self.find_unused and grad is not None else None
-                        slot.view.zero_() if grad is None else slot.view.copy_(grad)
-                bucket.missing = 0
+        """Hand in what is incomplete, and start the used-map."""
+        for bucket in self.buckets[self._next :]:
+            bucket.missing = 0
         self._advance()
         if not self.find_unused:
             return None

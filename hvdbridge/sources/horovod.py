@@ -49,7 +49,7 @@ class HorovodSource(HookSource):
         def ready(parameter: Parameter) -> tuple[None, None]:
             optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
             if parameter in mine:
-                self.ready(parameter)
+                self.ready(self._slots[parameter])
             return None, None
 
         def synchronize() -> None:

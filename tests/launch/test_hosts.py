@@ -1,9 +1,13 @@
-"""The nine cells on two hosts: two network namespaces joined by a bridge, and a stand-in for ssh that enters them."""
+"""The nine cells on two hosts: two namespaces joined by a bridge, each with a name and addresses of its own.
+
+A stand-in for ssh enters them, for the launchers that start ranks by ssh.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,18 +24,20 @@ import os, sys
 hosts = {hosts}
 words = sys.argv[1:]
 at = next(i for i, word in enumerate(words) if word in hosts)
-command = " ".join(word for word in words[at + 1:] if word not in ("-p", "22"))
-os.execvp("ip", ["ip", "netns", "exec", hosts[words[at]], "bash", "-c", command])
+name, words = hosts[words[at]], words[at + 1:]
+while words[0].startswith("-"):
+    del words[:2]
+command = f"hostname {{name}}; {{' '.join(words)}}"
+os.execvp("ip", ["ip", "netns", "exec", name, "unshare", "--uts", "bash", "-c", command])
 """
 
 
 @dataclass
 class Hosts:
-    """Two namespaces; ``path`` holds the stand-in for ssh."""
+    """Two namespaces; ``path`` is the folder of the stand-in for ssh."""
 
     names: list[str]
     addresses: list[str]
-    interface: str
     path: str
 
 
@@ -53,6 +59,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
             pytest.skip(f"this machine makes no network bridge: {error.stderr.strip()}")
         sh("ip", "link", "set", tag, "up")
         for name, address in zip(names, addresses, strict=True):
+            etc = Path("/etc/netns") / name  # `ip netns exec` lays it over /etc
+            etc.mkdir(parents=True)
+            lines = ["127.0.0.1 localhost", *map(" ".join, zip(addresses, names, strict=True))]
+            (etc / "hosts").write_text("\n".join(lines) + "\n")
             sh("ip", "netns", "add", name)
             sh("ip", "link", "add", f"{name}0", "type", "veth", "peer", "name", "net0", "netns", name)
             sh("ip", "link", "set", f"{name}0", "master", tag, "up")
@@ -62,10 +72,11 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         ssh = bin_folder / "ssh"
         ssh.write_text(SSH.format(python=sys.executable, hosts=dict(zip(addresses, names, strict=True))))
         ssh.chmod(0o755)
-        yield Hosts(names, addresses, "net0", str(bin_folder))
+        yield Hosts(names, addresses, str(bin_folder))
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
         subprocess.run(["ip", "link", "delete", tag], capture_output=True, check=False)
 
 
@@ -81,9 +92,7 @@ def command(launcher: str, hosts: Hosts, ranks_per_host: int, port: int) -> list
         ]  # fmt: skip
     if launcher == "horovodrun":
         return [["horovodrun", "-np", total, "-H", f"{a}:{n},{b}:{n}", sys.executable, SCRIPT]]
-    return [
-        ["mpiexec", "-iface", hosts.interface, "-hosts", f"{a}:{n},{b}:{n}", "-n", total, sys.executable, SCRIPT]
-    ]
+    return [["mpiexec", "-hosts", f"{a}:{n},{b}:{n}", "-n", total, sys.executable, SCRIPT]]
 
 
 @pytest.mark.parametrize(("launcher", "backend"), jobs.CELLS)
@@ -93,10 +102,10 @@ def test_two_hosts(launcher: str, backend: str, hosts: Hosts, tmp_path: Path) ->
     lines = command(launcher, hosts, 2, 29500)
     typed = [
         subprocess.Popen(
-            ["ip", "netns", "exec", host, *line],
+            [f"{hosts.path}/ssh", address, shlex.join(line)],
             env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for host, line in zip(hosts.names, lines, strict=False)
+        for address, line in zip(hosts.addresses, lines, strict=False)
     ]  # fmt: skip
     output = ""
     try:

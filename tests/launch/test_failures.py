@@ -1,0 +1,126 @@
+"""A rank that fails ends the job: non-zero, in time, with the cause named, and nothing is left behind."""
+
+from __future__ import annotations
+
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import jobs
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+FAULT, NONSENSE = str(SCRIPTS / "fault.py"), str(SCRIPTS / "nonsense.py")
+KINDS = ("raise", "kill", "sleep", "leave")
+SHORT = 6.0  # HVDBRIDGE_TIMEOUT_SECONDS where a rank is only silent; elsewhere the default, which nothing may reach
+NAMED = {
+    "raise": r"this rank has a bug",
+    "kill": r"rank 1 .*died|exitcode: -9|Killed \(signal 9\)|exit with status code 137",
+    "sleep": r"rank 1|MPI_Init did not return",
+    "leave": r"rank 1|a rank is gone",
+}
+
+
+@dataclass
+class Ended:
+    """What is to be judged of one job."""
+
+    name: str
+    job: jobs.Job
+    left: list[str]
+
+
+def fault(when: str, kind: str, launcher: str, backend: str, culprit: int = 1) -> Ended:
+    silent = kind == "sleep" or (when, kind) == ("before", "leave")
+    mark = f"{time.time_ns()}"
+    env = {"FAULT_MARK": mark, "CULPRIT": str(culprit)}
+    if silent:
+        env["HVDBRIDGE_TIMEOUT_SECONDS"] = f"{SHORT:g}"
+    started = time.time()
+    job = jobs.run(launcher, backend, 2, [FAULT, kind, when], env=env)
+    deadline = time.monotonic() + 10
+    while (left := processes(mark) + segments(started)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return Ended(f"{when} {kind} {launcher}/{backend}", job, left)
+
+
+def processes(mark: str) -> list[str]:
+    """Command lines of the job's processes that live."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"FAULT_MARK={mark}" in environ.read_text(errors="replace"):
+                found.append((environ.parent / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # another user's, or gone
+            continue
+    return found
+
+
+def segments(since: float) -> list[str]:
+    """MPI's new segments in /dev/shm that no process maps."""
+    found = {p.name for p in Path("/dev/shm").glob("mpich_*") if p.stat().st_mtime >= since}
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text()
+        except OSError:
+            continue
+        found -= {name for name in found if name in text}
+    return sorted(found)
+
+
+def judge(ended: list[Ended], named: str) -> None:
+    wrong = []
+    for each in ended:
+        if each.job.status in (0, -1):
+            wrong.append(f"{each.name}: status {each.job.status} after {each.job.seconds:.1f} s")
+        if not re.search(named, each.job.output):
+            wrong.append(f"{each.name}: the cause is not named:\n{each.job.output[-3000:]}")
+        if each.left:
+            wrong.append(f"{each.name}: left behind: {each.left}")
+    assert not wrong, "\n".join(wrong)
+
+
+def several(work: list[tuple[str, ...]]) -> list[Ended]:
+    """Three at a time: most of a job's time is waiting."""
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(lambda words: fault(*words), work))
+
+
+@pytest.mark.parametrize("launcher", jobs.LAUNCHERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_collective(kind: str, launcher: str) -> None:
+    judge(several([("collective", kind, launcher, backend) for backend in jobs.BACKENDS]), NAMED[kind])
+
+
+@pytest.mark.parametrize("when", ["before", "start"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_before_and_during_the_start(kind: str, when: str) -> None:
+    """Each launcher and each backend meets each kind of fault at one of the two times, or at both."""
+    offset = KINDS.index(kind) + 2 * (when == "start")
+    cells = [jobs.CELLS[3 * row + (row + offset) % 3] for row in range(3)]
+    judge(several([(when, kind, *cell) for cell in cells]), NAMED[kind])
+
+
+@pytest.mark.parametrize("kind", ["raise", "kill"])
+def test_rank_0_which_started_the_servers(kind: str) -> None:
+    cells = [("torchrun", "mpi"), ("horovodrun", "torch"), ("mpiexec", "horovod")]
+    with ThreadPoolExecutor(3) as pool:
+        ended = list(pool.map(lambda cell: fault("collective", kind, *cell, culprit=0), cells))
+    judge(ended, NAMED[kind].replace("rank 1", "rank 0"))
+
+
+def test_sys_exit_has_its_own_status() -> None:
+    ended = fault("collective", "exit", "mpiexec", "mpi")
+    judge([ended], r"rank 1 .*left with sys.exit\(3\)")
+    assert ended.job.status == 3
+
+
+@pytest.mark.parametrize("cell", [("torchrun", "horovod"), ("horovodrun", "mpi"), ("mpiexec", "torch")])
+def test_nonsense_while_the_job_starts(cell: tuple[str, str]) -> None:
+    records = jobs.run(*cell, 2, [NONSENSE]).check().records
+    assert [r["sum"] for r in records] == [3, 3]
+    assert records[0]["said"]
+    assert all("1000 frames" in line for line in records[0]["said"])
+    assert records[0]["megabytes"] < 100
