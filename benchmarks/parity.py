@@ -5,8 +5,8 @@
     python benchmarks/parity.py [--data-dir DIR] [--steps N]
 
 Two ranks; each backend under its own launcher; rank 0's loss of every step and all final parameters must be equal.
-DIR holds Fashion-MNIST's four IDX files; without it, files of the same shape are generated. A change that
-must not alter results shows it here.
+DIR holds Fashion-MNIST's four IDX files, whose first images are taken; without it, files of the same shape are
+generated. A change that must not alter results shows it here.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=8)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hvdbridge-") as directory:
+        counts = (2 * args.steps * args.batch_size, 64)  # a step's worth of new images for each rank; few to test
         if args.data_dir is None:
-            args.data_dir = Path(directory)
-            generate(args.data_dir)
-        return compare(args)
+            generate(Path(directory), counts)
+        else:
+            shorten(args.data_dir, Path(directory), counts)
+        return compare(Path(directory), args.steps, args.batch_size)
 
 
-def compare(args: argparse.Namespace) -> int:
+def compare(directory: Path, steps: int, batch_size: int) -> int:
+    """Run the four jobs; 0 if all are equal."""
     options = [
-        "--model=resnet18", "--data=fashion-mnist", f"--data-dir={args.data_dir.resolve()}",
-        f"--steps={args.steps}", f"--batch-size={args.batch_size}",
+        "--model=resnet18", "--data=fashion-mnist", f"--data-dir={directory}", f"--steps={steps}",
+        f"--batch-size={batch_size}",
     ]  # fmt: skip
     console = Console()
-    table = Table("", "last loss", "ms per step", "losses equal", "digest", title=f"ResNet18, {args.steps} steps")
+    table = Table("", "last loss", "ms per step", "losses equal", "digest", title=f"ResNet18, {steps} steps")
     equal = True
     plain = None
     try:
@@ -57,10 +60,10 @@ def compare(args: argparse.Namespace) -> int:
                 else:
                     result = run(NATIVE[backend], backend, EXAMPLES / "train.py", options, timeout=300)
             same = sum(ours == theirs for ours, theirs in zip(result["losses"], plain["losses"], strict=True))
-            equal &= same == args.steps and result["digest"] == plain["digest"]
+            equal &= same == steps and result["digest"] == plain["digest"]
             table.add_row(
                 backend, f"{result['losses'][-1]:.6f}", f"{1000 * result['step_seconds']:.0f}",
-                f"{same} of {args.steps}", result["digest"][:12],
+                f"{same} of {steps}", result["digest"][:12],
             )  # fmt: skip
     except JobFailed as error:
         console.print(str(error), style="red", markup=False, highlight=False)
@@ -70,14 +73,22 @@ def compare(args: argparse.Namespace) -> int:
     return 0 if equal else 1
 
 
-def generate(directory: Path, train: int = 512, test: int = 64) -> None:
+def generate(directory: Path, counts: tuple[int, int]) -> None:
     """IDX files with Fashion-MNIST's names and shapes: each class is a pattern of its own, under noise."""
     random = np.random.RandomState(0)
     patterns = random.randint(0, 160, (10, 28, 28))
-    for (images, labels), count in zip(data.FASHION_MNIST.values(), (train, test), strict=True):
+    for (images, labels), count in zip(data.FASHION_MNIST.values(), counts, strict=True):
         classes = random.randint(0, 10, count)
         data.write_idx(directory / images, patterns[classes] + random.randint(0, 96, (count, 28, 28)))
         data.write_idx(directory / labels, classes)
+
+
+def shorten(source: Path, directory: Path, counts: tuple[int, int]) -> None:
+    """The first images of the files in ``source``."""
+    paths = data.fashion_mnist_files(source)
+    for names, count in zip(data.FASHION_MNIST.values(), counts, strict=True):
+        for name in names:
+            data.write_idx(directory / name, data.read_idx(paths[name])[:count])
 
 
 if __name__ == "__main__":

@@ -66,16 +66,29 @@ def stratified(labels: np.ndarray, share: float, seed: int = 0) -> np.ndarray:
 
 def fashion_mnist(directory: Path) -> tuple[Images, Images]:
     """60,000 and 10,000 images of 28x28 pixels, from the four IDX files, plain or with ``.gz``."""
-    paths = {name: _find(directory, name) for names in FASHION_MNIST.values() for name in names}
-    missing = [name for name, path in paths.items() if path is None]
-    if missing:
+    paths = fashion_mnist_files(directory)
+    train, test = (_images(*(read_idx(paths[name]) for name in names), 255.0) for names in FASHION_MNIST.values())
+    return train, test
+
+
+def fashion_mnist_files(directory: Path) -> dict[str, Path]:
+    """Where each of the four files is.
+
+    Raises:
+        FileNotFoundError: naming those that are not there.
+    """
+    names = [name for names in FASHION_MNIST.values() for name in names]
+    found = {
+        name: path
+        for name in names
+        for path in (directory / f"{name}.gz", directory / name)  # the later wins: the plain file
+        if path.is_file()
+    }
+    if missing := [name for name in names if name not in found]:
         raise FileNotFoundError(
             f"Fashion-MNIST is four files, plain or with .gz; {directory} lacks: {', '.join(missing)}"
         )
-    train, test = (
-        _images(*(read_idx(path) for name in names if (path := paths[name])), 255.0) for names in FASHION_MNIST.values()
-    )
-    return train, test
+    return found
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -115,10 +128,6 @@ def deal(samples: int, batch_size: int, shares: Sequence[float], rank: int, seed
     batches = [order[start : start + batch_size] for start in range(0, samples, batch_size)]
     begin, end = (sum(shares[:k]) / sum(shares) for k in (rank, rank + 1))
     return [batch[int(begin * len(batch)) : int(end * len(batch))] for batch in batches]
-
-
-def _find(directory: Path, name: str) -> Path | None:
-    return next((path for path in (directory / name, directory / f"{name}.gz") if path.is_file()), None)
 
 
 def _images(pixels: np.ndarray, labels: np.ndarray, white: float) -> Images:

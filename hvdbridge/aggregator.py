@@ -121,6 +121,7 @@ class Aggregator:
             raise self.driver.failure
         for pending in self._pending:
             pending.wait()
+        self.driver.order()
         self._pending.clear()
         self.last_traffic = self.driver.traffic
         self.step += 1

@@ -7,7 +7,8 @@ Rules:
 2. Canonical order, never arrival or completion order: flows run in the order of :meth:`Driver.submit`,
    which callers make the order of bucket indices; one is finished before the next begins.
 3. Where the backend blocks the host, one daemon thread runs the flows, first in, first out, one future per
-   flow; ``no_grad`` is set inside the thread (grad mode belongs to a thread).
+   flow; ``no_grad`` and the CUDA device are set inside the thread (both belong to a thread), and a flow begins
+   behind an event of the stream that submitted it.
 4. Where the backend enqueues (NCCL), flows run at once, on one side stream that waits for the current one;
    a future carries the stream's event and nobody waits on the host.
 5. The first failure poisons the driver: all pending and later flows fail with the same cause. A collective
@@ -130,7 +131,12 @@ class Driver:
 
     def run(self, flow: Task[T], communicator: Communicator) -> T:
         """Submit and wait."""
-        return self.submit(Pending(flow, communicator)).wait()
+        result = self.submit(Pending(flow, communicator)).wait()
+        self.order()
+        return result
+
+    def order(self) -> None:
+        """Let what the caller enqueues from now on see the results of the flows that were waited for."""
 
     def fail(self, cause: BaseException) -> None:
         """Poison: pending flows that have not begun, and all later ones, fail with ``cause``."""
@@ -173,24 +179,29 @@ class Driver:
 class ThreadDriver(Driver):
     """For backends whose collectives block the host."""
 
-    def __init__(self, check: Check | None = None, name: str = "hvdbridge-driver") -> None:
+    def __init__(self, check: Check | None = None, device: torch.device | None = None) -> None:
         super().__init__(check)
-        self._queue: queue.SimpleQueue[Pending[Any] | None] = queue.SimpleQueue()
-        self._open: list[Pending[Any]] = []  # submitted and perhaps not done; what fail() must not leave waiting
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._queue: queue.SimpleQueue[tuple[Pending[Any], Any] | None] = queue.SimpleQueue()
+        self._open: set[Pending[Any]] = set()  # submitted and perhaps not done; what fail() must not leave waiting
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._loop, name="hvdbridge-driver", daemon=True)
         self._thread.start()
 
     def submit(self, pending: Pending[T]) -> Pending[T]:
-        if self.failure is not None:
-            raise self.failure
-        self._open = [p for p in self._open if not p.done]
-        self._open.append(pending)
-        self._queue.put(pending)
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            self._open.add(pending)
+        event = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
+        self._queue.put((pending, event))
         return pending
 
     def fail(self, cause: BaseException) -> None:
-        super().fail(cause)
-        for pending in list(self._open):  # one may be stuck in the library below: nobody waits for it
+        with self._lock:
+            super().fail(cause)
+            left = list(self._open)
+        for pending in left:  # one may be stuck in the library below: nobody waits for it
             pending.settle(error=self.failure)
 
     def close(self) -> None:
@@ -202,8 +213,16 @@ class ThreadDriver(Driver):
 
     @torch.no_grad()
     def _loop(self) -> None:
-        while (pending := self._queue.get()) is not None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        while (item := self._queue.get()) is not None:
+            pending, event = item
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
             self._run(pending)
+            with self._lock:
+                self._open.discard(pending)
+            del item, pending  # else the last result would live on until the next step
 
 
 class StreamDriver(Driver):
@@ -222,11 +241,14 @@ class StreamDriver(Driver):
             self._run(pending)
         return pending
 
+    def order(self) -> None:
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
 
 def open_driver(communicator: Communicator, device: torch.device, check: Check | None = None) -> Driver:
     """The driver that suits what the communicator declares."""
     if communicator.capabilities.blocks_host:
-        return ThreadDriver(check)
+        return ThreadDriver(check, device)
     if device.type != "cuda":
         raise HvdbridgeError(f"a communicator that enqueues needs a CUDA device, got {device}")
     return StreamDriver(device, check)

@@ -51,6 +51,7 @@ class Session:
         communicator: our own channel over all ranks.
         control: a duplicate in host memory, for objects and weights.
         monitor: this rank's end of the job's helper.
+        opened: what was opened on first use, by whoever needs it again.
     """
 
     world: World
@@ -66,15 +67,21 @@ class Session:
     _stop: Callable[[], None]
     _at_shutdown: list[Callable[[], None]] = field(default_factory=list)
     _channels: dict[str, Communicator] = field(default_factory=dict)
+    opened: dict[str, Any] = field(default_factory=dict)
     _ranges: Iterator[int] = field(default_factory=count)
     _pid: int = field(default_factory=os.getpid)
 
-    def check(self) -> Check | None:
+    def check(self, ranks: list[int] | None = None) -> Check | None:
         """What compares collectives across ranks before they start, if HVDBRIDGE_DEBUG asks for it.
 
-        Each call opens a range of numbers of its own: one per driver.
+        Each call opens a range of numbers of its own: one per driver. Groups (``ranks``) are not compared.
         """
         if not self.config.debug or self.world.size == 1:
+            return None
+        if ranks is not None:
+            logging.getLogger("hvdbridge").warning(
+                "HVDBRIDGE_DEBUG compares collectives of all ranks, not those of the group %s", ranks
+            )
             return None
         first = next(self._ranges) << 40
         return lambda number, signature: self.monitor.check(first + number, signature)
@@ -88,7 +95,7 @@ class Session:
         return self._channels[name]
 
     def _close(self) -> None:
-        for callback in reversed(self._at_shutdown):
+        for callback in reversed(list(self._at_shutdown)):
             callback()
         for communicator in (*self._channels.values(), self.control, self.communicator):
             communicator.close()
@@ -235,6 +242,12 @@ def at_shutdown(callback: Callable[[], None]) -> None:
     current()._at_shutdown.append(callback)
 
 
+def forget_at_shutdown(callback: Callable[[], None]) -> None:
+    """Undo :func:`at_shutdown`; harmless if it is not registered, or the session is gone."""
+    if _session is not None and callback in _session._at_shutdown:
+        _session._at_shutdown.remove(callback)
+
+
 def channel(name: str) -> Communicator:
     """See :meth:`Session.channel`."""
     return current().channel(name)
@@ -305,7 +318,7 @@ def broadcast_parameters(source: torch.nn.Module | Mapping[str, Any] | Iterable[
     ``source`` is a module (parameters and buffers), a state dict, or ``named_parameters()``.
 
     Raises:
-        ConfigurationError: there is no such rank.
+        ConfigurationError: there is no such rank, or something in ``source`` is no tensor.
     """
     communicator = current().communicator
     flow = broadcast_tensors(_tensors(source), _root(root))
@@ -323,7 +336,14 @@ def _tensors(source: torch.nn.Module | Mapping[str, Any] | Iterable[Any]) -> lis
         return [*source.parameters(), *source.buffers()]
     items = source.values() if isinstance(source, Mapping) else source
     found = [item[1] if isinstance(item, tuple) else item for item in items]
-    return [item for item in found if isinstance(item, Tensor)]
+    tensors = [item for item in found if isinstance(item, Tensor)]
+    if len(tensors) < len(found):
+        strange = sorted({type(item).__name__ for item in found if not isinstance(item, Tensor)})
+        raise ConfigurationError(
+            f"broadcast_parameters takes tensors, got {', '.join(strange)} (an optimizer's state?). "
+            "GradientSynchronizer(model, optimizer) broadcasts an optimizer's state."
+        )
+    return tensors
 
 
 def _root(root: int) -> int:

@@ -11,8 +11,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,11 +21,19 @@ from hvdbridge import runtime
 from hvdbridge.collectives import AllGather, AllReduce
 from hvdbridge.communicators.base import Communicator
 
+if TYPE_CHECKING:
+    from hvdbridge.synchronizer import GradientSynchronizer
+
 
 class SyncBatchNorm(_BatchNorm):
     """Drop-in for ``BatchNorm1d/2d/3d``: input ``[N, C, ...]``, floating point; see :meth:`convert`."""
 
-    weight_of_rank: Callable[[], float | None] = staticmethod(lambda: None)
+    # Set by the synchronizer; without one the statistics are those of all ranks, with equal weights.
+    communicator: Communicator | None = None
+    synchronizer: GradientSynchronizer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("communicator", "synchronizer")}
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -36,10 +43,11 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training and self.running_mean is not None:
             return super().forward(input)
         self._check_input_dim(input)
-        weight = self.weight_of_rank()
+        weight = None if self.synchronizer is None else self.synchronizer.weight
         share = 1.0 if weight is None else weight
+        communicator = self.communicator or runtime.channel("sync_batchnorm")
         output, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, share, runtime.channel("sync_batchnorm")
+            input, self.weight, self.bias, self.eps, share, communicator
         )
         if self.training and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None

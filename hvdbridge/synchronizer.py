@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -13,8 +14,9 @@ from hvdbridge import runtime
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.agreement import agree, describe, open_group, trainable
 from hvdbridge.broadcast import broadcast_optimizer, broadcast_tensors
-from hvdbridge.driver import drive, open_driver
-from hvdbridge.errors import ConfigurationError, StepError
+from hvdbridge.communicators.base import Communicator
+from hvdbridge.driver import Driver, drive, open_driver
+from hvdbridge.errors import ConfigurationError, StepError, Unsupported
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
 from hvdbridge.sources import attach
@@ -88,7 +90,7 @@ class GradientSynchronizer:
             broadcast_optimizer(each, self._control)
         device = next(iter(params.values())).device
         self._monitor = session.monitor
-        self._driver = open_driver(self._communicator, device, session.check())
+        self._driver = open_driver(self._communicator, device, session.check(ranks))
         self._monitor.on_failure(self._driver.fail)
         self._aggregator = Aggregator(
             self.policy, params, self._communicator, self._control, self._driver, seed, weighted
@@ -98,13 +100,15 @@ class GradientSynchronizer:
         )
         self.optimizer = like(optimizer, wrapped)
         self._params = params
+        self._known = set(params.values())
         self._optimizers = wrapped
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in wrapped]
         self._hooks += [o.register_step_pre_hook(refuse) for o, w in zip(originals, wrapped, strict=True) if o is not w]
         self._closed = False
-        for module in model.modules():
-            if isinstance(module, SyncBatchNorm):
-                module.weight_of_rank = lambda: self.weight
+        self._norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+        for norm in self._norms:
+            norm.communicator = self._communicator.split([range(self._communicator.size)])
+            norm.synchronizer = self
         runtime.at_shutdown(self.close)
 
     @property
@@ -150,7 +154,12 @@ class GradientSynchronizer:
         weight 0 until all have; then every rank gets the model and optimizer state of one that finished last.
 
         All ranks enter together. One forward and one backward per step. Unset weights count as 1 here.
+
+        Raises:
+            Unsupported: the model has a SyncBatchNorm, whose statistics need a forward of every rank.
         """
+        if self._norms:
+            raise Unsupported("join() with SyncBatchNorm: a rank without data makes no forward. Give it padding.")
         aggregator = self._aggregator
         aggregator.joining = True
         try:
@@ -226,6 +235,11 @@ class GradientSynchronizer:
         for hook in self._hooks:
             hook.remove()
         self._source.remove()
+        for norm in self._norms:
+            if norm.communicator is not None and self._driver.failure is None:
+                norm.communicator.close()
+            norm.communicator = norm.synchronizer = None
+        runtime.forget_at_shutdown(self.close)
         self._monitor.remove_on_failure(self._driver.fail)
         failed = self._driver.failure is not None
         self._driver.close()
@@ -261,6 +275,13 @@ class GradientSynchronizer:
         where = f"rank {self._control.rank}: optimizer.step()"
         if self._source.steps == 0:
             raise StepError(f"{where} before any synchronizing backward(): there are no aggregated gradients.")
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        strange = [p for p in held if p.grad is not None and p not in self._known]
+        if strange:
+            raise StepError(
+                f"{where} with gradients of {len(strange)} parameters that nobody aggregates: unfrozen or added since, "
+                "or not the model's. Construct the synchronizer anew, with a model that holds them."
+            )
         lost = [p for p in self._source.touched if p.grad is not None]
         if lost:
             raise StepError(
@@ -268,10 +289,8 @@ class GradientSynchronizer:
                 "backward() outside of no_sync(); under DDP run one forward and one backward in turn."
             )
         if self.skipped:
-            mine = set(self._params.values())
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                if parameter in mine:
-                    parameter.grad = None
+            for parameter in held:
+                parameter.grad = None
 
 
 def average_gradients(
@@ -294,19 +313,26 @@ def average_gradients(
     params = trainable(model)
     if has_leaves(chosen.init(params)):
         raise ConfigurationError(f"average_gradients: {label(chosen)} keeps state. Use a GradientSynchronizer.")
-    communicator, control, _ = open_group(session.communicator, group)
-    driver = open_driver(communicator, next(iter(params.values())).device, session.check())
-    session.monitor.on_failure(driver.fail)
-    try:
-        aggregator = Aggregator(chosen, params, communicator, control, driver)
-        aggregator.weight = weight
-        options = Options(session.config.bucket_mb, gradient_as_bucket_view=False)
-        HookSource(params, aggregator, options, hooked=()).run()
-    finally:
-        session.monitor.remove_on_failure(driver.fail)
-        driver.close()
-    control.close()
-    communicator.close()
+    communicator, control, driver = averaging(session, group, next(iter(params.values())).device)
+    aggregator = Aggregator(chosen, params, communicator, control, driver)
+    aggregator.weight = weight
+    options = Options(session.config.bucket_mb, gradient_as_bucket_view=False)
+    HookSource(params, aggregator, options, hooked=()).run()
+
+
+def averaging(session: runtime.Session, group: Any, device: torch.device) -> tuple[Communicator, Communicator, Driver]:
+    """The channels and the driver of :func:`average_gradients` for one group; opened once, closed with the session."""
+    ranks = None if group is None else session.communicator.ranks_of(group)
+    key = f"average_gradients {ranks} {device}"
+    if key not in session.opened:
+        communicator, control, ranks = open_group(session.communicator, group)
+        driver = open_driver(communicator, device, session.check(ranks))
+        session.monitor.on_failure(driver.fail)
+        session.opened[key] = (communicator, control, driver)
+        for close in (communicator.close, control.close, driver.close):
+            runtime.at_shutdown(close)
+    opened: tuple[Communicator, Communicator, Driver] = session.opened[key]
+    return opened
 
 
 def has_leaves(state: Mapping[str, Any]) -> bool:

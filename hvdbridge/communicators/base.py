@@ -88,7 +88,12 @@ class Communicator(ABC):
 
     def places(self) -> dict[str, tuple[int, int]]:
         """This rank's number in, and the size of, each named group."""
-        return {name: (comm.rank, comm.size) for name, comm in self.groups.items()}
+        places = {name: (comm.rank, comm.size) for name, comm in self.groups.items()}
+        for name, divide in (("node", node_groups), ("cross", cross_groups)):
+            for ranks in divide(self.nodes):
+                if self.rank in ranks:
+                    places[name] = (ranks.index(self.rank), len(ranks))
+        return places
 
     def set_nodes(self, nodes: Sequence[int]) -> None:
         """Say on which node each rank runs (any numbers, equal within a node); this gives the groups

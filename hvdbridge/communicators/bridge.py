@@ -37,7 +37,7 @@ PIECE = 1 << 30
 """Bytes that a library is handed at once: their counts are often 32-bit integers."""
 
 SMALL = 4096
-"""Below this many bytes one gather, reduced by everyone, is quicker than an exchange and a gather."""
+"""Up to this many bytes, one gather that everyone reduces (one round) replaces an exchange and a gather (two)."""
 
 STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda total, row: total.add_(row),

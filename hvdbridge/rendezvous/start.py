@@ -86,7 +86,6 @@ def start(config: Config, world: World, init_method: str | None, number: int, se
         log.info("backend %s: auto under %s%s", name, world.launcher, ", found running" if adopted else "")
     meeting = meet(config, world, channel, key)
     monitor = meeting.monitor
-    monitor.install_exit_hooks()
     try:
         _limit_threads(meeting.worlds)
         threads = f"{torch.get_num_threads()} threads (OMP_NUM_THREADS)"
@@ -171,6 +170,7 @@ def meet(config: Config, world: World, channel: Channel, key: str) -> Meeting:
     worlds = tuple(World(**fields) for fields in answer["worlds"])
     helper = HelperAddress.parse(answer["helper"]) if answer["helper"] else None
     monitor = Monitor.connect(helper, world.rank, world.size, config, identity) if helper else Monitor.alone(config)
+    monitor.install_exit_hooks()
     channel.close()
     mine = replace(worlds[world.rank], launcher=world.launcher)
     return Meeting(

@@ -39,12 +39,13 @@ def attach_torch(
 
     from hvdbridge.sources.ddp import DdpSource, DistributedDataParallel
 
+    own_group = None if ranks is None else dist.new_group(ranks, use_local_synchronization=True)
     known = signature(torch.nn.parallel.DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # renamed in torch 2.13
     unbroadcast: dict[str, Any] = {} if options.broadcast_buffers else {name: False}
     wrapped = DistributedDataParallel(
         model,
-        process_group=None if ranks is None else dist.new_group(ranks, use_local_synchronization=True),
+        process_group=own_group,
         init_sync=False,
         bucket_cap_mb=options.bucket_mb,
         find_unused_parameters=options.find_unused_parameters,
@@ -52,7 +53,7 @@ def attach_torch(
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         **unbroadcast,
     )
-    return DdpSource(wrapped, params, aggregator), wrapped, optimizers
+    return DdpSource(wrapped, params, aggregator, own_group), wrapped, optimizers
 
 
 def attach_horovod(

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join
 from torch.nn import Parameter
@@ -28,19 +29,32 @@ from hvdbridge.sources.base import Source, at_end_of_backward, inside_backward, 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """DDP whose ``state_dict()`` has the bare module's keys, so that checkpoints move between backends."""
 
+    @property
+    def bare(self) -> torch.nn.Module:
+        """The module without what torch.compile puts around it."""
+        module: torch.nn.Module = getattr(self.module, "_orig_mod", self.module)
+        return module
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)
+        return self.bare.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
+        return self.bare.load_state_dict(*args, **kwargs)
 
 
 class DdpSource(Source):
     """Feeds an :class:`Aggregator` from a DDP module."""
 
-    def __init__(self, model: DistributedDataParallel, params: Mapping[str, Parameter], aggregator: Aggregator) -> None:
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        params: Mapping[str, Parameter],
+        aggregator: Aggregator,
+        own_group: Any = None,
+    ) -> None:
         super().__init__(aggregator)
-        self._model = model
+        self._own_group = own_group  # made for this model alone
+        self._model: DistributedDataParallel | None = model
         self._names = {parameter: name for name, parameter in params.items()}
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._handles = [p.register_post_accumulate_grad_hook(self._touch) for p in params.values()]
@@ -53,6 +67,13 @@ class DdpSource(Source):
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        # DDP cannot give a hook back, and its reducer, unseen by the garbage collector, holds the hook and so this.
+        self._model = None
+        self._names.clear()
+        self._layouts.clear()
+        self.touched.clear()
+        if self._own_group is not None:
+            dist.destroy_process_group(self._own_group)
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -105,7 +105,6 @@ class HookSource(Source):
         self._next = 0
         self._backward = -1
         self._buffers: list[Tensor] = []
-        self._due = True
         self.root = 0  # whose buffers count
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(partial(self.ready, self._slots[p]))
@@ -142,11 +141,10 @@ class HookSource(Source):
 
     def _shadow(self) -> None:
         """Take part in one step with weight 0, so it does not matter what the buckets hold."""
-        if self._buffers:
-            self._send_buffers()
         self.begin()
         self._close()
         self.aggregator.end()
+        self._send_buffers()
         self._reset()
 
     def remove(self) -> None:
@@ -154,21 +152,21 @@ class HookSource(Source):
             handle.remove()
 
     def broadcast_buffers(self, model: Module, wanted: bool) -> None:
-        """Before a forward, give all ranks the buffers of the first rank with data, by DDP's rule: not within
-        ``no_sync()``, and once after a forward that was to be synchronized."""
+        """At the end of each step give all ranks the buffers of the first rank with data.
+
+        What a forward sees is what DDP, which sends them at the beginning of the next one, lets it see; but no
+        forward starts a collective, so one rank may evaluate alone: the module is the user's own.
+        """
         self._buffers = list(model.buffers()) if wanted else []
-        self._due = True
         self._handles.append(model.register_forward_pre_hook(self._before_forward))
 
     def _before_forward(self, model: Module, args: object) -> None:
-        training = torch.is_grad_enabled() and self.synchronizing
-        if training and self.aggregator.joining:
+        if self.aggregator.joining and torch.is_grad_enabled() and self.synchronizing:
             self._announce()
-        if self._buffers and self._due:
-            self._send_buffers()
-        self._due = training
 
     def _send_buffers(self) -> None:
+        if not self._buffers:
+            return
         aggregator = self.aggregator
         aggregator.driver.run(broadcast_tensors(self._buffers, self.root), aggregator.communicator)
 
@@ -234,6 +232,7 @@ class HookSource(Source):
             self.aggregator.end()
             used = None if pending is None else pending.wait().tolist()
             self._write_back(used)
+            self._send_buffers()
         finally:
             self._reset()
 

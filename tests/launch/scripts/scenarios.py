@@ -6,9 +6,11 @@ With ``plain`` as argument it uses torch's own DistributedDataParallel: the refe
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import sys
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -486,6 +488,57 @@ def expect(name: str, call: Callable[[], Any]) -> str:
     return name
 
 
+def unfrozen_later() -> str:
+    model = mlp()
+    model[0].requires_grad_(False)
+    sync = synchronize(model, sgd(model))
+    train(sync, 1)
+    model[0].requires_grad_(True)
+    loss_of(model, 1).backward()
+    return expect("StepError", sync.optimizer.step)
+
+
+def evaluation_by_one_rank() -> str:
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    sync = synchronize(model, sgd(model))
+    train(sync, 2)
+    if RANK == 0:
+        model.eval()
+        with torch.no_grad():
+            model(batch(0)[0])
+        model.train()
+    train(sync, 2)
+    return digest(nn.ParameterList(model.parameters()))  # DDP brings the buffers with the next forward only
+
+
+def nothing_stays_alive() -> str:
+    alive = []
+    for _ in range(3):
+        model = mlp()
+        sync = synchronize(model, sgd(model))
+        train(sync, 2)
+        alive.append(weakref.ref(model[0]))
+        sync.close()
+        del model, sync
+    gc.collect()
+    assert not any(reference() for reference in alive)
+    return "gone"
+
+
+def compiled_names() -> str:
+    model = mlp()
+    wrapped = synchronize(torch.compile(model, backend="aot_eager"), sgd(model), bucket_mb=25).model
+    assert hb.backend() != "torch" or wrapped.state_dict().keys() == model.state_dict().keys()
+    return "bare"
+
+
+def join_with_sync_batchnorm() -> str:
+    model = nn.Sequential(nn.Linear(6, 8), hb.SyncBatchNorm(8))
+    sync = synchronize(model)
+    return expect("Unsupported", sync.join().__enter__)
+
+
 def sync_batchnorm() -> str:
     torch.manual_seed(13)
     model = nn.Sequential(nn.Linear(6, 8), hb.SyncBatchNorm(8), nn.Linear(8, 3)).double()
@@ -514,7 +567,8 @@ REFERENCED = [
 ]  # fmt: skip
 OWN = [
     broadcast_from_rank_0, weighted, weight_zero_hides_nan, total_weight_zero_skips, nan_travels, error_feedback_bf16,
-    step_scope, average_gradients, unaggregated_gradients, sync_batchnorm, misuse,
+    step_scope, average_gradients, unaggregated_gradients, sync_batchnorm, misuse, unfrozen_later,
+    nothing_stays_alive, compiled_names, join_with_sync_batchnorm, evaluation_by_one_rank,
 ]  # fmt: skip
 
 if __name__ == "__main__":
