@@ -77,6 +77,7 @@ class DdpSource(Source):
 
     @contextmanager
     def join(self) -> Iterator[None]:
+        assert self._model is not None, "hooks are on"
         with Join([self._model]):  # DDP shadows its own traffic and calls our hook with zeros
             yield
             self.aggregator.joined = True
