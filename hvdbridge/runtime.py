@@ -25,6 +25,7 @@ from torch import Tensor
 from hvdbridge.broadcast import broadcast_tensors
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.config import Config
+from hvdbridge.driver import drive
 from hvdbridge.errors import ConfigurationError, NotInitialized
 from hvdbridge.helper.client import Monitor
 from hvdbridge.rendezvous.start import Started, start
@@ -320,15 +321,7 @@ def broadcast_parameters(source: torch.nn.Module | Mapping[str, Any] | Iterable[
     Raises:
         ConfigurationError: there is no such rank, or something in ``source`` is no tensor.
     """
-    communicator = current().communicator
-    flow = broadcast_tensors(_tensors(source), _root(root))
-    answer: Tensor | None = None
-    try:
-        while True:
-            request = next(flow) if answer is None else flow.send(answer)
-            answer = communicator.execute(request)
-    except StopIteration:
-        return
+    drive(broadcast_tensors(_tensors(source), _root(root)), current().communicator.execute)
 
 
 def _tensors(source: torch.nn.Module | Mapping[str, Any] | Iterable[Any]) -> list[Tensor]:

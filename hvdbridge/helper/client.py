@@ -323,8 +323,9 @@ class Monitor:
 
     def _hear(self, message: Message) -> None:
         if message["op"] == "failure":
-            self._fail(getattr(errors, message["kind"])(message["text"]))
-            self._say()
+            failure = getattr(errors, message["kind"])(message["text"])
+            self._say(failure)
+            self._fail(failure)
         elif message["op"] == "stalled":
             log.warning("rank %d: %s", self.rank, message["text"])
 
@@ -332,19 +333,19 @@ class Monitor:
         now = time.monotonic()
         if self.failure is not None:
             if now >= self._failed_at + UNWIND and not self._closed:
-                self._say()
+                self._say(self.failure)
                 end_process(1)
             return
         for wait in list(self._waits):
             if not wait.token and now - wait.since >= self._told_after:
                 self._announce(wait)
 
-    def _say(self) -> None:
+    def _say(self, failure: HvdbridgeError) -> None:
         """Print the cause, once, and at once: a launcher ends the other ranks within moments of the first."""
-        if not self._said:
+        if not (self._said or self._closed):
             self._said = True
             with suppress(OSError):
-                os.write(2, f"hvdbridge: rank {self.rank} ends: {self.failure}\n".encode())
+                os.write(2, f"hvdbridge: rank {self.rank} ends: {failure}\n".encode())
 
     def _helper_gone(self) -> None:
         self._fail(RankFailed("hvdbridge's helper process, on rank 0's host, ended before the job did (killed?)"))

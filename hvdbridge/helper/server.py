@@ -154,6 +154,7 @@ class Server:
         if hello["process"] and hello["process"] == identity(pid):
             with suppress(OSError):
                 self._local[rank] = (pid, os.pidfd_open(pid))
+        self._look_for_segments(rank)  # under mpiexec MPI runs by now
         try:
             self._flush()
             while True:

@@ -13,8 +13,8 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "places.py")
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("launcher", "backend"), jobs.CELLS)
 def test_cell(launcher: str, backend: str, size: int) -> None:
-    again = "1" if size == 2 else "0"
-    records = jobs.run(launcher, backend, size, [SCRIPT, again]).check().records
+    then = {1: "once", 2: "again", 4: "leave"}[size]
+    records = jobs.run(launcher, backend, size, [SCRIPT, then]).check().records
     for rank, seen in enumerate(records):
         assert (seen["rank"], seen["size"]) == (rank, size)
         assert (seen["local_rank"], seen["local_size"]) == (rank, size)

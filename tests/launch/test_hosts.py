@@ -98,6 +98,7 @@ def command(launcher: str, hosts: Hosts, ranks_per_host: int, port: int) -> list
 @pytest.mark.parametrize(("launcher", "backend"), jobs.CELLS)
 def test_two_hosts(launcher: str, backend: str, hosts: Hosts, tmp_path: Path) -> None:
     env = jobs.environment(backend, JOB_RECORDS=str(tmp_path))
+    env["UCX_TLS"] = "tcp,self"  # MPICH's UCX would find that both hosts are one kernel, and not use the network
     env["PATH"] = f"{hosts.path}{os.pathsep}{env['PATH']}"
     lines = command(launcher, hosts, 2, 29500)
     typed = [

@@ -28,7 +28,7 @@ def test_meeting_at_a_file() -> None:
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_alone(backend: str) -> None:
-    (seen,) = jobs.run(None, backend, 1, [PLACES, "1"]).check().records
+    (seen,) = jobs.run(None, backend, 1, [PLACES, "again"]).check().records
     assert (seen["size"], seen["num_nodes"], seen["launcher"], seen["sum"]) == (1, 1, "none", 1)
 
 
@@ -38,6 +38,15 @@ def test_a_library_that_runs_is_adopted_and_left_running(library: str) -> None:
     for rank, seen in enumerate(jobs.run(launcher, None, 2, [ADOPT, library]).check().records):
         assert seen["seen"] == [[library, rank, 2, launcher, "hello"]] * 2
         assert seen["sum"] == 3
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_torchrun_restarts_the_job(backend: str) -> None:
+    """Its store stays, with what the first attempt left in it."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    job = jobs.run(None, backend, 2, [*torchrun, str(SCRIPTS / "restart.py")]).check()
+    assert "the first attempt fails" in job.output
+    assert job.records == [1, 1]
 
 
 def refused(launcher: str | None, backend: str | None, argv: list[str], **env: str) -> tuple[str, str]:

@@ -1,20 +1,23 @@
-"""Every rank records who it is and what the others told it; then the session is closed and opened again."""
+"""Every rank records who it is and what the others told it.
+
+    places.py [again|leave]     then the session is closed and opened again; or the script just ends
+"""
 
 import os
 import sys
 import time
 
+import torch
 from jobs import record
 
 import hvdbridge as hb
 from hvdbridge.collectives import AllReduce
 
-again = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+then = sys.argv[1] if len(sys.argv) > 1 else ""
 began = time.monotonic()
 hb.init()
 seconds = time.monotonic() - began
 
-import torch  # noqa: E402
 
 
 def look() -> dict:
@@ -32,10 +35,11 @@ def look() -> dict:
 
 
 seen = look()
-for _ in range(again):
+if then == "again":
     hb.shutdown()
     assert not hb.is_initialized()
     hb.init()
     assert look() == seen
 record(hb.rank(), seen | {"seconds": seconds, "pid": os.getpid()})
-hb.shutdown()
+if then != "leave":
+    hb.shutdown()

@@ -31,7 +31,7 @@ def variables(size: int) -> int:
     port = str(jobs.free_port())
     ranks = [
         subprocess.Popen(
-            [sys.executable, PLACES, "1"],
+            [sys.executable, PLACES, "again"],
             env=os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(r), "WORLD_SIZE": str(size)},
         )
         for r in range(size)

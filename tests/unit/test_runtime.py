@@ -1,0 +1,127 @@
+"""One session per process, in a process of its own rank; what init and its readers refuse."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+
+import hvdbridge as hb
+from hvdbridge.rendezvous import network
+
+
+@pytest.fixture(autouse=True)
+def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "HVDBRIDGE_BACKEND", "HVDBRIDGE_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    hb.shutdown()
+
+
+def test_importing_brings_in_no_library() -> None:
+    heavy = "print([name for name in ('torch', 'mpi4py', 'horovod') if name in sys.modules])"
+    said = subprocess.run(
+        [sys.executable, "-c", f"import sys, hvdbridge; hvdbridge.HvdbridgeError; {heavy}"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert said.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there_and_typed() -> None:
+    lines = Path(hb.__file__).read_text()
+    for name in hb.__all__:
+        assert getattr(hb, name) is not None
+        assert re.search(rf"^    from hvdbridge(\.\w+)? import {name} as {name}$", lines, re.MULTILINE), name
+    with pytest.raises(AttributeError, match="no attribute 'nit'"):
+        hb.nit  # noqa: B018
+
+
+def test_init_twice_is_harmless_and_never_changes_a_session() -> None:
+    first = hb.init("torch", policy="bf16")
+    assert hb.init() is first
+    assert hb.init("torch") is first
+    with pytest.raises(hb.ConfigurationError, match=r"Call hb.shutdown\(\) first"):
+        hb.init("torch", policy="mean")
+    hb.shutdown()
+    hb.shutdown()
+    with hb.session("torch") as second:
+        assert second is hb.current()
+        assert (hb.rank(), hb.size(), hb.local_rank(), hb.local_size(), hb.node_rank(), hb.num_nodes()) == (0, 1) * 3
+        assert (hb.backend(), hb.launcher(), hb.broadcast_object([1])) == ("torch", "none", [1])
+        hb.barrier()
+    assert not hb.is_initialized()
+
+
+@pytest.mark.parametrize("read", [hb.rank, hb.device, hb.barrier, hb.current, lambda: hb.broadcast_object(1)])
+def test_init_is_missing(read: object) -> None:
+    with pytest.raises(hb.NotInitialized, match=r"call hb.init\(\) first"):
+        read()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"backend": "horovd"}, hb.ConfigurationError, "Did you mean 'horovod'"),
+        ({"policy": "maen"}, hb.ConfigurationError, "Did you mean 'mean'"),
+        ({"policy": "mean(", "backend": "torch"}, hb.SpecError, "mean"),
+        ({"rank": 1}, hb.ConfigurationError, "give both"),
+        ({"rank": 2, "size": 2}, hb.RendezvousError, "rank=2"),
+        ({"rank": 0, "size": 2}, hb.RendezvousError, "set MASTER_ADDR and MASTER_PORT"),
+        ({"rank": 0, "size": 2, "init_method": "udp://x:1"}, hb.ConfigurationError, "must be tcp://host:port"),
+    ],
+)
+def test_init_refuses(arguments: dict[str, object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        hb.init(**arguments)  # type: ignore[arg-type]
+    assert not hb.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("HVDBRIDGE_BACKEND", "horovd", "Did you mean 'horovod'"),
+        ("HVDBRIDGE_BACKEN", "mpi", "Did you mean 'BACKEND'"),
+        ("HVDBRIDGE_POLICY", "maen", "Did you mean 'mean'"),
+        ("HVDBRIDGE_TIMEOUT_SECONDS", "-1", "must be a positive number"),
+        ("RANK", "1", "WORLD_SIZE is not"),
+    ],
+)
+def test_init_refuses_variables(name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(hb.HvdbridgeError, match=re.escape(text)):
+        hb.init()
+
+
+def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDBRIDGE_TIMEOUT_SECONDS", "1")
+    with pytest.raises(hb.RendezvousError, match=r"rank 1 got no answer within 1 s at 127.0.0.1:9 "):
+        hb.init(rank=1, size=2, init_method="tcp://127.0.0.1:9")
+
+
+def test_rank_0_names_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDBRIDGE_TIMEOUT_SECONDS", "0.5")
+    with pytest.raises(hb.RendezvousError, match=r"rank 0 waited 0.5 s for ranks 1-3 of 4"):
+        hb.init(rank=0, size=4, init_method=f"tcp://127.0.0.1:{jobs.free_port()}")
+
+
+def test_broadcast_parameters_takes_what_people_have() -> None:
+    hb.init("torch")
+    model = torch.nn.BatchNorm1d(3)
+    for source in (model, model.state_dict(), model.named_parameters(), model.parameters()):
+        hb.broadcast_parameters(source)
+    with pytest.raises(hb.ConfigurationError, match="root=1 is no rank"):
+        hb.broadcast_parameters(model, root=1)
+
+
+def test_an_address_that_every_host_reaches() -> None:
+    mine = ["127.0.0.1/8", "172.17.0.1/16", "10.0.0.1/24"]
+    assert network.common_address(mine, [["10.0.0.2/24"], ["10.0.0.3/24"]]) == "10.0.0.1"
+    assert network.common_address(mine, [["10.0.0.2/24"]], preferred="172.17.0.1") == "172.17.0.1"
+    assert network.common_address(mine, [["10.0.0.2/24"]], preferred="127.0.0.1") == "10.0.0.1"
+    assert network.common_address(mine, [[]]) == "172.17.0.1"
