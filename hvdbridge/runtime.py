@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -177,13 +178,15 @@ def shutdown() -> None:
     """Close the session; collective. Harmless without one.
 
     ``init`` works again afterwards. MPI stays up until the process ends, because it cannot start twice.
+    While an exception is on its way (``finally: hb.shutdown()``) several ranks do not wait for each other, since
+    the others may never come: the session stays open until the script ends, which tells them the cause.
 
     Raises:
         RankFailed, CollectiveTimeout: another rank failed, or does not come.
     """
     global _session
     session = _session
-    if session is None:
+    if session is None or (session.world.size > 1 and sys.exc_info()[1] is not None):
         return
     if session.world.size > 1:
         session.monitor.agree("hb.shutdown()", "")  # nobody tears down what another rank still uses
@@ -208,18 +211,12 @@ def session(
     size: int | None = None,
     init_method: str | None = None,
 ) -> Iterator[Session]:
-    """``with hb.session():`` is :func:`init` and :func:`shutdown`.
-
-    Left by an exception it does not wait for the other ranks: they are told, and the exception goes on.
-    """
+    """``with hb.session():`` is :func:`init` and, in the end, :func:`shutdown`."""
     opened = init(backend, policy, rank, size, init_method)
     try:
         yield opened
-    except Exception as error:
-        if opened.world.size > 1:
-            opened.monitor.report(error)
-        raise
-    shutdown()
+    finally:
+        shutdown()
 
 
 def current() -> Session:

@@ -64,8 +64,7 @@ class MpiStarter(Starter):
         guard = Guard(config.timeout_seconds, who, world.local_size)
         _initialize()
         found = self.numbers()
-        # A library that this launcher did not start is one rank of one: no channel. The numbers' check comes later
-        # for all other reasons; here it would be too late.
+        # An MPI that is not this launcher's own finds one rank of one, which would be a channel to nobody.
         if found != (world.rank, world.size):
             raise BackendUnavailable(
                 f"{world.launcher} started rank {world.rank} of {world.size}, but MPI found rank {found[0]} of "

@@ -111,6 +111,10 @@ def test_rank_0_which_started_the_servers(kind: str) -> None:
     judge(ended, NAMED[kind].replace("rank 1", "rank 0"))
 
 
+def test_shutdown_in_a_finally_does_not_hide_the_error() -> None:
+    judge(several([("collective", "finally", "mpiexec", backend) for backend in jobs.BACKENDS]), NAMED["raise"])
+
+
 def test_sys_exit_has_its_own_status() -> None:
     ended = fault("collective", "exit", "mpiexec", "mpi")
     judge([ended], r"rank 1 .*left with sys.exit\(3\)")

@@ -22,6 +22,14 @@ def test_without_a_launcher(how: str, backend: str) -> None:
         assert (seen["backend"], seen["launcher"], seen["sum"]) == (backend, "bare", 3)
 
 
+@pytest.mark.parametrize("backend", ["torch", "horovod"])  # MPI under srun needs srun's own PMI
+def test_srun(backend: str) -> None:
+    job = jobs.run(None, backend, 2, [TERMINALS, "slurm", "2"]).check()
+    assert [(r["rank"], r["local_rank"], r["num_nodes"], r["launcher"], r["sum"]) for r in job.records] == [
+        (0, 0, 1, "srun", 3), (1, 1, 1, "srun", 3)
+    ]  # fmt: skip
+
+
 def test_meeting_at_a_file() -> None:
     assert [r["sum"] for r in jobs.run(None, "torch", 2, [TERMINALS, "file", "2"]).check().records] == [3, 3]
 

@@ -1,4 +1,4 @@
-"""One rank fails: ``fault.py raise|kill|sleep|exit|leave before|start|collective``."""
+"""One rank fails: ``fault.py raise|finally|kill|sleep|exit|leave before|start|collective``."""
 
 import os
 import signal
@@ -19,6 +19,11 @@ culprit = World.from_environment().rank == int(os.environ.get("CULPRIT", "1"))
 def fail() -> None:
     if kind == "raise":
         raise RuntimeError("this rank has a bug")
+    if kind == "finally":
+        try:
+            raise RuntimeError("this rank has a bug")
+        finally:
+            hb.shutdown()
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "exit":

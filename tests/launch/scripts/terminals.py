@@ -1,6 +1,6 @@
 """What several terminals, or ``mp.spawn``, would do: N processes with nothing but variables or arguments.
 
-python terminals.py variables|spawn|file SIZE
+python terminals.py variables|slurm|spawn|file SIZE
 """
 
 import os
@@ -27,22 +27,32 @@ def child(rank: int, size: int, init_method: str) -> None:
         })  # fmt: skip
 
 
-def variables(size: int) -> int:
+def variables(size: int) -> list[dict[str, str]]:
     port = str(jobs.free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PLACES, "again"],
-            env=os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(r), "WORLD_SIZE": str(size)},
-        )
-        for r in range(size)
+    return [
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(r), "WORLD_SIZE": str(size)} for r in range(size)
     ]
+
+
+def slurm(size: int) -> list[dict[str, str]]:
+    """What srun sets for one step on one host."""
+    shared = {
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": str(size), "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+    }  # fmt: skip
+    return [shared | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(size)]
+
+
+def terminals(environments: list[dict[str, str]]) -> int:
+    ranks = [subprocess.Popen([sys.executable, PLACES, "again"], env=os.environ | env) for env in environments]
     return max(rank.wait() for rank in ranks)
 
 
 if __name__ == "__main__":
     how, size = sys.argv[1], int(sys.argv[2])
-    if how == "variables":
-        sys.exit(variables(size))
+    if how in ("variables", "slurm"):
+        sys.exit(terminals(variables(size) if how == "variables" else slurm(size)))
     with tempfile.TemporaryDirectory() as folder:
         method = f"file://{folder}/store" if how == "file" else f"tcp://127.0.0.1:{jobs.free_port()}"
         mp.spawn(child, (size, method), size)

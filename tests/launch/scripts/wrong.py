@@ -17,5 +17,7 @@ try:
     hb.init(**{name: values.split(",")[min(rank, values.count(","))] for name, values in given.items()})
 except hb.HvdbridgeError as error:
     record(rank, [type(error).__name__, str(error)])
+    if "IMPORT_FIRST" in os.environ:  # its segment would stay when the launcher ends this rank
+        sys.modules["mpi4py.MPI"].Finalize()
     raise
 os._exit(0)
