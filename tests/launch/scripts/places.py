@@ -1,6 +1,6 @@
 """Every rank records who it is and what the others told it.
 
-    places.py [again|leave]     then the session is closed and opened again; or the script just ends
+places.py [again|leave]     then the session is closed and opened again; or the script just ends
 """
 
 import os
@@ -17,7 +17,6 @@ then = sys.argv[1] if len(sys.argv) > 1 else ""
 began = time.monotonic()
 hb.init()
 seconds = time.monotonic() - began
-
 
 
 def look() -> dict:
