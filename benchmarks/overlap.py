@@ -30,7 +30,7 @@ import hvdbridge as hb
 
 HOSTS = ("hvdbridge-a", "hvdbridge-b")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
-LAYERS, WIDTH, ROWS, STEPS = 16, 512, 1024, 8
+LAYERS, WIDTH, ROWS, STEPS = 16, 512, 3072, 6
 
 
 def ip(*words: str) -> None:

@@ -119,6 +119,7 @@ class Aggregator:
         """
         if self.driver.failure is not None:
             raise self.driver.failure
+        self.driver.flush()
         for pending in self._pending:
             pending.wait()
         self.driver.order()
@@ -133,7 +134,7 @@ class Aggregator:
 
         pieces = list(pieces)
         flow = self._aggregate(pieces, self.step, len(self._pending))
-        self._pending.append(self.driver.submit(Pending(flow, self.communicator, settled=settled)))
+        self._pending.append(self.driver.submit(Pending(flow, self.communicator, overlaps=True, settled=settled)))
 
     def _aggregate(self, pieces: list[Piece], step: int, index: int) -> Task[list[Tensor]]:
         if self.skipped:

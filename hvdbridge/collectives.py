@@ -11,7 +11,9 @@ Rules:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -125,3 +127,24 @@ class Broadcast(Collective):
 
     root: int = 0
     group: str = "world"
+
+
+T = TypeVar("T")
+
+
+def relay(flow: Generator[Collective, Tensor, T], answer: Callable[[Collective], Generator[Any, Any, Tensor]]) -> Any:
+    """``flow`` with ``answer(request)`` in the place of each request: a generator of what the answers yield.
+
+    An error of an answer is thrown into ``flow``, so the traceback shows the line that asked.
+    """
+    try:
+        request = next(flow)
+        while True:
+            try:
+                tensor = yield from answer(request)
+            except Exception as error:
+                request = flow.throw(error)
+            else:
+                request = flow.send(tensor)
+    except StopIteration as end:
+        return end.value

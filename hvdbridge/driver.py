@@ -4,11 +4,14 @@ Rules:
 
 1. One issuer: only the driver starts gradient collectives, on its own communicator, so that a user's
    collectives cannot interleave with them.
-2. Canonical order, never arrival or completion order: flows run in the order of :meth:`Driver.submit`,
-   which callers make the order of bucket indices; one is finished before the next begins.
-3. Where the backend blocks the host, one daemon thread runs the flows, first in, first out, one future per
-   flow; ``no_grad`` and the CUDA device are set inside the thread (both belong to a thread), and a flow begins
-   behind an event of the stream that submitted it.
+2. Canonical order, never arrival or completion order: flows begin in the order of :meth:`Driver.submit`, which
+   callers make the order of bucket indices. Those that may overlap take turns, and at each turn start one operation:
+   a flow that begins takes its first turn, then each older one takes its next, oldest first; ``flush`` and a flow
+   that stands alone let the older ones take turns until they end. So bucket k+1 is encoded while bucket k travels,
+   and as many flows are under way as one has rounds. What lies between two starts runs when it can.
+3. Where the backend blocks the host, one daemon thread runs the flows, one future per flow; ``no_grad`` and the CUDA
+   device are set inside the thread (both belong to a thread), and a flow begins behind an event of the stream that
+   submitted it.
 4. Where the backend enqueues (NCCL), flows run at once, on one side stream that waits for the current one;
    a future carries the stream's event and nobody waits on the host.
 5. The first failure poisons the driver: all pending and later flows fail with the same cause. A collective
@@ -26,18 +29,25 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from hvdbridge.collectives import Collective
-from hvdbridge.communicators.base import Communicator
+from hvdbridge.collectives import Collective, relay
+from hvdbridge.communicators.base import Answer, Communicator, Work
 from hvdbridge.errors import HvdbridgeError, NotInitialized
 
 T = TypeVar("T")
 Task = Generator[Collective, Tensor, T]
 Check = Callable[[int, str], None]
+
+
+POLL_SECONDS, LONGEST_POLL_SECONDS = 5e-5, 3e-4
+"""Between looks at what travels, while the thread has nothing else to do."""
+
+CLOSE = object()
 
 
 def drive(flow: Task[T], execute: Callable[[Collective], Tensor]) -> T:
@@ -50,17 +60,16 @@ def drive(flow: Task[T], execute: Callable[[Collective], Tensor]) -> T:
     >>> drive(double(), lambda request: request.tensor * 4)
     tensor([8., 8.])
     """
+
+    def answer(request: Collective) -> Answer:
+        return execute(request)
+        yield
+
     try:
-        request = next(flow)
-        while True:
-            try:
-                answer = execute(request)
-            except Exception as error:
-                request = flow.throw(error)
-            else:
-                request = flow.send(answer)
+        next(relay(flow, answer))
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
+    raise AssertionError("nothing is yielded")
 
 
 @dataclass
@@ -78,11 +87,13 @@ class Pending(Generic[T]):
 
     Attributes:
         then: called with the result, in the driver's order; what it raises is the driver's failure.
+        overlaps: other flows may be under way meanwhile; else it stands alone.
         settled: called once when :meth:`wait` would not block any more, after a failure too.
     """
 
     flow: Task[T]
     communicator: Communicator
+    overlaps: bool = False
     then: Callable[[T], None] | None = None
     settled: Callable[[Pending[T]], None] | None = None
     result: T | None = None
@@ -120,6 +131,8 @@ class Driver:
         self.failure: BaseException | None = None
         self._check = check
         self._number = 0
+        self._travelling = 0
+        self._since = 0.0
 
     def submit(self, pending: Pending[T]) -> Pending[T]:
         """Run a flow on its communicator after all that was submitted before; returns ``pending``.
@@ -130,10 +143,13 @@ class Driver:
         raise NotImplementedError
 
     def run(self, flow: Task[T], communicator: Communicator) -> T:
-        """Submit and wait."""
+        """Submit a flow that stands alone, and wait."""
         result = self.submit(Pending(flow, communicator)).wait()
         self.order()
         return result
+
+    def flush(self) -> None:
+        """No more flows follow for now: let those that were submitted come to their ends."""
 
     def order(self) -> None:
         """Let what the caller enqueues from now on see the results of the flows that were waited for."""
@@ -147,33 +163,90 @@ class Driver:
         """Let what was submitted finish, then take no more. Harmless when repeated."""
         self.fail(NotInitialized("this synchronizer was closed, by close() or hb.shutdown(); construct a new one"))
 
-    def _run(self, pending: Pending[Any]) -> None:
-        communicator = pending.communicator
-
-        def execute(request: Collective) -> Tensor:
-            if self.failure is not None:
-                raise self.failure
-            if self._check is not None:
-                self._number += 1
-                self._check(self._number, request.signature())
-            self.traffic.collectives += 1
-            self.traffic.bytes_sent += request.bytes_sent(communicator.size_of(request.group))
-            started = time.perf_counter()
-            answer = communicator.execute(request)
-            self.traffic.seconds += time.perf_counter() - started
-            return answer
-
+    def _steps(self, pending: Pending[Any]) -> Generator[Work | None, None, None]:
+        """A flow as steps of its communicator, to its settlement; raises nothing."""
         try:
             if self.failure is not None:
                 raise self.failure
-            result = drive(pending.flow, execute)
+            result = yield from relay(pending.flow, partial(self._answer, pending.communicator))
             if pending.then is not None:
                 pending.then(result)
+        except GeneratorExit:
+            raise
         except BaseException as error:  # whatever it is belongs to the caller of backward(), not to this thread
             self.fail(error)
             pending.settle(error=self.failure)
         else:
             pending.settle(result)
+
+    def _answer(self, communicator: Communicator, request: Collective) -> Answer:
+        steps = communicator.answer(request)
+        yield next(steps)
+        if self.failure is not None:
+            raise self.failure
+        if self._check is not None:
+            self._number += 1
+            self._check(self._number, request.signature())
+        self.traffic.collectives += 1
+        self.traffic.bytes_sent += request.bytes_sent(communicator.size_of(request.group))
+        try:
+            while True:
+                work = next(steps)
+                if work is None:
+                    yield None
+                    continue
+                self._departs()
+                try:
+                    yield work
+                    work.wait()
+                finally:
+                    self._arrives()
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+    def _departs(self) -> None:
+        if not self._travelling:
+            self._since = time.perf_counter()
+        self._travelling += 1
+
+    def _arrives(self) -> None:
+        self._travelling -= 1
+        if not self._travelling:
+            self.traffic.seconds += time.perf_counter() - self._since
+
+
+class Run:
+    """A flow under way: at a gate (about to start an operation), waiting for one, or ended."""
+
+    def __init__(self, steps: Generator[Work | None, None, None]) -> None:
+        self._steps = steps
+        self._work: Work | None = None
+        self.ended = False
+        self._next()
+
+    @property
+    def waits(self) -> bool:
+        return self._work is not None
+
+    def _next(self) -> None:
+        try:
+            self._work = next(self._steps)
+        except StopIteration:
+            self._work, self.ended = None, True
+
+    def proceed(self, block: bool = True) -> bool:
+        """Go on to the next gate or the end, as far as that needs no waiting if not ``block``. Whether it moved."""
+        moved = False
+        while self._work is not None and (block or self._work.done()):
+            self._next()
+            moved = True
+        return moved
+
+    def turn(self) -> None:
+        """Start the next operation, or end."""
+        self.proceed()
+        while not (self.ended or self.waits):
+            self._next()
 
 
 class ThreadDriver(Driver):
@@ -182,7 +255,8 @@ class ThreadDriver(Driver):
     def __init__(self, check: Check | None = None, device: torch.device | None = None) -> None:
         super().__init__(check)
         self._device = device if device is not None and device.type == "cuda" else None
-        self._queue: queue.SimpleQueue[tuple[Pending[Any], Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Pending[Any] | None, Any]] = queue.SimpleQueue()
+        self._runs: list[Run] = []  # oldest first
         self._open: set[Pending[Any]] = set()  # submitted and perhaps not done; what fail() must not leave waiting
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="hvdbridge-driver", daemon=True)
@@ -197,6 +271,9 @@ class ThreadDriver(Driver):
         self._queue.put((pending, event))
         return pending
 
+    def flush(self) -> None:
+        self._queue.put((None, None))
+
     def fail(self, cause: BaseException) -> None:
         with self._lock:
             super().fail(cause)
@@ -206,7 +283,7 @@ class ThreadDriver(Driver):
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._queue.put(None)
+            self._queue.put((None, CLOSE))
             if self.failure is None:
                 self._thread.join()
         super().close()
@@ -215,14 +292,50 @@ class ThreadDriver(Driver):
     def _loop(self) -> None:
         if self._device is not None:
             torch.cuda.set_device(self._device)
-        while (item := self._queue.get()) is not None:
-            pending, event = item
+        while True:
+            pending, event = self._wait_for_more()
+            if pending is None or not pending.overlaps:
+                self._drain()
+            if pending is None:
+                if event is CLOSE:
+                    return
+                continue
             if event is not None:
                 torch.cuda.current_stream(self._device).wait_event(event)
-            self._run(pending)
-            with self._lock:
-                self._open.discard(pending)
-            del item, pending  # else the last result would live on until the next step
+            self._begin(pending)
+            if not pending.overlaps:
+                self._drain()
+            del pending  # else the last result would live on until the next step
+
+    def _wait_for_more(self) -> tuple[Pending[Any] | None, Any]:
+        """What is submitted next; meanwhile flows under way go on to where their next turn begins."""
+        pause = POLL_SECONDS
+        while any(run.waits for run in self._runs):
+            try:
+                return self._queue.get(timeout=pause)
+            except queue.Empty:
+                moved = [run.proceed(block=False) for run in self._runs]
+                self._runs = [run for run in self._runs if not run.ended]
+                pause = POLL_SECONDS if any(moved) else min(pause * 1.25, LONGEST_POLL_SECONDS)
+        return self._queue.get()
+
+    def _begin(self, pending: Pending[Any]) -> None:
+        older = self._runs
+        self._runs = [*older, run := Run(self._settled(pending))]
+        for each in (run, *older):
+            each.turn()
+        self._runs = [each for each in self._runs if not each.ended]
+
+    def _settled(self, pending: Pending[Any]) -> Generator[Work | None, None, None]:
+        yield from self._steps(pending)
+        with self._lock:
+            self._open.discard(pending)
+
+    def _drain(self) -> None:
+        while self._runs:
+            for run in self._runs:
+                run.turn()
+            self._runs = [run for run in self._runs if not run.ended]
 
 
 class StreamDriver(Driver):
@@ -238,7 +351,8 @@ class StreamDriver(Driver):
             raise self.failure
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
-            self._run(pending)
+            for _ in self._steps(pending):
+                pass  # a wait only makes the stream wait
         return pending
 
     def order(self) -> None:

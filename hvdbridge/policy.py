@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from hvdbridge.bucket import Bucket
-from hvdbridge.collectives import Collective
+from hvdbridge.collectives import Collective, relay
 from hvdbridge.errors import WeightError
 from hvdbridge.options import check
 
@@ -54,21 +54,8 @@ Exchange = Generator[Collective, Tensor, Tensor]
 
 
 def rewrite(flow: Flow, exchange: Callable[[Collective], Exchange]) -> Flow:
-    """``flow`` with ``exchange(request)`` in the place of each request: how a wrapper changes what travels.
-
-    An error from whoever answers is thrown into ``flow``, so the traceback shows the line that asked.
-    """
-    try:
-        request = next(flow)
-        while True:
-            try:
-                answer = yield from exchange(request)
-            except Exception as error:
-                request = flow.throw(error)
-            else:
-                request = flow.send(answer)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+    """``flow`` with ``exchange(request)`` in the place of each request: how a wrapper changes what travels."""
+    return relay(flow, exchange)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,16 @@ Rules:
    gap, the communicator bridges it exactly.
 4. ``execute`` may reduce into the request's tensor (it was given away); the answer never aliases another
    rank's memory and is equal on all ranks, bit by bit, where its meaning is.
+5. ``answer`` is ``execute`` in steps, so that several requests can be under way: it yields None where it is about to
+   start an operation of the library, and the :class:`Work` it has started. Operations start in the same order on all
+   ranks; who drives sees to that.
 """
 
 from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +33,26 @@ DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
+
+
+class Work(ABC):
+    """An operation that a library has started."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether :meth:`wait` would not block, or the time is up; makes progress where the library needs that."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when it is complete. Harmless when repeated.
+
+        Raises:
+            Exception: the library's own.
+        """
+
+
+Answer = Generator[Work | None, None, Tensor]
+"""Steps towards an answer: None before an operation starts, the work that was started; returns the tensor."""
 
 Watch = Callable[[str], AbstractContextManager[None]]
 """``with watch("AllReduce[3] float32 ..."):`` tells the job's monitor what this rank waits for."""
@@ -78,9 +101,19 @@ class Communicator(ABC):
             CollectiveTimeout: it took too long.
             RankFailed: another rank is gone.
         """
+        steps = self.answer(request)
+        try:
+            while True:
+                next(steps)  # resumed at once, it waits in the library
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+    def answer(self, request: Collective) -> Answer:
+        """:meth:`execute` in steps; the first comes before anything is done."""
+        yield None
         comm = self if request.group == "world" else self._named(request.group)
         with self.watch(request.signature()):
-            return comm._execute(request)
+            return (yield from comm._answer(request))
 
     def size_of(self, group: str) -> int:
         """Number of ranks that take part in a request of ``group``."""
@@ -115,8 +148,8 @@ class Communicator(ABC):
             raise ConfigurationError(f"rank {self.rank} is in no group named {group!r}; it knows: {known}") from None
 
     @abstractmethod
-    def _execute(self, request: Collective) -> Tensor:
-        """Answer a request whose group is this communicator."""
+    def _answer(self, request: Collective) -> Answer:
+        """Answer a request whose group is this communicator, in steps."""
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator | None:

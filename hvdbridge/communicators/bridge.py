@@ -15,7 +15,7 @@ Rules:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
-from hvdbridge.communicators.base import DTYPES, Communicator, Watch, unwatched
+from hvdbridge.communicators.base import DTYPES, Answer, Communicator, Watch, Work, unwatched
 from hvdbridge.errors import (
     CollectiveTimeout,
     ConfigurationError,
@@ -32,6 +32,8 @@ from hvdbridge.errors import (
     RankFailed,
     Unsupported,
 )
+
+Steps = Generator[Work | None, None, None]
 
 PIECE = 1 << 30
 """Bytes that a library is handed at once: their counts are often 32-bit integers."""
@@ -61,7 +63,7 @@ def fold(rows: Tensor, op: str) -> Tensor:
 
 
 class Bridged(Communicator):
-    """A communicator over a library; a backend writes the seven methods at the end and nothing else."""
+    """A communicator over a library; a backend writes the methods at the end and nothing else."""
 
     failures: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)
     piece: int = PIECE
@@ -80,25 +82,27 @@ class Bridged(Communicator):
 
     # -- requests ----------------------------------------------------------------------------------------
 
-    def _execute(self, request: Collective) -> Tensor:
+    def _answer(self, request: Collective) -> Answer:
         if self.closed:
             raise NotInitialized(f"rank {self.rank}: {request.signature()} on a communicator that was closed")
         tensor = request.tensor.detach()
         self._check(request)
         if tensor.is_cuda and not self.capabilities.cuda:
-            return self._through_host(request)
+            return (yield from self._through_host(request))
         try:
             match request:
                 case AllReduce(op=op):
-                    return self._all_reduce(tensor.contiguous(), op)
+                    return (yield from self._all_reduce(tensor.contiguous(), op))
                 case AllGather():
-                    return self._rows(self._gather(_flat(tensor)), tensor.shape)
+                    return self._rows((yield from self._gather(_flat(tensor))), tensor.shape)
                 case AllToAll():
-                    return self._rows(self._exchange(_flat(tensor).view(self.size, -1)), tensor.shape[1:])
+                    rows = yield from self._exchange(_flat(tensor).view(self.size, -1))
+                    return self._rows(rows, tensor.shape[1:])
                 case ReduceScatter(op=op):
-                    return fold(self._exchange(_flat(tensor).view(self.size, -1)), op).view(tensor.shape[1:])
+                    rows = yield from self._exchange(_flat(tensor).view(self.size, -1))
+                    return fold(rows, op).view(tensor.shape[1:])
                 case Broadcast(root=root):
-                    return self._broadcast(tensor.contiguous(), root)
+                    return (yield from self._broadcast(tensor.contiguous(), root))
         except HvdbridgeError:
             raise
         except self.failures as cause:
@@ -123,12 +127,13 @@ class Bridged(Communicator):
         if isinstance(request, Broadcast) and not 0 <= request.root < self.size:
             raise Unsupported(f"{what}: root {request.root} is not a rank of this group of {self.size}")
 
-    def _through_host(self, request: Collective) -> Tensor:
+    def _through_host(self, request: Collective) -> Answer:
         tensor = request.tensor.detach()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(tensor.device).synchronize()
-        return self._execute(replace(request, tensor=host)).to(tensor.device)
+        answer = yield from self._answer(replace(request, tensor=host))
+        return answer.to(tensor.device)
 
     def _explained(self, request: Collective, cause: Exception) -> HvdbridgeError | None:
         """What a library's failure means, where its text tells (the libraries have no types for it)."""
@@ -143,54 +148,55 @@ class Bridged(Communicator):
 
     # -- bridges -----------------------------------------------------------------------------------------
 
-    def _all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+    def _all_reduce(self, tensor: Tensor, op: str) -> Answer:
         if self.size == 1 or not tensor.numel():
             return tensor
         flat = _flat(tensor)
         if self._reduces(flat, op):
             for part in flat.split(self.piece // flat.element_size()):
-                self._reduce_in_place(part, op)
+                yield from _run(self._reduce_in_place, part, op)
+                self._reduced(part)
             return tensor
         if flat.nbytes <= SMALL:
-            return fold(self._gather(flat), op).view(tensor.shape)
+            return fold((yield from self._gather(flat)), op).view(tensor.shape)
         share = -(-flat.numel() // self.size)
         if share * self.size != flat.numel():  # the padding travels, its sums are cut off
             flat = torch.cat([flat, flat.new_zeros(share * self.size - flat.numel())])
         rows = flat.view(self.size, share)
-        mine = fold(self._exchange(rows), op)
-        self._gather(mine, rows)  # what was exchanged is free: new memory costs more than to fill it
+        mine = fold((yield from self._exchange(rows)), op)
+        yield from self._gather(mine, rows)  # what was exchanged is free: new memory costs more than to fill it
         return flat[: tensor.numel()].view(tensor.shape)
 
-    def _gather(self, flat: Tensor, answer: Tensor | None = None) -> Tensor:
+    def _gather(self, flat: Tensor, answer: Tensor | None = None) -> Answer:
         if self.size == 1 or not flat.numel():
             return flat.expand(self.size, -1)
         answer = flat.new_empty(self.size, flat.numel()) if answer is None else answer
-        self._in_pieces(self._all_gather, flat, answer)
+        yield from self._in_pieces(self._all_gather, flat, answer)
         return answer
 
-    def _exchange(self, rows: Tensor) -> Tensor:
+    def _exchange(self, rows: Tensor) -> Answer:
         if self.size == 1 or not rows.numel():
             return rows
         answer = torch.empty_like(rows)
-        self._in_pieces(self._all_to_all, rows, answer)
+        yield from self._in_pieces(self._all_to_all, rows, answer)
         return answer
 
-    def _in_pieces(self, move: Callable[[Tensor, Tensor], None], data: Tensor, answer: Tensor) -> None:
+    def _in_pieces(self, move: Callable[[Tensor, Tensor], Work], data: Tensor, answer: Tensor) -> Steps:
         """``move(data, answer)`` as bytes, along the last axis, in pieces that 32-bit counts can take."""
         data, answer = data.view(torch.uint8), answer.view(torch.uint8)
         width, step = data.shape[-1], max(self.piece // self.size, 1)
         if width <= step:
-            move(data, answer)
+            yield from _run(move, data, answer)
             return
         for start in range(0, width, step):
             theirs = answer[:, start : start + step].contiguous()
-            move(data[..., start : start + step].contiguous(), theirs)
+            yield from _run(move, data[..., start : start + step].contiguous(), theirs)
             answer[:, start : start + step] = theirs
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Tensor:
+    def _broadcast(self, tensor: Tensor, root: int) -> Answer:
         if self.size > 1:
             for part in _flat(tensor).view(torch.uint8).split(self.piece) if tensor.numel() else ():
-                self._send_to_all(part, root)
+                yield from _run(self._send_to_all, part, root)
         return tensor
 
     def _rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
@@ -229,20 +235,23 @@ class Bridged(Communicator):
         """Whether the library reduces such a tensor rightly, NaN and overflow included."""
 
     @abstractmethod
-    def _reduce_in_place(self, flat: Tensor, op: str) -> None:
-        """Reduce ``flat`` over ranks, in place."""
+    def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
+        """Start to reduce ``flat`` over ranks, in place."""
+
+    def _reduced(self, flat: Tensor) -> None:
+        """What is left to do to a reduced ``flat``."""
 
     @abstractmethod
-    def _all_gather(self, data: Tensor, answer: Tensor) -> None:
-        """Bytes ``[n]`` of each rank into ``answer``, contiguous ``[size, n]``."""
+    def _all_gather(self, data: Tensor, answer: Tensor) -> Work:
+        """Start to bring bytes ``[n]`` of each rank into ``answer``, contiguous ``[size, n]``."""
 
     @abstractmethod
-    def _all_to_all(self, rows: Tensor, answer: Tensor) -> None:
-        """Bytes ``[size, n]``, contiguous: row i goes to rank i; what rank i sent goes into ``answer[i]``."""
+    def _all_to_all(self, rows: Tensor, answer: Tensor) -> Work:
+        """Start to exchange bytes ``[size, n]``, contiguous: row i goes to rank i; what it sent into ``answer[i]``."""
 
     @abstractmethod
-    def _send_to_all(self, data: Tensor, root: int) -> None:
-        """Fill ``data`` (bytes) with what rank ``root`` has in it."""
+    def _send_to_all(self, data: Tensor, root: int) -> Work:
+        """Start to fill ``data`` (bytes) with what rank ``root`` has in it."""
 
     @abstractmethod
     def _split(self, name: str, groups: list[list[int]], mine: int | None) -> Communicator | None:
@@ -251,6 +260,14 @@ class Bridged(Communicator):
     @abstractmethod
     def _close(self) -> None:
         """Free what the library holds for this communicator."""
+
+
+def _run(start: Callable[..., Work], *args: object) -> Steps:
+    """One operation, in steps."""
+    yield None
+    work = start(*args)
+    yield work
+    work.wait()
 
 
 def _says(text: str, *words: str) -> bool:

@@ -2,8 +2,9 @@
 
 Rules:
 
-1. Every operation is named ``{communicator}.{kind}.{dtype}.{shape}``: no other communicator and no user has
-   that name, it is in flight once at a time, and it repeats every step, which Horovod's response cache needs.
+1. Every operation is named ``{communicator}.{kind}.{dtype}.{shape}.{number}``: no other communicator and no user has
+   that name, it is in flight once at a time, and it repeats, which Horovod's response cache needs: the number runs
+   round, the same on all ranks, because operations start in the same order on all.
 2. A group is a process set. Horovod makes one only if all ranks of its world ask for it, and once for the same
    ranks: so a split also makes the sets of its children's ``node`` and ``cross`` groups, sets are shared between
    communicators (names differ), and they live until ``hvd.shutdown``. A user's ``add_process_set`` for the same ranks
@@ -25,11 +26,14 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from hvdbridge.communicators.base import Capabilities, Communicator, Watch, cross_groups, node_groups, unwatched
+from hvdbridge.communicators.base import Capabilities, Communicator, Watch, Work, cross_groups, node_groups, unwatched
 from hvdbridge.communicators.bridge import Bridged
 from hvdbridge.errors import NotInitialized, Unsupported
 
 POLL_SECONDS = 1e-4
+
+NAMES = 4
+"""Numbers that a name ends in: more than a driver has operations of one shape in flight."""
 
 NATIVE = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """What Horovod adds and multiplies rightly; it takes float16, too, but rounds after each addition."""
@@ -38,6 +42,28 @@ OPS = {"sum": hvd.Sum, "product": hvd.Product, "min": hvd.Min, "max": hvd.Max}
 
 WORLDS = count()
 """Numbers the worlds of this process: Horovod knows operations by name alone."""
+
+
+class Operation(Work):
+    """A handle that is polled."""
+
+    def __init__(self, handle: int, name: str, seconds: float) -> None:
+        self._handle: int | None = handle
+        self._name = name
+        self._deadline = time.monotonic() + seconds
+
+    def done(self) -> bool:
+        return self._handle is None or hvd.poll(self._handle) or time.monotonic() > self._deadline
+
+    def wait(self) -> None:
+        if self._handle is None:
+            return
+        while not hvd.poll(self._handle):
+            if time.monotonic() > self._deadline:
+                raise TimeoutError(f"The Horovod operation {self._name} timed out")
+            time.sleep(POLL_SECONDS)
+        handle, self._handle = self._handle, None
+        hvd.synchronize(handle)
 
 
 class HorovodCommunicator(Bridged):
@@ -52,6 +78,8 @@ class HorovodCommunicator(Bridged):
         self.capabilities = Capabilities(cuda=bool(hvd.nccl_built()))
         self._ranks = list(ranks)  # in Horovod's world
         self._members = members
+        self._started: dict[str, int] = {}
+        self._in_flight: dict[str, Operation] = {}
 
     @classmethod
     def world(cls, watch: Watch = unwatched, timeout_seconds: float = 300.0) -> HorovodCommunicator:
@@ -67,37 +95,40 @@ class HorovodCommunicator(Bridged):
         loses_nan = flat.is_floating_point() and op in ("min", "max")
         return flat.dtype in NATIVE and not loses_nan
 
-    def _reduce_in_place(self, flat: Tensor, op: str) -> None:
+    def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
         name = self._operation(op, flat)
-        self._wait(hvd.allreduce_async_(flat, op=OPS[op], name=name, process_set=self._members), name)
+        return self._work(hvd.allreduce_async_(flat, op=OPS[op], name=name, process_set=self._members), name)
 
     # The public functions below these two answer in new memory; these write where they are told to.
 
-    def _all_gather(self, data: Tensor, answer: Tensor) -> None:
+    def _all_gather(self, data: Tensor, answer: Tensor) -> Work:
         name = self._operation("gather", data)
-        self._wait(mpi_ops._allgather_async(data[None], answer, name, self._members), name)
+        return self._work(mpi_ops._allgather_async(data[None], answer, name, self._members), name)
 
-    def _all_to_all(self, rows: Tensor, answer: Tensor) -> None:
+    def _all_to_all(self, rows: Tensor, answer: Tensor) -> Work:
         name = self._operation("exchange", rows)
         received = torch.empty(self.size, dtype=torch.int32)
-        self._wait(mpi_ops._alltoall_async(rows, None, answer, received, name, self._members), name)
+        handle = mpi_ops._alltoall_async(rows, None, answer, received, name, self._members)
+        return self._work(handle, name)
 
-    def _send_to_all(self, data: Tensor, root: int) -> None:
+    def _send_to_all(self, data: Tensor, root: int) -> Work:
         name = self._operation(f"from{root}", data)
         handle = hvd.broadcast_async_(data, self._ranks[root], name=name, process_set=self._members)
-        self._wait(handle, name)
+        return self._work(handle, name)
 
     def _operation(self, kind: str, tensor: Tensor) -> str:
+        """The name of the next operation of this kind, type and shape; the same on all ranks."""
         shape = "x".join(map(str, tensor.shape))
-        return f"{self.name}.{kind}.{str(tensor.dtype).removeprefix('torch.')}.{shape}"
+        name = f"{self.name}.{kind}.{str(tensor.dtype).removeprefix('torch.')}.{shape}"
+        number = self._started[name] = (self._started.get(name, -1) + 1) % NAMES
+        name = f"{name}.{number}"
+        if name in self._in_flight:
+            self._in_flight[name].wait()
+        return name
 
-    def _wait(self, handle: int, name: str) -> Any:
-        deadline = time.monotonic() + self.timeout_seconds
-        while not hvd.poll(handle):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"The Horovod operation {name} timed out")
-            time.sleep(POLL_SECONDS)
-        return hvd.synchronize(handle)
+    def _work(self, handle: int, name: str) -> Work:
+        work = self._in_flight[name] = Operation(handle, name, self.timeout_seconds)
+        return work
 
     def _split(self, name: str, groups: list[list[int]], mine: int | None) -> Communicator | None:
         sets = [self._process_set(group) for group in groups]

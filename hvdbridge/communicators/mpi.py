@@ -6,7 +6,8 @@ Rules:
 2. A wait spins for a moment and then sleeps between tests: MPI's own waits spin without end, and on a host with as
    many ranks as cores they take the core from the backward that they should overlap. Testing makes progress, and
    non-blocking reductions were measured to give the blocking ones' bits (MPICH 5, 2 to 8 ranks).
-3. Memory is handed over by address, so nothing is copied and no dtype is refused; who calls keeps the tensor alive.
+3. Memory is handed over by address, so nothing is copied and no dtype is refused; the steps that wait for an
+   operation keep its tensors alive.
 4. All ranks must end with equal bits, and NaN + NaN keeps the first one's: short messages, which MPIs add in another
    order on each rank, have their NaNs made alike. Long ones are added by one rank per piece (MPICH, Open MPI).
 5. MPI has no time limit. A rank that waits for ever is ended by the job's monitor, which ``watch`` tells.
@@ -23,7 +24,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hvdbridge.communicators.base import Capabilities, Communicator, Watch, unwatched
+from hvdbridge.communicators.base import Capabilities, Communicator, Watch, Work, unwatched
 from hvdbridge.communicators.bridge import Bridged
 from hvdbridge.errors import NotInitialized
 
@@ -42,6 +43,22 @@ SPIN_SECONDS = 1e-3
 POLL_SECONDS = 5e-5
 
 OPS = {"sum": MPI.SUM, "product": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+
+
+class Polled(Work):
+    """A request that is tested: MPI makes progress when it is called."""
+
+    def __init__(self, request: MPI.Request) -> None:
+        self._request = request
+
+    def done(self) -> bool:
+        return self._request.Test()
+
+    def wait(self) -> None:
+        asleep = time.perf_counter() + SPIN_SECONDS
+        while not self._request.Test():
+            if time.perf_counter() > asleep:
+                time.sleep(POLL_SECONDS)
 
 
 class MpiCommunicator(Bridged):
@@ -70,19 +87,21 @@ class MpiCommunicator(Bridged):
         loses_nan = flat.is_floating_point() and op in ("min", "max")
         return flat.dtype in TYPES and not loses_nan
 
-    def _reduce_in_place(self, flat: Tensor, op: str) -> None:
-        _wait(self._comm.Iallreduce(MPI.IN_PLACE, [_memory(flat), flat.numel(), TYPES[flat.dtype]], OPS[op]))
+    def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
+        return Polled(self._comm.Iallreduce(MPI.IN_PLACE, [_memory(flat), flat.numel(), TYPES[flat.dtype]], OPS[op]))
+
+    def _reduced(self, flat: Tensor) -> None:
         if flat.is_floating_point() and flat.nbytes <= SHORT:
             flat.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
-    def _all_gather(self, data: Tensor, answer: Tensor) -> None:
-        self._comm.Allgather(_bytes(data), _bytes(answer))
+    def _all_gather(self, data: Tensor, answer: Tensor) -> Work:
+        return Polled(self._comm.Iallgather(_bytes(data), _bytes(answer)))
 
-    def _all_to_all(self, rows: Tensor, answer: Tensor) -> None:
-        self._comm.Alltoall(_bytes(rows), _bytes(answer))
+    def _all_to_all(self, rows: Tensor, answer: Tensor) -> Work:
+        return Polled(self._comm.Ialltoall(_bytes(rows), _bytes(answer)))
 
-    def _send_to_all(self, data: Tensor, root: int) -> None:
-        _wait(self._comm.Ibcast(_bytes(data), root))
+    def _send_to_all(self, data: Tensor, root: int) -> Work:
+        return Polled(self._comm.Ibcast(_bytes(data), root))
 
     def _split(self, name: str, groups: list[list[int]], mine: int | None) -> Communicator | None:
         comm = self._comm.Split(MPI.UNDEFINED if mine is None else mine, self.rank)
@@ -110,13 +129,6 @@ def _memory(tensor: Tensor) -> MPI.buffer:
     if tensor.is_cuda:  # MPI reads device memory when it is called, not when the stream comes to it
         torch.cuda.current_stream(tensor.device).synchronize()
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-
-
-def _wait(request: MPI.Request) -> None:
-    asleep = time.perf_counter() + SPIN_SECONDS
-    while not request.Test():
-        if time.perf_counter() > asleep:
-            time.sleep(POLL_SECONDS)
 
 
 def _bytes(tensor: Tensor) -> tuple[MPI.buffer, MPI.Datatype]:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from hvdbridge.communicators.base import Capabilities, Communicator, Watch, unwatched
+from hvdbridge.communicators.base import Capabilities, Communicator, Watch, Work, unwatched
 from hvdbridge.communicators.bridge import Bridged
 from hvdbridge.errors import NotInitialized
 
@@ -34,6 +34,21 @@ OPS = {"sum": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT, "min": dist.R
 
 WORLDS = count()
 """Numbers the worlds of this process: the store remembers the names of groups that were closed."""
+
+
+class Works(Work):
+    """One or more of torch's works."""
+
+    def __init__(self, *works: Any) -> None:
+        self._works: tuple[Any, ...] = works
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        works, self._works = self._works, ()  # a receive that was waited for would be waited for again, in vain
+        for work in works:
+            work.wait()
 
 
 class TorchCommunicator(Bridged):
@@ -86,37 +101,34 @@ class TorchCommunicator(Bridged):
         loses_nan = flat.is_floating_point() and op in ("min", "max")
         return flat.dtype != torch.bool and not loses_nan
 
-    def _reduce_in_place(self, flat: Tensor, op: str) -> None:
+    def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
         options: Any = dist.AllreduceOptions()
         options.reduceOp = OPS[op]
-        (self._cuda if flat.is_cuda else self._host).allreduce([flat], options).wait()
+        return Works((self._cuda if flat.is_cuda else self._host).allreduce([flat], options))
 
-    def _all_gather(self, data: Tensor, answer: Tensor) -> None:
+    def _all_gather(self, data: Tensor, answer: Tensor) -> Work:
         if data.is_cuda:
-            self._cuda._allgather_base(answer.view(-1), data).wait()
-        else:
-            self._swap([data] * self.size, answer)
+            return Works(self._cuda._allgather_base(answer.view(-1), data))
+        return self._swap([data] * self.size, answer)
 
-    def _all_to_all(self, rows: Tensor, answer: Tensor) -> None:
+    def _all_to_all(self, rows: Tensor, answer: Tensor) -> Work:
         if rows.is_cuda:
-            self._cuda.alltoall_base(answer, rows, [], []).wait()
-        else:
-            self._swap(rows.unbind(), answer)
+            return Works(self._cuda.alltoall_base(answer, rows, [], []))
+        return self._swap(rows.unbind(), answer)
 
-    def _swap(self, rows: Sequence[Tensor], answer: Tensor) -> None:
+    def _swap(self, rows: Sequence[Tensor], answer: Tensor) -> Work:
         """Send ``rows[i]`` to rank i, receive ``answer[i]`` from it."""
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
         works = [self._host.recv([answer[i]], i, 0) for i in others]
         works += [self._host.send([rows[i]], i, 0) for i in others]
         answer[self.rank].copy_(rows[self.rank])
-        for work in works:
-            work.wait()
+        return Works(*works)
 
-    def _send_to_all(self, data: Tensor, root: int) -> None:
+    def _send_to_all(self, data: Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        (self._cuda if data.is_cuda else self._host).broadcast([data], options).wait()
+        return Works((self._cuda if data.is_cuda else self._host).broadcast([data], options))
 
     def _split(self, name: str, groups: list[list[int]], mine: int | None) -> Communicator | None:
         if mine is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.collectives import AllReduce, Collective
-from hvdbridge.communicators.base import Communicator
+from hvdbridge.communicators.base import Answer, Communicator, Work
 from hvdbridge.driver import Driver, Pending, Task, ThreadDriver, drive
 from hvdbridge.errors import CollectiveMismatch, HvdbridgeError
 
@@ -28,12 +30,13 @@ class Loopback(Communicator):
         self.gate.set()
         self.error: Exception | None = None
 
-    def _execute(self, request: Collective) -> Tensor:
+    def _answer(self, request: Collective) -> Answer:
         self.gate.wait(10)
         self.seen.append(float(request.tensor[0]))
         if self.error is not None:
             raise self.error
         return request.tensor
+        yield
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return self
@@ -154,4 +157,106 @@ def test_flows_run_without_grad() -> None:
 
     driver = ThreadDriver()
     assert driver.run(asks(), Loopback()) is False
+    driver.close()
+
+
+class Late(Work):
+    """Is done after a while of its own, and remembers in which order such works started."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until = time.perf_counter() + seconds
+
+    def done(self) -> bool:
+        return time.perf_counter() >= self._until
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._until - time.perf_counter()))
+
+
+class Slow(Loopback):
+    """Operations that take random times; a negative value takes two of them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+        self.under_way = self.most = 0
+
+    def _answer(self, request: Collective) -> Answer:
+        value = float(request.tensor[0])
+        for part in (0.0, 0.5) if value < 0 else (0.0,):
+            yield None
+            self.seen.append(value - part)
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            work = Late(self.random.uniform(0, 0.004))
+            yield work
+            work.wait()
+            self.under_way -= 1
+        return request.tensor
+
+
+def test_operations_start_in_one_order_whatever_takes_how_long() -> None:
+    """Flow k asks for k.1, k.2, ...; a turn each, the beginner first, then the older ones, oldest first."""
+    rounds = [3, 1, 2, 3, 1]
+    expected = [0.1, 1.1, 0.2, 2.1, 0.3, 3.1, 2.2, 4.1, 3.2, 3.3]
+    for seed in range(8):
+        communicator, driver, chance = Slow(seed), ThreadDriver(), random.Random(-seed)
+        runs = []
+        for k, n in enumerate(rounds):
+            values = [k + round(r / 10, 1) for r in range(1, n + 1)]
+            runs.append(driver.submit(Pending(flow(*values), communicator, overlaps=True)))
+            time.sleep(chance.choice([0, 0, 0.003]))
+        driver.flush()
+        for pending in runs:
+            pending.wait()
+        assert communicator.seen == pytest.approx(expected)
+        assert driver.traffic.collectives == sum(rounds)
+        assert 0 < driver.traffic.seconds < sum(rounds) * 0.1
+        driver.close()
+
+
+def test_two_flows_are_under_way_at_once() -> None:
+    communicator, driver = Slow(0), ThreadDriver()
+    runs = [driver.submit(Pending(flow(float(k)), communicator, overlaps=True)) for k in range(6)]
+    driver.flush()
+    assert [pending.wait() for pending in runs] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert communicator.most == 2
+    driver.close()
+
+
+def test_a_bridged_request_takes_a_turn_for_each_of_its_operations() -> None:
+    communicator, driver = Slow(0), ThreadDriver()
+    runs = [driver.submit(Pending(flow(value), communicator, overlaps=True)) for value in (-1.0, -2.0)]
+    driver.flush()
+    for pending in runs:
+        pending.wait()
+    assert communicator.seen == [-1.0, -2.0, -1.5, -2.5]
+    driver.close()
+
+
+def test_what_stands_alone_waits_for_what_is_under_way() -> None:
+    communicator, driver = Slow(0), ThreadDriver()
+    first = driver.submit(Pending(flow(1, 2), communicator, overlaps=True))
+    assert driver.run(flow(3, 4), communicator) == 7.0
+    assert first.done
+    assert communicator.seen == [1, 2, 3, 4]
+    driver.close()
+
+
+def test_a_failure_ends_all_that_is_under_way() -> None:
+    class Broken(Slow):
+        def _answer(self, request: Collective) -> Answer:
+            answer = yield from super()._answer(request)
+            if float(answer[0]) == 2.0:
+                raise OSError("wire cut")
+            return answer
+
+    communicator, driver = Broken(0), ThreadDriver()
+    runs = [driver.submit(Pending(flow(*values), communicator, overlaps=True)) for values in ((1, 5), (2, 6), (3, 7))]
+    driver.flush()
+    for pending in runs[1:]:
+        with pytest.raises(OSError, match="wire cut"):
+            pending.wait()
+    assert 6.0 not in communicator.seen
+    assert 7.0 not in communicator.seen
     driver.close()

@@ -42,15 +42,15 @@ hb.init()
 torch.manual_seed(0)
 model = Model()
 sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=0.001)
-execute = sync._communicator._execute
+answer = sync._communicator._answer
 
 
-def spy(request: Any) -> torch.Tensor:
+def spy(request: Any) -> Any:
     started.set()
-    return execute(request)
+    return answer(request)
 
 
-sync._communicator._execute = spy  # type: ignore[method-assign]
+sync._communicator._answer = spy  # type: ignore[method-assign]
 for step in range(4):
     model.hold = step >= 2  # DDP rebuilds its one bucket after the first step
     started.clear()
