@@ -12,61 +12,48 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout, Views
+from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.options import option
 from hvdbridge.policies.dense import MEAN
+from hvdbridge.policies.feedback import RESIDUAL, feedback, residuals
 from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
 
 
 @dataclass(frozen=True)
 class ErrorFeedback(Policy):
-    """What the inner policy did not send is added to the next gradient.
+    """What the inner policy did not send is added to the next gradient; the rule is :mod:`.feedback`'s.
 
-    ``p = g w/sum(w) + e``, ``e' = p - sent(p)`` (Seide 2014, section 2; Karimireddy 2019, algorithm 2).
-    Updates plus final residuals sum to the inputs. The residual is in float32 (float64 for float64 gradients).
-    A rank of weight 0 contributes nothing and keeps its residual as it is; the second-stage error of a shard
-    that it owns in that step is then nobody's.
+    Raises:
+        ConfigurationError: the inner policy is not additive (one whose update is the sum of what each rank sent).
     """
 
     inner: Policy
-    slots: ClassVar[Mapping[str, Slot]] = {"residual": Slot(local=True, gradient_units=True)}
+    slots: ClassVar[Mapping[str, Slot]] = RESIDUAL
     # Nothing is lost by it, so a second feedback around it would add every error twice.
     additive = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.inner.additive:
+            why = " with its own feedback (ef=false turns that off)" if getattr(self.inner, "ef", False) else ""
             raise ConfigurationError(
-                f"ErrorFeedback cannot wrap {type(self.inner).__name__}: it needs an additive policy, "
+                f"ErrorFeedback cannot wrap {type(self.inner).__name__}{why}: it needs an additive policy, "
                 "one whose update is the sum over ranks of what each sent"
             )
 
     def init(self, params: Mapping[str, Tensor]) -> State:
-        def zeros(p: Tensor) -> Tensor:
-            wide = torch.promote_types(p.dtype, torch.float32)
-            return torch.zeros(p.shape, dtype=wide, device=p.device)
-
-        return {"residual": {name: zeros(p) for name, p in params.items()}, **super().init(params)}
+        return {"residual": residuals(params), "inner": self.inner.init(params)}
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        excluded = bucket.weight == 0.0
-        corrected = replace(bucket.weighted().plus(state["residual"]), needs_sent=True)
-        if excluded:
-            corrected.buffer.zero_()
-        result = yield from self.inner.aggregate(corrected, state["inner"])
-        assert result.sent is not None, f"{type(self.inner).__name__} is additive but said not what it sent"
-        residual = state["residual"]
-        if not excluded:
-            residual = Views(bucket.layout, corrected.buffer.sub_(result.sent))
-        return Aggregated(result.update, state={"residual": residual, "inner": result.state})
+        return feedback(bucket, state, self.inner.aggregate)
 
 
 @dataclass(frozen=True)
