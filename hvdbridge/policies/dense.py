@@ -87,7 +87,7 @@ class _Half(Policy):
         return 1.0
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        if self.inner == MEAN:  # the one inner whose payload is the bucket: what was sent is known exactly
+        if type(self.inner) is Mean:  # the one inner whose payload is the bucket: what was sent is known exactly
             return (yield from self._mean(bucket))
         flow = self.inner.aggregate(bucket, state["inner"])
         result = yield from rewrite(flow, lambda request: self._travel(request, bucket))

@@ -1,0 +1,147 @@
+"""The one list of all policies: what runs over every policy runs over :data:`CASES`.
+
+A new policy is one line here. What a policy says of itself (``deterministic``, ``additive``, ``unequal_weights``,
+``scope``, ``replicas``) is read from it; a fact is written down only where a policy is unlike the others, and each
+fact is one that the policy's documentation states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hvdbridge import policies
+from hvdbridge.policy import Policy
+
+Grads = dict[str, Tensor]
+SHAPES: dict[str, tuple[int, ...]] = {
+    "conv.weight": (4, 3, 3, 3), "fc.weight": (60, 40), "fc.bias": (40,), "empty": (0, 3), "scale": (), "one": (1,),
+    "wide.weight": (30, 36),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy and what is special about it.
+
+    Attributes:
+        spec: the policy.
+        min_size: fewest ranks that the rule is defined for.
+        order_matters: which rank holds which gradient decides, and not by private randomness alone.
+        flat: it knows no parameters, so bucket boundaries decide.
+        survives: so many ranks of NaN are outvoted; None: non-finite gradients reach everybody.
+        overflows: 1e30 is beyond what it can send, and arrives as inf.
+        noisy: zero gradients do not give a zero update.
+        by_size: the update is a multiple of the number of ranks, those of weight 0 counted.
+        counts_excluded: an excluded rank is not the same as an absent one; the reason stands in a comment.
+        telescopes: updates plus residuals are the inputs, where there are residuals.
+        factor: roundings that an update may differ by between orders of summation, see :func:`close`.
+        sent_factor: the same between an update and the sum of what was sent; a half wire tells an inner policy
+            other than the mean nothing of its roundings: 2^-11 or 2^-8 are 2^7 or 2^10 times 64 * 2^-24.
+        local_size: ranks per node in simulations; None: one node.
+    """
+
+    spec: str
+    min_size: int = 1
+    order_matters: bool = False
+    flat: bool = False
+    survives: int | None = None
+    overflows: bool = False
+    noisy: bool = False
+    by_size: bool = False
+    counts_excluded: bool = False
+    telescopes: bool = True
+    factor: float = 1.0
+    sent_factor: float = 1.0
+    local_size: int | None = None
+
+    @cached_property
+    def policy(self) -> Policy:
+        return policies.from_spec(self.spec)
+
+    @property
+    def drifts(self) -> bool:
+        """Replicas may differ between the policy's own averages."""
+        return getattr(self.policy, "replicas", "equal") == "drift"
+
+    @property
+    def feeds_back(self) -> bool:
+        """The policy itself keeps a residual (inside of a wrapper it is the inner policy's affair)."""
+        return "residual" in self.policy.slots and getattr(self.policy, "ef", True)
+
+    def sizes(self, *wanted: int) -> list[int]:
+        """Those numbers of ranks that the rule is defined for; its smallest one if that is none of them."""
+        return [size for size in wanted if size >= self.min_size] or [self.min_size]
+
+    def __str__(self) -> str:
+        return self.spec
+
+
+CASES = [
+    Case("mean"),
+    Case("mean:exact=true"),
+    Case("sum", by_size=True),
+    Case("fp16", overflows=True),
+    Case("bf16"),
+    Case("fp16(mean:exact=true)", overflows=True),
+    Case("bf16(mean:exact=true)"),
+    Case("ef(fp16)", overflows=True),
+    Case("ef(bf16)"),
+    Case("warmup(steps=1, first=ef(bf16), then=mean)"),
+    Case("partition(*.bias=mean, 2d=ef(bf16), <2=fp16, rest=bf16)", overflows=True),
+]
+
+
+def used(policy: Policy) -> Iterator[str]:
+    """The registered names of a policy and of all that it is made of."""
+    yield policies.name_of(type(policy))
+    for inner in policy.inners().values():
+        yield from used(inner)
+
+
+def unlisted() -> set[str]:
+    """Built-in policies that no case uses."""
+    return set(policies.BUILT_IN) - {name for case in CASES for name in used(case.policy)}
+
+
+def gradients(size: int, seed: int, dtype: torch.dtype = torch.float32) -> list[Grads]:
+    """Normal numbers, of another magnitude for each parameter; no ties."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    scales = {name: 2.0 ** (i % 3) for i, name in enumerate(SHAPES)}
+    return [
+        {n: (scales[n] * torch.randn(s, generator=generator, dtype=torch.float64)).to(dtype) for n, s in SHAPES.items()}
+        for _ in range(size)
+    ]
+
+
+def weights_for(case: Case, size: int) -> list[float]:
+    """Unequal ones where they have a meaning, else equal ones."""
+    return [float(1 + rank % 3) for rank in range(size)] if case.policy.unequal_weights else [2.0] * size
+
+
+def bits(tensor: Tensor) -> bytes:
+    """To compare by: a zero and a negative zero differ, a NaN equals itself."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def close(
+    case: Case, a: Grads, b: Grads, inputs: Sequence[Grads], flips: float = 0.0, factor: float | None = None
+) -> None:
+    """``a`` and ``b`` differ by no more than sums in another order do.
+
+    A sum of N <= 8 terms has at most N roundings of 2^-24 of a partial sum, itself below N times the largest
+    gradient: below 64 * 2^-24 of it for a sum, a factor N less for a mean. ``case.factor`` times that for policies
+    that compute more than a sum. ``flips``: the share of elements that may lie a whole quantum apart, because a
+    rounding before the second stage moved them over the border between two quanta.
+    """
+    slack = (case.factor if factor is None else factor) * 64 * 2.0**-24
+    for name, mine in a.items():
+        largest = max((float(g[name].abs().max()) for g in inputs if g[name].numel()), default=0.0)
+        off = (mine.double() - b[name].double()).abs() > slack * largest
+        allowed = math.floor(flips * mine.numel())
+        assert int(off.sum()) <= allowed, f"{name}: {int(off.sum())} of {mine.numel()} elements differ"
