@@ -3,7 +3,7 @@
 Rules:
 
 1. Nothing is drawn in sequence. A number is a hash of (seed, step, stage, element), private ones of the rank, too.
-2. An element's number is ``first block of its parameter * BLOCK + offset``: it belongs to the parameter, not the bucket.
+2. An element's number is ``first block of its parameter * BLOCK + offset``: the parameter's own, not the bucket's.
 3. Integers are 32 bits wide and wrap, so two elements share their numbers only in models of more than 2**32.
 """
 
