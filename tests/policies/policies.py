@@ -39,6 +39,7 @@ class Case:
         noisy: zero gradients do not give a zero update.
         by_size: the update is a multiple of the number of ranks, those of weight 0 counted.
         counts_excluded: an excluded rank is not the same as an absent one; the reason stands in a comment.
+        absolute: gradients four times as large do not give updates four times as large.
         telescopes: updates plus residuals are the inputs, where there are residuals.
         factor: roundings that an update may differ by between orders of summation, see :func:`close`.
         sent_factor: the same between an update and the sum of what was sent; a half wire tells an inner policy
@@ -55,6 +56,7 @@ class Case:
     noisy: bool = False
     by_size: bool = False
     counts_excluded: bool = False
+    absolute: bool = False
     telescopes: bool = True
     factor: float = 1.0
     sent_factor: float = 1.0
