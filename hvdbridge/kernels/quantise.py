@@ -13,7 +13,7 @@ Rules:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from hvdbridge.kernels.pack import pack, packed_bytes, unpack
 from hvdbridge.kernels.random import hashed_bits
 
-CHUNK = 1 << 16
+CHUNK = 1 << 18
 """Elements that a CPU codes at a time, so that temporaries stay in its cache."""
 RUN = 1 << 13
 """Elements from which a run of full blocks is worth a turn of a Python loop."""
@@ -117,6 +117,15 @@ class Blocks:
         """Zeros behind the last block."""
         flat[self._ends :] = 0
 
+    def measure(self, flat: Tensor, what: Callable[[Tensor], Tensor]) -> Tensor:
+        """``what`` of every block, float32 ``[blocks]``; it is given float32 matrices, not to be changed."""
+        found = torch.empty(self.count, device=flat.device)
+        for at, first, count in self.pieces():
+            found[first : first + count] = what(self.view(flat, at, count).to(torch.float32))
+        if self.loose is not None:
+            found.index_copy_(0, self.loose, what(self.gather(flat).to(torch.float32)))
+        return found
+
     def noise(self, blocks: slice | Tensor, seed: int) -> Tensor:
         """24 bits for every element of some blocks, int32 ``[blocks, width]``."""
         return hashed_bits(self.numbers[blocks].unsqueeze(1) + self._inside, seed)
@@ -125,8 +134,6 @@ class Blocks:
 class Code(ABC):
     """How blocks travel: ``bits`` per element, and mostly a float32 scale per block."""
 
-    dtype: ClassVar[torch.dtype] = torch.uint8
-    """Holds one element's code."""
     scaled: ClassVar[bool] = True
     """Whether a block has a scale."""
 
@@ -134,6 +141,11 @@ class Code(ABC):
     @abstractmethod
     def bits(self) -> int:
         """Of one element on the wire."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Holds one element's code."""
+        return torch.uint8
 
     @property
     def random(self) -> bool:
@@ -171,8 +183,14 @@ class Code(ABC):
         return unpack(packed, n, self.bits)
 
 
-def encode(code: Code, flat: Tensor, blocks: Blocks, seed: int = 0) -> tuple[Tensor, Tensor | None]:
+def encode(
+    code: Code, flat: Tensor, blocks: Blocks, seed: int = 0, given: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Codes ``[numel]`` of a vector, and scales ``[blocks]`` where the code has them.
+
+    Args:
+        seed: of the noise.
+        given: ``[blocks, ...]``, for a code that does not find its scales itself.
 
     >>> blocks = Blocks(*(torch.tensor(t) for t in ([0, 4], [4, 2], [0, 4])), 4, 6, "cpu")
     >>> codes, scales = encode(Linear(127), torch.tensor([127., -64., 1., 0., 5., -10.]), blocks)
@@ -181,7 +199,7 @@ def encode(code: Code, flat: Tensor, blocks: Blocks, seed: int = 0) -> tuple[Ten
     """
     codes = torch.empty(blocks.numel, dtype=code.dtype, device=flat.device)
     blocks.clear_padding(codes)
-    scales = torch.empty(blocks.count, device=flat.device) if code.scaled else None
+    scales = torch.empty(blocks.count, device=flat.device) if code.scaled and given is None else given
     for at, first, count in blocks.pieces():
         these = slice(first, first + count)
         x = blocks.view(flat, at, count).to(torch.float32)
@@ -191,10 +209,10 @@ def encode(code: Code, flat: Tensor, blocks: Blocks, seed: int = 0) -> tuple[Ten
         x = blocks.gather(flat).to(torch.float32)
         noise = blocks.noise(blocks.loose, seed) if code.random else None
         some = torch.empty(x.shape, dtype=code.dtype, device=flat.device)
-        theirs = None if scales is None else scales.new_empty(x.shape[0])
+        theirs = None if scales is None else scales.index_select(0, blocks.loose)
         code.encode(x, blocks.lengths[blocks.loose], noise, some, theirs)
         blocks.scatter(some, codes)
-        if scales is not None and theirs is not None:
+        if given is None and scales is not None and theirs is not None:
             scales.index_copy_(0, blocks.loose, theirs)
     return codes, scales
 
@@ -280,7 +298,11 @@ class Linear(Code):
 
     @property
     def bits(self) -> int:
-        return (2 * self.levels).bit_length()
+        return (2 * self.levels).bit_length() if self.levels <= 127 else 16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8 if self.levels <= 127 else torch.int16
 
     @property
     def random(self) -> bool:
@@ -293,11 +315,37 @@ class Linear(Code):
         torch.div(largest(x) if self.norm == "max" else norms(x), self.levels, out=scales)
         y = x * scales.clamp_(min=TINY).reciprocal().unsqueeze(1)
         round_(y, noise, self.levels)
-        write(y, self.levels, codes)
+        self.write(y, codes)
 
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
         assert scales is not None
-        read(codes, self.levels, out).mul_(scales.unsqueeze(1))
+        self.read(codes, out).mul_(scales.unsqueeze(1))
+
+    def write(self, y: Tensor, codes: Tensor) -> None:
+        """Whole numbers ``-levels .. levels``, float or int, as codes; overwrites ``y``.
+
+        NaN gives any code, but one of these bits.
+        """
+        if self.levels > 127:
+            codes.copy_(y)
+        elif self.levels > 63:
+            codes.view(torch.int8).copy_(y)
+        else:
+            codes.copy_(y.add_(self.levels)).bitwise_and_((1 << self.bits) - 1)
+
+    def read(self, codes: Tensor, out: Tensor) -> Tensor:
+        """The inverse of :meth:`write`, into ``out``, which is returned."""
+        if self.levels > 127:
+            return out.copy_(codes)
+        return out.copy_(codes.view(torch.int8)) if self.levels > 63 else out.copy_(codes).sub_(self.levels)
+
+    def to_wire(self, codes: Tensor) -> Tensor:
+        return codes.view(torch.uint8) if self.levels > 127 else super().to_wire(codes)
+
+    def from_wire(self, packed: Tensor, n: int) -> Tensor:
+        if self.levels > 127:
+            return packed.clone(memory_format=torch.contiguous_format).view(torch.int16)
+        return super().from_wire(packed, n)
 
 
 def round_(y: Tensor, noise: Tensor | None, levels: int) -> None:
@@ -308,17 +356,23 @@ def round_(y: Tensor, noise: Tensor | None, levels: int) -> None:
         y.add_(noise, alpha=2.0**-24).floor_().clamp_(-levels, levels)
 
 
-def write(y: Tensor, levels: int, codes: Tensor) -> None:
-    """Integers ``-levels .. levels`` as codes. NaN gives any code, but one of these bits."""
-    if levels > 63:
-        codes.view(torch.int8).copy_(y)
-    else:
-        codes.copy_(y.add_(levels)).bitwise_and_((1 << (2 * levels).bit_length()) - 1)
+@dataclass(frozen=True)
+class Ternary(Linear):
+    """-1, 0 or 1 times a scale that is given: ``[blocks, 2]``, each block's scale and the magnitude that elements are
+    clipped to, no larger than the scale.
+    """
 
+    levels: int = 1
+    rounding: Rounding = "stochastic"
 
-def read(codes: Tensor, levels: int, out: Tensor) -> Tensor:
-    """The inverse of :func:`write`, as floats in ``out``."""
-    return out.copy_(codes.view(torch.int8)) if levels > 63 else out.copy_(codes).sub_(levels)
+    def encode(
+        self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
+    ) -> None:
+        assert scales is not None
+        scale, limit = scales.clamp(min=TINY).unsqueeze(2).unbind(1)
+        y = x.clamp(-limit, limit).mul_(scale.reciprocal())
+        round_(y, noise, 1)
+        self.write(y, codes)
 
 
 @dataclass(frozen=True)

@@ -305,11 +305,10 @@ class _CodePlan:
     A message is, for one owner, its scales and then its codes, both padded to those of the longest shard.
     """
 
-    def __init__(self, layout: Layout, first: Mapping[str, int], shards: BlockShards, rank: int, block: int) -> None:
-        self.shards, self.device = shards, torch.device("cpu")
-        starts, lengths, numbers = _cut(layout, first, block)
-        self._whole = (starts, lengths, numbers, block)
-        size = shards.size
+    def __init__(self, bucket: Bucket, block: int) -> None:
+        self.shards, self.mine = block_shards(bucket), blocks_of(bucket, block)
+        shards, size, device = self.shards, bucket.size, bucket.buffer.device
+        starts, lengths, numbers = _cut(bucket.layout, first_blocks(bucket), block)
         # The blocks of each owner in the order of its shard: each piece is `count` times `width` elements.
         places: list[list[Tensor]] = [[] for _ in range(size)]
         inside = torch.arange(0, BLOCK, block, device="cpu")
@@ -318,22 +317,15 @@ class _CodePlan:
             places[owner].append((heads[:, None] + inside[inside < width]).view(-1))
         order = [torch.searchsorted(starts, torch.cat(p)) if p else starts.new_empty(0) for p in places]
         self.scales = max(o.numel() for o in order)
-        self.order = torch.zeros((size, self.scales), dtype=torch.int64, device="cpu")
-        self.slots = torch.empty_like(starts)
-        for owner, mine in enumerate(order):
-            self.order[owner, : mine.numel()] = mine
-            self.slots[mine] = torch.arange(mine.numel(), device="cpu") + owner * self.scales
-        self._own = order[rank]
-
-    def on(self, device: torch.device) -> _CodePlan:
-        """Move the indices, and make the blocks."""
-        starts, lengths, numbers, block = self._whole
-        self.mine = Blocks(starts, lengths, numbers, block, self.shards.numel, device)
-        own = lengths[self._own]
-        ends = own.cumsum(0)
-        self.owned = Blocks(ends - own, own, numbers[self._own], block, self.shards.length, device)
-        self.order, self.slots = self.order.to(device), self.slots.to(device)
-        return self
+        chosen = torch.zeros((size, self.scales), dtype=torch.int64, device="cpu")
+        slots = torch.empty_like(starts)
+        for owner, blocks in enumerate(order):
+            chosen[owner, : blocks.numel()] = blocks
+            slots[blocks] = torch.arange(blocks.numel(), device="cpu") + owner * self.scales
+        self.order, self.slots = chosen.to(device), slots.to(device)
+        own = order[bucket.rank]
+        ends = lengths[own].cumsum(0)
+        self.owned = Blocks(ends - lengths[own], lengths[own], numbers[own], block, shards.length, device)
 
     def to_rows(self, code: Code, codes: Tensor, scales: Tensor | None) -> Tensor:
         """uint8 ``[size, bytes]``: the message for each owner."""
@@ -381,7 +373,14 @@ def _cut(layout: Layout, first: Mapping[str, int], block: int) -> tuple[Tensor, 
     return tuple(torch.cat([none, *parts]) for parts in (starts, lengths, numbers))  # type: ignore[return-value]
 
 
+def blocks_of(bucket: Bucket, block: int = BLOCK) -> Blocks:
+    """The blocks of a bucket, starting anew at each parameter, in its order."""
+    layout, first, device = bucket.layout, first_blocks(bucket), bucket.buffer.device
+    key = ("blocks of", block, device, tuple(first[name] for name in layout.names))
+    return layout.derive(key, lambda: Blocks(*_cut(layout, first, block), block, layout.numel, device))
+
+
 def _code_plan(bucket: Bucket, block: int) -> _CodePlan:
     layout, first, device = bucket.layout, first_blocks(bucket), bucket.buffer.device
     key = ("code", block, bucket.rank, bucket.size, device, tuple(first[name] for name in layout.names))
-    return layout.derive(key, lambda: _CodePlan(layout, first, block_shards(bucket), bucket.rank, block).on(device))
+    return layout.derive(key, lambda: _CodePlan(bucket, block))
