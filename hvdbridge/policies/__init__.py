@@ -47,6 +47,7 @@ BUILT_IN = {
     "noop": "dense:Noop",
     "oktopk": "oktopk:OkTopK",
     "partition": "wrappers:Partition",
+    "powersgd": "low_rank:PowerSGD",
     "post_local_sgd": "local:PostLocalSgd",
     "qsgd": "stochastic:Qsgd",
     "randomk": "sparse:RandomK",
