@@ -10,8 +10,11 @@ Rules:
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -73,6 +76,34 @@ class Sum(Policy):
         elif factor != 1.0:
             bucket.buffer.mul_(factor)
         return Aggregated((yield AllReduce(bucket.buffer)))
+
+
+def own(bucket: Bucket) -> Tensor:
+    """This rank's gradient as it is; zeros where its weight is 0, so that not even its optimizer sees a NaN."""
+    return bucket.buffer.zero_() if bucket.weight == 0.0 else bucket.buffer
+
+
+@dataclass(frozen=True)
+class Noop(Policy):
+    """This rank's own gradient, and nothing on the wire: to find out what communication costs. Replicas drift.
+
+    It says so once, on the logger ``hvdbridge``.
+    """
+
+    replicas = "drift"
+
+    def init(self, params: Mapping[str, Tensor]) -> State:
+        _warn_of_drift()
+        return {}
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        yield from ()
+        return Aggregated(own(bucket))
+
+
+@cache
+def _warn_of_drift() -> None:
+    logging.getLogger("hvdbridge").warning("policy noop aggregates nothing: from the first step on, replicas drift")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hvdbridge.errors import ConfigurationError
 from hvdbridge.options import option
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.feedback import RESIDUAL, feedback, residuals
-from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
+from hvdbridge.policy import Aggregated, Early, Flow, Policy, Slot, State, advance, finish
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,37 @@ class Warmup(Policy):
         key = "first" if bucket.step < self.steps else "then"
         result = yield from self.inners()[key].aggregate(bucket, state[key])
         return Aggregated(result.update, result.sent, {key: result.state})
+
+    def due(self, step: int) -> bool:
+        return (self.first if step < self.steps else self.then).due(step)
+
+    def after_step(self, bucket: Bucket, state: State) -> Flow:
+        key = "first" if bucket.step < self.steps else "then"
+        result = yield from self.inners()[key].after_step(bucket, state[key])
+        return Aggregated(result.update, state={key: result.state})
+
+
+@dataclass(frozen=True)
+class Clip(Policy):
+    """This rank's whole local gradient is scaled down to an L2 norm, before the inner policy gets it.
+
+    ``g min(1, norm / |g|)`` over all parameters together (Pascanu 2013, section 3.2), on each rank for itself and
+    before weights. It is not ``clip_grad_norm_`` after backward, which clips the aggregate. The norm is added in
+    float64; where it is not finite the gradient passes as it is, so NaN and inf travel. Feedback belongs inside
+    (``clip(ef(bf16))``): around it, it would bring back what was clipped.
+    """
+
+    inner: Policy = MEAN
+    norm: float = option(1.0, above=0)
+    scope = "step"
+    additive = False
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        norm = torch.linalg.vector_norm(bucket.buffer, dtype=torch.float64)
+        factor = (self.norm / norm).clamp(max=1.0)  # a norm of 0 gives inf, and 1
+        bucket.buffer.mul_(torch.where(norm.isfinite(), factor, 1.0).to(bucket.buffer.dtype))
+        result = yield from self.inner.aggregate(bucket, state["inner"])
+        return Aggregated(result.update, state={"inner": result.state})
 
 
 @dataclass(frozen=True)
@@ -113,20 +144,40 @@ class Partition(Policy):
         return {key: inner.init(parts[key]) for key, inner in self.inners().items()}
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        inners = self.inners()
+        return self._each(bucket, state, lambda key: inners[key].aggregate)
+
+    def after_step(self, bucket: Bucket, state: State) -> Flow:
+        inners = self.inners()
+        return self._each(bucket, state, lambda key: inners[key].after_step if inners[key].due(bucket.step) else keep)
+
+    def _each(self, bucket: Bucket, state: State, start: Callable[[str], Callable[[Bucket, State], Flow]]) -> Flow:
+        """Run each part's flow, one after the other; where one is early, the rest of them after all have begun."""
         layout, dtype = bucket.layout, bucket.dtype
         parts, runs = layout.derive((self, dtype), lambda: self._divide(layout, dtype))
-        results: dict[str, Aggregated] = {}
+        flows: dict[str, Flow] = {}
+        ends: dict[str, Early | Aggregated] = {}
         for key, names in parts.items():
             part = bucket if names is layout else bucket.select(names)
-            results[key] = yield from self.inners()[key].aggregate(part, state[key])
-        states = {key: result.state for key, result in results.items()}
-        if len(parts) == 1:
-            (only,) = results.values()
-            return Aggregated(only.update, only.sent, states)
-        update = torch.cat([results[key].update[start:end] for key, start, end in runs])
+            flows[key] = start(key)(part, state[key])
+            ends[key] = yield from advance(flows[key])
+        if any(isinstance(end, Early) for end in ends.values()):
+            yield Early(self._join({key: end.update for key, end in ends.items()}, runs))
+        results: dict[str, Aggregated] = {}
+        for key, end in ends.items():
+            results[key] = (yield from finish(flows[key])) if isinstance(end, Early) else end
+        update = self._join({key: result.update for key, result in results.items()}, runs)
         sents = {key: result.sent for key, result in results.items() if result.sent is not None}
-        sent = torch.cat([sents[key][start:end] for key, start, end in runs]) if bucket.needs_sent else None
-        return Aggregated(update, sent, states)
+        sent = self._join(sents, runs) if bucket.needs_sent else None
+        return Aggregated(update, sent, {key: result.state for key, result in results.items()})
+
+    @staticmethod
+    def _join(tensors: Mapping[str, Tensor], runs: list[tuple[str, int, int]]) -> Tensor:
+        """The bucket's vector, made of its parts' vectors."""
+        if len(tensors) == 1:
+            (only,) = tensors.values()
+            return only
+        return torch.cat([tensors[key][start:end] for key, start, end in runs])
 
     def _divide(
         self, layout: Layout, dtype: torch.dtype | None
@@ -144,6 +195,12 @@ class Partition(Policy):
             else:
                 runs.append((key, start, end))
         return parts, runs
+
+
+def keep(bucket: Bucket, state: State) -> Flow:
+    """The flow that changes nothing."""
+    yield from ()
+    return Aggregated(bucket.buffer)
 
 
 Matcher = Callable[[str, torch.Size, "torch.dtype | None"], bool]
