@@ -115,7 +115,7 @@ class AdasumDelta(Policy):
         return True
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        """The local gradient, as it is."""
+        """The local gradient, as it is; zeros where this rank's weight is 0."""
         yield from ()
         return Aggregated(raw(bucket))
 

@@ -42,8 +42,10 @@ def weights_of(bucket: Bucket) -> list[float]:
 
 
 def raw(bucket: Bucket) -> Tensor:
-    """The bucket's gradient as the rank computed it: what ``weighted()`` did is undone."""
-    if not bucket.scaled or bucket.factor in (0.0, 1.0):
+    """The gradient as this rank computed it (what ``weighted()`` did is undone); zeros where its weight is 0."""
+    if bucket.weight == 0.0:
+        return bucket.buffer.zero_()
+    if not bucket.scaled or bucket.factor == 1.0:
         return bucket.buffer
     return bucket.buffer / bucket.factor
 

@@ -133,7 +133,7 @@ class DifferentiallyPrivate(Policy):
 
 
 def _norm(flat: Tensor, bucket: Bucket) -> Tensor:
-    """The L2 norm of all parameters together, float64 without dimensions; parameters are added in the order of names."""
+    """The L2 norm of all parameters, float64 without dimensions; added in the order of their names."""
     layout = bucket.layout
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     for name in sorted(layout.names):

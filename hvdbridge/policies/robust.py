@@ -27,7 +27,7 @@ from hvdbridge.kernels.order import median, trimmed_mean
 from hvdbridge.options import option
 from hvdbridge.policies.combining import collect, divide, gram, participants, plan, raw, weights_of
 from hvdbridge.policies.feedback import residuals
-from hvdbridge.policies.sharded import FlatShards, accumulator
+from hvdbridge.policies.sharded import FlatShards
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, Slot, State
 
 TINY = 1e-300
