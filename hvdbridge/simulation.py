@@ -158,14 +158,16 @@ class Simulation:
         return new
 
     def flush(self) -> list[dict[str, Tensor]] | None:
-        """What the policy held back, for one more optimizer step of each rank; None where there is nothing."""
+        """What the policy held back, for one more optimizer step of each rank; None where there is nothing.
+
+        Parameters of which nothing was held are left out: their gradient is None in that step.
+        """
         held = [self.policy.flush(store.whole()) for store in self.stores]
         if not any(updates for updates, _ in held):
             return None
         for store, (_, state) in zip(self.stores, held, strict=True):
             store.load(state)
-        zeros = {name: torch.zeros_like(p) for name, p in self._params.items()}
-        return [{**zeros, **{name: t.clone() for name, t in updates.items()}} for updates, _ in held]
+        return [{name: tensor.clone() for name, tensor in updates.items()} for updates, _ in held]
 
     def _build(self, grads_per_rank: Sequence[Gradients]) -> None:
         """Parameters, layouts and fresh state; types of those given by shape are read off the gradients."""

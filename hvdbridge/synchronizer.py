@@ -196,8 +196,8 @@ class GradientSynchronizer:
         did not happen on this rank. The aggregate that ``delayed`` holds goes to ``p.grad``.
 
         Returns:
-            Whether there is one: then ``p.grad`` holds it, for one more ``optimizer.step()``. An aggregate of nothing
-            but zeros counts as none.
+            Whether there is one: then ``p.grad`` holds it, for one more ``optimizer.step()`` (None for parameters of
+            which nothing was held). An aggregate of nothing but zeros counts as none.
 
         Raises:
             HvdbridgeError: the cause, if an aggregation failed.
@@ -206,11 +206,13 @@ class GradientSynchronizer:
         self._after.catch_up()
         updates = self._aggregator.flush()
         with torch.no_grad():
-            for name, update in updates.items():
-                parameter = self._params[name]
+            for name, parameter in self._params.items() if updates else ():
+                if name not in updates:
+                    parameter.grad = None
+                    continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(update)
+                parameter.grad.copy_(updates[name])
         return bool(updates)
 
     def stats(self) -> dict[str, float]:
