@@ -35,6 +35,7 @@ class Case:
         order_matters: which rank holds which gradient decides, and not by private randomness alone.
         flat: it knows no parameters, so bucket boundaries decide.
         survives: so many ranks of NaN are outvoted; None: non-finite gradients reach everybody.
+        late: steps between a gradient and the update that it is in.
         overflows: 1e30 is beyond what it can send, and arrives as inf.
         noisy: zero gradients do not give a zero update.
         by_size: the update is a multiple of the number of ranks, those of weight 0 counted.
@@ -52,6 +53,7 @@ class Case:
     order_matters: bool = False
     flat: bool = False
     survives: int | None = None
+    late: int = 0
     overflows: bool = False
     noisy: bool = False
     by_size: bool = False
@@ -68,8 +70,27 @@ class Case:
 
     @property
     def drifts(self) -> bool:
-        """Replicas may differ between the policy's own averages."""
-        return getattr(self.policy, "replicas", "equal") == "drift"
+        """Updates differ between ranks, and parameters between the policy's own averages."""
+        return self.policy.replicas == "drift"
+
+    @cached_property
+    def first_due(self) -> int | None:
+        """The first step after which it changes parameters; None: it never does."""
+        return next((step for step in range(100) if self.policy.due(step)), None)
+
+    @property
+    def aggregates(self) -> bool:
+        """Whether ranks ever learn of each other."""
+        return not self.drifts or self.first_due is not None
+
+    @property
+    def horizon(self) -> int:
+        """Steps until something of the first gradients has reached all ranks."""
+        return 1 + self.late + (self.first_due or 0)
+
+    def alike_after(self, step: int) -> bool:
+        """Whether ranks must agree after this step."""
+        return not self.drifts or self.policy.due(step)
 
     @property
     def feeds_back(self) -> bool:
@@ -85,17 +106,74 @@ class Case:
 
 
 CASES = [
+    # Dense
     Case("mean"),
     Case("mean:exact=true"),
     Case("sum", by_size=True),
     Case("fp16", overflows=True),
     Case("bf16"),
-    Case("fp16(mean:exact=true)", overflows=True),
+    Case("fp16(powersgd(rank=2, ef=false))", overflows=True, sent_factor=2.0**9, telescopes=False),
     Case("bf16(mean:exact=true)"),
+    Case("bf16(topk(ratio=0.1))"),
+    Case("noop"),
+    # Quantised
+    Case("int8"),
+    Case("int8:ef=true,block=64"),
+    Case("int8:rounding=stochastic"),
+    Case("int4"),
+    Case("int4:rounding=stochastic,ef=false"),
+    Case("fp8"),
+    Case("fp8:format=e5m2,ef=true"),
+    Case("qsgd"),
+    Case("qsgd:norm=l2,bits=4"),
+    Case("terngrad"),
+    Case("natural"),
+    # Sparse
+    Case("topk:ratio=0.05"),
+    Case("topk:ratio=0.05,select=exact,ef=false"),
+    Case("threshold:value=1.0", absolute=True),
+    Case("randomk:ratio=0.1"),
+    Case("randomk:ratio=0.1,unbiased=true,ef=false"),
+    Case("dgc:ratio=0.05"),
+    Case("dgc:ratio=0.05,clip=10.0,nesterov=true,warmup=2", absolute=True),
+    Case("oktopk:ratio=0.05", counts_excluded=True),  # owners share the k elements out by their number
+    # Sign
+    Case("sign:scale=0.1", noisy=True),
+    Case("sign:momentum=0.9", noisy=True),
+    Case("efsign"),
+    Case("efsign:exact=true,block=64"),
+    Case("onebit"),
+    Case("onebit:ef=false,block=256"),
+    # Low rank
+    Case("powersgd:rank=2"),
+    Case("powersgd:rank=2,alternate=true"),
+    Case("powersgd:rank=2,batched=true", flat=True),
+    Case("powersgd:rank=2,warm_start=false"),
+    # Combining and robust
+    Case("adasum", order_matters=True),
+    Case("adasum_delta", order_matters=True),
+    Case("median", survives=1, min_size=1),
+    Case("trimmed_mean", survives=1, min_size=3),
+    Case("krum", survives=1, min_size=5),
+    Case("multi_krum", survives=1, min_size=5),
+    Case("geometric_median", survives=1),
+    Case("clipped_mean:radius=30", survives=1, absolute=True),
+    # Private
+    Case("dp:norm=30.0,noise=0.1,test_seed=7", noisy=True, absolute=True),
+    # Later or less often
+    Case("delayed(ef(bf16))", late=1),
+    Case("local_sgd:every=2"),
+    Case("local_sgd(ef(bf16), every=1)"),
+    Case("post_local_sgd:start=1,every=2,group=none"),
+    Case("diloco(every=2)"),
+    Case("hierarchical(mean)", local_size=2),
+    Case("hierarchical(ef(bf16))", local_size=2, order_matters=True, counts_excluded=True),  # roundings are a node's
+    # Wrappers
     Case("ef(fp16)", overflows=True),
     Case("ef(bf16)"),
-    Case("warmup(steps=1, first=ef(bf16), then=mean)"),
-    Case("partition(*.bias=mean, 2d=ef(bf16), <2=fp16, rest=bf16)", overflows=True),
+    Case("clip(ef(bf16), norm=30.0)", absolute=True),
+    Case("warmup(powersgd(rank=2), steps=1, first=ef(bf16))"),
+    Case("partition(*.bias=mean, 2d=topk(ratio=0.1), <2=fp16, rest=bf16)", overflows=True),
 ]
 
 
