@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 import torch
@@ -65,7 +66,7 @@ class Blocks:
         self._pads: list[int] = []
         loose: list[Tensor] = []
         self._covered = 0
-        for head, end in zip(heads, [*heads[1:], self.count], strict=True):
+        for head, end in pairwise([*heads, self.count] if heads else []):
             at, last = int(starts[head]), int(lengths[end - 1])
             full = end - head - (last < width)
             if full * width >= RUN:
@@ -344,7 +345,9 @@ class Linear(Code):
 
     def from_wire(self, packed: Tensor, n: int) -> Tensor:
         if self.levels > 127:
-            return packed.clone(memory_format=torch.contiguous_format).view(torch.int16)
+            codes = torch.empty((*packed.shape[:-1], n), dtype=torch.int16, device=packed.device)
+            codes.view(torch.uint8).copy_(packed)
+            return codes
         return super().from_wire(packed, n)
 
 

@@ -356,9 +356,9 @@ class _CodePlan:
         if not code.scaled:
             return code.from_wire(rows, self.shards.length), None
         scales, packed = rows.split([4 * self.scales, rows.shape[1] - 4 * self.scales], dim=1)
-        return code.from_wire(packed, self.shards.length), scales.clone(memory_format=torch.contiguous_format).view(
-            torch.float32
-        )
+        floats = torch.empty((rows.shape[0], self.scales), device=rows.device)  # where their bytes lie aligned
+        floats.view(torch.uint8).copy_(scales)
+        return code.from_wire(packed, self.shards.length), floats
 
 
 def _cut(layout: Layout, first: Mapping[str, int], block: int) -> tuple[Tensor, Tensor, Tensor]:
