@@ -12,8 +12,10 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +24,12 @@ from torch import Tensor
 from hvdbridge.bucket import Layout
 from hvdbridge.kernels.random import generator, key
 
-ROW = 16384
+Array = np.ndarray[Any, Any]
+
+ROW = 32768
 """Parameters of at most so many elements are searched together, as rows of a matrix; larger ones by themselves."""
 CHUNK = 131072
-"""Elements that one thread looks through at a time: they stay in its cache."""
+"""Elements that the CPU looks through at a time: they stay in its cache."""
 TAIL = 400
 """Elements of a sample that lie among the k largest, where the parameter is large enough."""
 ROUNDS = 20
@@ -38,7 +42,7 @@ class Rows:
 
     Attributes:
         numbers: of the parameters, among those of the layout.
-        starts: offset of each in the vector, ``[rows, 1]``.
+        counts, starts, first: of each row the elements to choose, its offset in the vector, its first slot.
         slots: where each of ``[rows, most]`` goes in the message; those beyond a row's own count to its end.
     """
 
@@ -46,7 +50,9 @@ class Rows:
     sizes: tuple[int, ...]
     length: int
     most: int
+    counts: Tensor
     starts: Tensor
+    first: Tensor
     slots: Tensor
 
 
@@ -57,7 +63,6 @@ class Large:
     Attributes:
         count: elements to choose; they stand at ``slot`` in the message.
         sample: positions whose ``tail``-th largest magnitude is the threshold of candidates; None: no sample.
-        capacity: of the candidates.
     """
 
     start: int
@@ -66,7 +71,6 @@ class Large:
     slot: int
     sample: Tensor | None
     tail: int
-    capacity: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,20 +110,24 @@ def _plan(layout: Layout, counts: Sequence[int], device: torch.device, exact: bo
     slot = 0
     for number, (name, count) in enumerate(zip(layout.names, counts, strict=True)):
         start, size = layout.offsets[name], layout.sizes[name]
-        if size > ROW:
+        if size > ROW and count:
             large.append(_large(name, start, size, count, slot, device, exact))
         elif count:
             classes.setdefault((size - 1).bit_length(), []).append((number, start, size, count, slot))
         slot += count
     rows: list[Rows] = []
-    for _, members in sorted(classes.items()):
+    several = [members for _, members in sorted(classes.items())]
+    if device.type == "cpu":  # as many rows at a time as the cache holds
+        pieces = [(members, max(1, 2 * CHUNK >> bits)) for bits, members in sorted(classes.items())]
+        several = [members[i : i + step] for members, step in pieces for i in range(0, len(members), step)]
+    for members in several:
         most = max(count for *_, count, _ in members)
         slots = torch.full((len(members), most), slot)
         for row, (_, _, _, count, first) in enumerate(members):
             slots[row, :count] = torch.arange(first, first + count)
-        starts = torch.tensor([[start] for _, start, *_ in members])
         numbers, sizes = tuple(m[0] for m in members), tuple(m[2] for m in members)
-        rows.append(Rows(numbers, sizes, max(sizes), most, starts.to(device), slots.view(-1).to(device)))
+        own, starts, first_slots = (torch.tensor([m[i] for m in members], device=device) for i in (3, 1, 4))
+        rows.append(Rows(numbers, sizes, max(sizes), most, own, starts, first_slots, slots.view(-1).to(device)))
     return Plan(layout, dict(zip(layout.names, counts, strict=True)), slot, tuple(rows), tuple(large))
 
 
@@ -128,26 +136,25 @@ def _large(name: str, start: int, size: int, count: int, slot: int, device: torc
 
     The number of sampled elements among the ``count`` largest is binomial with mean ``inside``; with the
     ``tail``-th largest sample as threshold the candidates lack one of them only if that number reaches ``tail``,
-    4.5 deviations and 4 above its mean (probability below 1e-5 for every ``inside``; few are then lacking).
-    Beyond the capacity, again 5 deviations away, candidates are dropped in the order of their index.
+    4.5 deviations and 4 above its mean (probability below 1e-5; few are then lacking).
     """
-    if count and not exact:
-        drawn = min(size // 8, math.ceil(TAIL * size / count))
+    if device.type == "cpu" and not exact:  # a device searches as fast as it samples
+        drawn = min(size // 32, math.ceil(TAIL * size / count))
         inside = drawn * count / size
         tail = math.ceil(inside + 4.5 * math.sqrt(inside) + 4)
-        capacity = math.ceil((tail + 5 * math.sqrt(tail) + 12) * size / drawn)
-        if capacity < size // 2:
+        if tail < drawn // 2:
             # One position in each of equal strata: distinct, ascending, and the same at every step.
             uniform = torch.rand(drawn, generator=generator("sample", name), dtype=torch.float64)
             positions = ((torch.arange(drawn) + uniform) * (size / drawn)).long().clamp_(max=size - 1)
-            return Large(start, size, count, slot, positions.to(device), tail, capacity)
-    return Large(start, size, count, slot, None, 0, size)
+            return Large(start, size, count, slot, positions, tail)
+    return Large(start, size, count, slot, None, 0)
 
 
 def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """The elements of largest magnitude of each parameter, as many as the plan says.
 
-    Zeros are never chosen: their slots are empty. Among equal magnitudes the choice is torch.topk's.
+    Zeros are never chosen: their slots are empty. Which of equal magnitudes are chosen is the same at every run,
+    on the CPU those that stand first.
 
     Returns:
         ``(indices, values)``: int64 into ``flat``, and of its type (float32 for half types), ``[plan.total]``.
@@ -160,25 +167,78 @@ def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     if flat.element_size() < 4:
         flat = flat.float()
     bits, mask = _bits(flat)
-    # One more slot than the message has: where rows put what is beyond their count.
-    indices = torch.empty(plan.total + 1, dtype=torch.int64, device=flat.device)
-    found = torch.empty(plan.total + 1, dtype=bits.dtype, device=flat.device)
-    if plan.rows:
-        views = torch.split(bits, list(plan.layout.sizes.values()))
-        for group in plan.rows:
-            rows = _matrix([views[number] for number in group.numbers], group).bitwise_and_(mask)
-            top = torch.topk(rows, group.most, dim=1)
-            found[group.slots] = top.values.view(-1)
-            indices[group.slots] = top.indices.add_(group.starts).view(-1)
-    for part in plan.large:
-        if part.count:
-            here = slice(part.slot, part.slot + part.count)
-            positions, magnitudes = _search(bits[part.start : part.start + part.size], part, mask)
-            torch.add(positions, part.start, out=indices[here])
-            found[here] = magnitudes
-    indices, empty = indices[: plan.total], found[: plan.total] == 0
-    indices.masked_fill_(empty, 0)
+    if flat.device.type == "cpu":
+        indices, empty = _largest_on_cpu(bits, plan, mask)
+    else:
+        indices, empty = _largest(bits, plan, mask)
     return indices, flat.index_select(0, indices).masked_fill_(empty, 0)
+
+
+def _largest(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:
+    """Indices, and which slots are empty: without a look at any value by the host."""
+    # One more slot than the message has: where rows put what is beyond their count.
+    indices = torch.empty(plan.total + 1, dtype=torch.int64, device=bits.device)
+    found = torch.empty(plan.total + 1, dtype=bits.dtype, device=bits.device)
+    for group, rows in _matrices(bits, plan, mask):
+        top = torch.topk(rows, group.most, dim=1)
+        found[group.slots] = top.values.view(-1)
+        indices[group.slots] = top.indices.add_(group.starts[:, None]).view(-1)
+    for part in plan.large:
+        here = slice(part.slot, part.slot + part.count)
+        top = torch.topk(bits[part.start : part.start + part.size] & mask, part.count, sorted=False)
+        torch.add(top.indices, part.start, out=indices[here])
+        found[here] = top.values
+    indices, empty = indices[: plan.total], found[: plan.total] == 0
+    return indices.masked_fill_(empty, 0), empty
+
+
+def _largest_on_cpu(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:
+    """The same, where the host may look: numpy finds and partitions several times faster than torch does."""
+    indices = torch.zeros(plan.total, dtype=torch.int64)
+    empty = torch.ones(plan.total, dtype=torch.bool)
+    target, unfilled = indices.numpy(), empty.numpy()
+    for group, matrix in _matrices(bits, plan, mask):
+        rows, counts = matrix.numpy(), group.counts.numpy()
+        top = np.sort(np.partition(rows, group.length - group.most, axis=1)[:, group.length - group.most :], axis=1)
+        limits = np.maximum(np.take_along_axis(top, (group.most - counts)[:, None], axis=1), 1)
+        positions = np.flatnonzero(rows >= limits)
+        ends = np.searchsorted(positions, np.arange(len(rows) + 1) * group.length)
+        if (np.diff(ends) > counts).any():  # of the elements that are equal to the limit some are too many
+            pieces = [positions[a:b] for a, b in pairwise(ends)]
+            flat = rows.reshape(-1)
+            pieces = [p[_first(flat[p], c)] for p, c in zip(pieces, counts.tolist(), strict=True)]
+            positions = np.concatenate(pieces)
+            ends = np.searchsorted(positions, np.arange(len(rows) + 1) * group.length)
+        row = np.repeat(np.arange(len(rows)), np.diff(ends))
+        slots = np.arange(positions.size) + (group.first.numpy() - ends[:-1])[row]
+        target[slots] = positions + (group.starts.numpy() - np.arange(len(rows)) * group.length)[row]
+        unfilled[slots] = False
+    source = bits.numpy()
+    work = np.empty(CHUNK, source.dtype), np.empty(CHUNK, np.bool_)
+    for part in plan.large:
+        piece = source[part.start : part.start + part.size]
+        limit = piece.dtype.type(1)
+        if part.sample is not None:
+            sampled = piece[part.sample.numpy()] & piece.dtype.type(mask)
+            limit = max(limit, np.partition(sampled, -part.tail)[-part.tail])
+        positions = _reaching(piece, limit, mask, *work)
+        positions = positions[_first(piece[positions] & piece.dtype.type(mask), part.count)]
+        here = slice(part.slot, part.slot + positions.size)
+        np.add(positions, part.start, out=target[here])
+        unfilled[here] = False
+    return indices, empty
+
+
+def _first(magnitudes: Array, count: int) -> Array:
+    """Where the ``count`` largest stand, ascending; all where there are no more."""
+    if magnitudes.size <= count:
+        return np.arange(magnitudes.size)
+    limit = np.partition(magnitudes, -count)[-count]
+    chosen = np.flatnonzero(magnitudes >= limit)
+    if excess := chosen.size - count:
+        equal = np.flatnonzero(magnitudes[chosen] == limit)
+        chosen = np.delete(chosen, equal[-excess:])
+    return chosen
 
 
 def _bits(flat: Tensor) -> tuple[Tensor, int]:
@@ -188,61 +248,33 @@ def _bits(flat: Tensor) -> tuple[Tensor, int]:
     return flat.view(torch.int32), (1 << 31) - 1
 
 
-def _matrix(views: list[Tensor], group: Rows) -> Tensor:
-    """Vectors as the rows of a matrix, zeros behind them."""
-    rows = torch.zeros((len(views), group.length), dtype=views[0].dtype, device=views[0].device)
-    widths = [width for size in group.sizes for width in (size, group.length - size)]
-    torch._foreach_copy_(list(torch.split(rows.view(-1), widths)[::2]), views)
-    return rows
+def _matrices(bits: Tensor, plan: Plan, mask: int) -> Iterator[tuple[Rows, Tensor]]:
+    """The magnitudes of each group of parameters as the rows of a matrix, zeros behind them."""
+    if not plan.rows:
+        return
+    views = torch.split(bits, list(plan.layout.sizes.values()))
+    for group in plan.rows:
+        rows = torch.zeros((len(group.numbers), group.length), dtype=bits.dtype, device=bits.device)
+        widths = [width for size in group.sizes for width in (size, group.length - size)]
+        mine = list(torch.split(rows.view(-1), widths)[::2])
+        torch._foreach_copy_(mine, [views[number] for number in group.numbers])
+        yield group, rows.bitwise_and_(mask)
 
 
-def _search(bits: Tensor, part: Large, mask: int) -> tuple[Tensor, Tensor]:
-    """Positions and magnitudes (as integers) of the ``part.count`` largest; magnitude 0: none."""
-    if part.sample is None:
-        top = torch.topk(bits & mask, part.count, sorted=False)
-        return top.indices, top.values
-    sampled = bits.index_select(0, part.sample).bitwise_and_(mask)
-    threshold = torch.kthvalue(sampled, sampled.numel() - part.tail + 1).values.clamp_(min=1)
-    if bits.device.type == "cpu":
-        candidates = _reaching_on_cpu(bits, threshold, mask)[: part.capacity]
-    else:
-        candidates = reaching(bits & mask, threshold, part.capacity)
-    magnitudes = bits.index_select(0, candidates.clamp(min=0)).bitwise_and_(mask).masked_fill_(candidates < 0, 0)
-    lacking = part.count - candidates.numel()  # on the CPU there are as many as there are
-    if lacking > 0:
-        candidates = torch.cat([candidates, candidates.new_zeros(lacking)])
-        magnitudes = torch.cat([magnitudes, magnitudes.new_zeros(lacking)])
-    top = torch.topk(magnitudes, part.count, sorted=False)
-    return candidates.index_select(0, top.indices), top.values
+def _reaching(bits: Array, limit: Any, mask: int, magnitudes: Array, chosen: Array) -> Array:
+    """Positions of the elements whose magnitude is not below ``limit``, ascending.
 
-
-def reaching(magnitudes: Tensor, threshold: Tensor, capacity: int) -> Tensor:
-    """Positions of the elements that are not below ``threshold``, ascending: the first ``capacity``, then -1.
-
-    >>> reaching(torch.tensor([3, 1, 4, 1, 5]), torch.tensor(3), 4), reaching(torch.arange(9), torch.tensor(1), 2)
-    (tensor([ 0,  2,  4, -1]), tensor([1, 2]))
+    ``magnitudes`` and ``chosen`` are room for a chunk.
     """
-    chosen = magnitudes >= threshold
-    slots = torch.cumsum(chosen, 0).sub_(1).clamp_(max=capacity).masked_fill_(~chosen, capacity)
-    positions = torch.full((capacity + 1,), -1, device=magnitudes.device)
-    # Only what is put at the end, to be cut off, meets with another.
-    return positions.scatter_(0, slots, torch.arange(magnitudes.numel(), device=magnitudes.device))[:capacity]
-
-
-def _reaching_on_cpu(bits: Tensor, threshold: Tensor, mask: int) -> Tensor:
-    """The same, all of them, in the cache: numpy compares and finds several times faster than torch does."""
-    source, limit = bits.numpy(), threshold.numpy()
-    magnitudes = np.empty(min(CHUNK, source.size), source.dtype)
-    chosen = np.empty(magnitudes.size, np.bool_)
     pieces = []
-    for start in range(0, source.size, CHUNK):
-        chunk = source[start : start + CHUNK]
-        np.bitwise_and(chunk, chunk.dtype.type(mask), out=magnitudes[: chunk.size])
+    for start in range(0, bits.size, CHUNK):
+        chunk = bits[start : start + CHUNK]
+        np.bitwise_and(chunk, bits.dtype.type(mask), out=magnitudes[: chunk.size])
         np.greater_equal(magnitudes[: chunk.size], limit, out=chosen[: chunk.size])
         positions = np.flatnonzero(chosen[: chunk.size])
         positions += start
         pieces.append(positions)
-    return torch.from_numpy(np.concatenate(pieces))
+    return np.concatenate(pieces)
 
 
 def shuffled(plan: Plan, seed: int, device: torch.device) -> Tensor:
@@ -269,19 +301,19 @@ def shuffled(plan: Plan, seed: int, device: torch.device) -> Tensor:
         return sizes, names, owner, sizes.int()[owner], number.int(), start[owner]
 
     sizes, names, owner, size, number, start = plan.layout.derive(("shuffle", plan, device), make)
-    x = number
-    for round_ in range(ROUNDS + 1):
-        salt = _mixed(names ^ key(seed, round_))
-        pivot = ((salt >> 1) & ((1 << 62) - 1)).remainder_(sizes).int()[owner]
-        if round_ == 0:
-            x = x + pivot
-            x = torch.where(x >= size, x - size, x)
-            continue
-        other = pivot.sub_(x)
+    # By round and parameter: 62 bits of pivot, 31 of salt.
+    rounds = torch.tensor([key(seed, round_) for round_ in range(ROUNDS + 1)], dtype=torch.int64, device=device)
+    drawn = _mixed(names ^ rounds[:, None])
+    pivots = ((drawn >> 1) & ((1 << 62) - 1)).remainder_(sizes).int()
+    salts = (_mixed(drawn) & 0x7FFFFFFF).int()
+    x = number + pivots[0].index_select(0, owner)
+    x = torch.where(x >= size, x - size, x)
+    for pivot, salt in zip(pivots[1:], salts[1:], strict=True):
+        other = pivot.index_select(0, owner).sub_(x)
         other.add_((other >> 31).bitwise_and_(size))
-        swap = torch.maximum(x, other).add_((_mixed(salt) & 0x7FFFFFFF).int()[owner]).mul_(-1640531535)
+        swap = torch.maximum(x, other).add_(salt.index_select(0, owner)).mul_(-1640531535)
         swap.bitwise_xor_(swap >> 15).mul_(-2048144789)
-        x = torch.where(swap.bitwise_xor_(swap >> 13) & 1 == 1, other, x)
+        x = torch.where(swap < 0, other, x)
     return start + x
 
 
@@ -315,19 +347,20 @@ def _ends(layout: Layout, device: torch.device) -> Tensor:
 
 
 def pack_pairs(indices: Tensor, values: Tensor) -> Tensor:
-    """One message of both: int32, ``[2 K]`` (``[3 K]`` for float64 values), indices first.
+    """One message of both: int32, ``[2 K]`` (``[3 K]`` for float64 values), values first.
 
     >>> unpack_pairs(pack_pairs(torch.tensor([3, 0]), torch.tensor([1.5, 0.])), torch.float32)
     (tensor([3, 0], dtype=torch.int32), tensor([1.5000, 0.0000]))
     """
-    return torch.cat([indices.to(torch.int32), values.view(torch.int32)])
+    return torch.cat([values.view(torch.int32), indices.to(torch.int32)])
 
 
 def unpack_pairs(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Of messages ``[..., 2 K]`` the indices and the values of type ``dtype``, ``[..., K]``."""
-    width = message.shape[-1] // (1 + dtype.itemsize // 4)
-    values = message[..., width:]
-    return message[..., :width], values.contiguous().view(dtype)
+    words = dtype.itemsize // 4
+    count = message.shape[-1] // (words + 1)
+    values = message[..., : count * words].reshape(-1).view(dtype)
+    return message[..., count * words :], values.view(*message.shape[:-1], count)
 
 
 def add_up(indices: Tensor, values: Tensor, numel: int) -> Tensor:

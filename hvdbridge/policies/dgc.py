@@ -106,4 +106,5 @@ class Dgc(Policy):
         """What takes the norm of this rank's own gradient (before its weight) to the limit; at most 1."""
         assert self.clip is not None
         limit = self.clip * bucket.size**-0.5 * bucket.factor
-        return (limit / gradient.norm().clamp(min=torch.finfo(gradient.dtype).tiny)).clamp_(max=1.0)
+        norm = torch.linalg.vector_norm(gradient).clamp(min=torch.finfo(gradient.dtype).tiny)
+        return torch.clamp(limit / norm, max=1.0)

@@ -14,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +26,23 @@ from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
 
 RESIDUAL: Mapping[str, Slot] = {"residual": Slot(local=True, gradient_units=True)}
 """The slot that feedback keeps."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Chosen(Aggregated):
+    """What :meth:`WithFeedback.compress` returns where few elements were sent: which, in the place of ``sent``.
+
+    Attributes:
+        indices, values: ``sent`` is zero but at ``indices``; an empty slot is (0, 0).
+    """
+
+    indices: Tensor
+    values: Tensor
+
+    def dense(self) -> Tensor:
+        """``sent``, flat, in the type of the values."""
+        flat = torch.zeros(self.update.numel(), dtype=self.values.dtype, device=self.values.device)
+        return flat.index_add_(0, self.indices, self.values) if self.indices.numel() else flat
 
 
 def residuals(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -46,9 +63,15 @@ def feedback(bucket: Bucket, state: State, aggregate: Callable[[Bucket, State], 
     if excluded:
         corrected.buffer.zero_()
     result = yield from aggregate(corrected, state["inner"])
-    assert result.sent is not None, f"{aggregate} is additive but said not what it sent"
     residual = state["residual"]
-    if not excluded:
+    if excluded:
+        pass
+    elif isinstance(result, Chosen):
+        if result.indices.numel():
+            corrected.buffer.index_add_(0, result.indices, result.values, alpha=-1)
+        residual = Views(bucket.layout, corrected.buffer)
+    else:
+        assert result.sent is not None, f"{aggregate} is additive but said not what it sent"
         residual = Views(bucket.layout, corrected.buffer.sub_(result.sent))
     return Aggregated(result.update, state={"residual": residual, "inner": result.state})
 
@@ -83,7 +106,10 @@ class WithFeedback(Policy):
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         if self.ef:
             return (yield from feedback(bucket, state, self.compress))
-        return (yield from self.compress(bucket, state))
+        result = yield from self.compress(bucket, state)
+        if isinstance(result, Chosen):
+            return Aggregated(result.update, result.dense() if bucket.needs_sent else None, result.state)
+        return result
 
     def fresh(self, params: Mapping[str, Tensor]) -> State:
         """The leaf's own state for these parameters."""
@@ -91,7 +117,7 @@ class WithFeedback(Policy):
 
     def compress(self, bucket: Bucket, state: State) -> Flow:
         """The leaf's ``aggregate``, additive: it calls ``bucket.weighted()``, and says what it sent where
-        ``bucket.needs_sent``. ``state`` is its own, as :meth:`fresh` began it."""
+        ``bucket.needs_sent`` (or always, as :class:`Chosen`). ``state`` is its own, as :meth:`fresh` began it."""
         raise NotImplementedError
 
 

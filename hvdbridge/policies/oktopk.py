@@ -1,6 +1,6 @@
 """Ok-Topk (Li and Hoefler 2022): a sparse all-reduce whose volume does not grow with the number of ranks.
 
-    k largest of mine  ->  all-to-all to the owners of their indices  ->  owners add and keep the largest  ->  all-gather
+    k largest of mine  ->  all-to-all to their owners  ->  owners add and keep the largest sums  ->  all-gather
 
 Rules:
 
@@ -96,16 +96,18 @@ class Routes:
         counts = [plan.counts[name] for name in self.names]
         # The owner of each parameter, or -1: divided among all.
         whole = [key("owner", n) % size if c < SHARED * size else -1 for n, c in zip(self.names, counts, strict=True)]
-        # capacities[p][o], and from there the slot where (p, o) begins in the message to o.
-        share = [math.ceil(c / size + 2 * math.sqrt(c / size)) for c in counts]
-        self.capacities = [
-            [s if w < 0 else c * (o == w) for o in range(size)] for s, w, c in zip(share, whole, counts, strict=True)
-        ]
-        self.kept = [
-            [-(-c // size) if w < 0 else c * (o == w) for o in range(size)] for c, w in zip(counts, whole, strict=True)
-        ]
+        owners = range(size)
+
+        def spread(shares: list[int]) -> list[list[int]]:
+            """By parameter and owner: the parameter's share for each owner, or all of it for the one."""
+            rows = zip(shares, whole, counts, strict=True)
+            return [[share if one < 0 else count * (o == one) for o in owners] for share, one, count in rows]
+
+        self.capacities = spread([math.ceil(c / size + 2 * math.sqrt(c / size)) for c in counts])
+        self.kept = spread([-(-c // size) for c in counts])
         self.width = max(sum(column) for column in zip(*self.capacities, strict=True))
         self.back = max(sum(column) for column in zip(*self.kept, strict=True))
+        # The slot where (p, o) begins in the messages, which stand one behind the other.
         first, filled = [], [o * self.width for o in range(size)]
         for row in self.capacities:
             first.append(list(filled))

@@ -23,7 +23,7 @@ from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.random import key
 from hvdbridge.kernels.select import Plan, add_up, count_of, largest, pack_pairs, poison, shuffled, unpack_pairs
 from hvdbridge.options import option
-from hvdbridge.policies.feedback import WithFeedback
+from hvdbridge.policies.feedback import Chosen, WithFeedback
 from hvdbridge.policies.sharded import accumulator
 from hvdbridge.policy import Aggregated, Exchange, Flow, State
 
@@ -52,10 +52,10 @@ class TopK(WithFeedback):
 
     Attributes:
         ratio: share of the elements that travel.
-        select: ``"sampled"`` (fast): a threshold found from a sample of the parameter gives about 1.2 k to 2.5 k
-            candidates, of which the k largest are kept: what ``"exact"`` keeps, save in one case of 100 000,
-            when it is a few less than k. ``"exact"``: torch.topk of every parameter. Parameters up to
-            16384 elements are searched exactly by both.
+        select: ``"sampled"`` (fast): on the CPU, the threshold that a sample of the parameter gives leaves about
+            1.2 k to 3 k candidates, of which the k largest are kept: what ``"exact"`` keeps, save in one case of
+            100 000, when it is a few less than k. ``"exact"``: all elements are compared. Parameters of up to
+            32768 elements, and those on a device, are searched exactly by both.
         ef: error feedback.
     """
 
@@ -66,8 +66,8 @@ class TopK(WithFeedback):
     def compress(self, bucket: Bucket, state: State) -> Flow:
         flat = bucket.weighted().buffer
         indices, values = largest(flat, plan_of(bucket, self.ratio, self.select == "exact"))
-        sent = add_up(indices[None], values[None], flat.numel()) if bucket.needs_sent else None
-        return Aggregated((yield from gathered_sum(indices, values, flat.numel())), sent)
+        update = yield from gathered_sum(indices, values, flat.numel())
+        return Chosen(update, indices=indices, values=values)
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Threshold(WithFeedback):
         low = values.abs() < self.value / bucket.size  # False for NaN
         indices.masked_fill_(low, 0)
         values.masked_fill_(low, 0)
-        sent = add_up(indices[None], values[None], flat.numel()) if bucket.needs_sent else None
-        return Aggregated((yield from gathered_sum(indices, values, flat.numel())), sent)
+        update = yield from gathered_sum(indices, values, flat.numel())
+        return Chosen(update, indices=indices, values=values)
 
 
 @dataclass(frozen=True)
@@ -131,15 +131,15 @@ class RandomK(WithFeedback):
         plan = plan_of(bucket, self.ratio)
         update = torch.zeros(flat.numel(), dtype=accumulator(flat.dtype), device=flat.device)
         if not plan.total:
-            return Aggregated(update, update if bucket.needs_sent else None)
+            return Aggregated(update, update)
         indices = shuffled(plan, key(bucket.seed, bucket.step, "randomk"), flat.device)
         values = flat.index_select(0, indices).to(update.dtype)
         numbers, slots, scale = layout.derive(("randomk", plan), lambda: _slots(plan, flat.device))
         values.index_add_(0, slots, poison(flat, layout)[numbers].to(update.dtype))
         if self.unbiased:
             values.mul_(scale)
-        sent = torch.zeros_like(update).index_copy_(0, indices, values) if bucket.needs_sent else None
-        return Aggregated(update.index_copy_(0, indices, (yield AllReduce(values))), sent)
+        total = yield AllReduce(values.clone())  # what is yielded is given away
+        return Chosen(update.index_copy_(0, indices, total), indices=indices, values=values)
 
 
 def _slots(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
