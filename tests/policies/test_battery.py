@@ -23,7 +23,7 @@ from hvdbridge.policies import ErrorFeedback, from_spec, name_of, to_spec
 from hvdbridge.policy import Aggregated, Flow, Policy, State
 from hvdbridge.simulation import Simulation
 from hvdbridge.state import StateStore, leaves, slot_of
-from policies.policies import CASES, SHAPES, Case, Grads, bits, close, gradients, unlisted, weights_for
+from policies.policies import CASES, SHAPES, Case, Grads, Trained, bits, close, gradients, unlisted, weights_for
 
 SIZES = (1, 2, 3, 4, 8)
 ONE_BUCKET = [list(SHAPES)]
@@ -35,33 +35,6 @@ every = pytest.mark.parametrize("case", CASES, ids=str)
 
 def every_that(wanted: Iterable[Case]) -> Any:
     return pytest.mark.parametrize("case", list(wanted), ids=str)
-
-
-class Trained(Simulation):
-    """A simulation whose ranks train: plain SGD, and after it what the policy makes of the parameters.
-
-    Attributes:
-        parameters: of each rank, all 0.5 at the start.
-    """
-
-    def __init__(self, case: Case, size: int, dtype: torch.dtype = torch.float32, **more: Any) -> None:
-        start = {name: torch.full(shape, 0.5, dtype=dtype) for name, shape in SHAPES.items()}
-        super().__init__(case.policy, start, size, case.local_size, **more)
-        self.case = case
-        self.parameters: list[Grads] = [dict(start) for _ in range(size)]
-
-    def step(self, grads_per_rank: Any, weights: Any = None) -> list[Grads]:
-        """What the policy did to each rank: the update, or, where it acts on parameters, the change of these."""
-        updates = super().step(grads_per_rank, weights)
-        if self.case.first_due is None or self.skipped:
-            return updates
-        before = self.parameters
-        moved = [
-            {name: p - 0.125 * update[name] for name, p in mine.items()}
-            for mine, update in zip(before, updates, strict=True)
-        ]
-        self.parameters = self.after_step(moved)
-        return [{n: t - 0.5 for n, t in mine.items()} for mine in self.parameters]
 
 
 class Arranged(Trained):

@@ -1,7 +1,8 @@
 """All policies on this job's backend against Simulation in the same process; what was wrong is recorded by policy.
 
-With ``save DIR`` or ``resume DIR`` each policy is also interrupted: its state is left for jobs on other backends, or
-taken up from there.
+battery.py compare - [spec ...]
+battery.py save DIR         each policy is also interrupted: its state is left for jobs on other backends
+battery.py resume DIR       and taken up there
 """
 
 from __future__ import annotations
@@ -16,14 +17,25 @@ from typing import Any
 
 import torch
 from jobs import record
-from policies.policies import CASES, SHAPES, Case, Grads, bits, close, gradients, weights_for
+from policies.policies import (
+    CASES,
+    LEARNING_RATE,
+    SHAPES,
+    START,
+    Case,
+    Grads,
+    Trained,
+    bits,
+    close,
+    gradients,
+    weights_for,
+)
 from torch import Tensor, nn
 
 import hvdbridge as hb
 
-STEPS = 3
+STEPS = 4
 BUCKET_MB = 0.004  # four buckets or so
-LEARNING_RATE = 0.125
 SEED = 5
 
 
@@ -39,7 +51,7 @@ class Dictated(nn.Module):
                 if not hasattr(owner, key):
                     owner.add_module(key, nn.Module())
                 owner = getattr(owner, key)
-            owner.register_parameter(last, nn.Parameter(torch.full(shape, 0.5)))
+            owner.register_parameter(last, nn.Parameter(torch.full(shape, START)))
 
     def forward(self, wanted: list[Tensor]) -> Tensor:
         return torch.stack([(p * g).sum() for p, g in zip(self.parameters(), wanted, strict=True)]).sum()
@@ -57,21 +69,25 @@ class Replica:
             self.module, optimizer, policy=case.policy, bucket_mb=BUCKET_MB, weighted=True, seed=SEED
         )
 
-    def backward(self, grads: Grads, weight: float) -> Grads:
-        """The aggregated gradients."""
+    @property
+    def parameters(self) -> Grads:
+        return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    def step(self, grads: Grads, weight: float) -> Grads:
+        """What the policy did to this rank, as :meth:`Trained.step` says it."""
         self.sync.optimizer.zero_grad()
         self.sync.weight = weight
         self.sync.model([grads[name] for name in self.names]).backward()
-        return {name: p.grad.clone() for name, p in self.module.named_parameters()}  # type: ignore[union-attr]
+        update = {name: p.grad.clone() for name, p in self.module.named_parameters()}  # type: ignore[union-attr]
+        self.sync.optimizer.step()
+        return update if self.case.first_due is None else {n: p - START for n, p in self.parameters.items()}
 
     def train(self, steps: Iterable[int]) -> list[str]:
-        """Digests of gradients and parameters, step by step."""
+        """Digests of updates and parameters, step by step."""
         found = []
         for step in steps:
-            weights = plan(self.case, step)
-            grads = self.backward(gradients(hb.size(), step)[hb.rank()], weights[hb.rank()])
-            self.sync.optimizer.step()
-            found.append(digest(grads) + digest(dict(self.module.named_parameters())))
+            change = self.step(gradients(hb.size(), step)[hb.rank()], plan(self.case, step)[hb.rank()])
+            found.append(digest(change) + digest(self.parameters))
         return found
 
 
@@ -90,14 +106,13 @@ def digest(tensors: Grads) -> str:
 def compare(case: Case, replica: Replica) -> dict[str, Any]:
     """What differs from Simulation, step by step, and digests that all ranks must share."""
     size, rank = hb.size(), hb.rank()
-    reference = hb.Simulation(case.policy, dict(replica.module.named_parameters()), size, seed=SEED)
+    reference = Trained(case, size, names=replica.names, seed=SEED, local_size=None)
     wrong, digests = [], []
     for step in range(STEPS):
         weights, grads = plan(case, step), gradients(size, step)
         want = reference.step(grads, weights)[rank]
-        found = replica.backward(grads[rank], weights[rank])
-        replica.sync.optimizer.step()
-        digests.append(digest(found))
+        found = replica.step(grads[rank], weights[rank])
+        digests.append(digest(found) if case.alike_after(step) else "")
         differ = [name for name in SHAPES if not torch.equal(found[name], want[name])]
         if size <= 2 and differ:
             wrong.append(f"step {step}: {', '.join(differ)} differ from the simulation")
@@ -109,23 +124,25 @@ def compare(case: Case, replica: Replica) -> dict[str, Any]:
     return {"wrong": wrong, "digests": digests}
 
 
-def save(case: Case, file: Path) -> list[str]:
+def save(case: Case, directory: Path) -> list[str]:
+    """Train, leave everything in the middle, train on."""
     replica = Replica(case)
     replica.train(range(3))
     gathered = replica.sync.state_dict(gather=True)
     if hb.rank() == 0:
-        torch.save({"sync": gathered, "model": replica.module.state_dict()}, file)
-    found = replica.train(range(3, 5))
+        torch.save(gathered, directory / "sync.pt")
+    torch.save(replica.module.state_dict(), directory / f"model{hb.rank()}.pt")
+    found = replica.train(range(3, 6))
     replica.sync.close()
     return found
 
 
-def resume(case: Case, file: Path) -> list[str]:
-    saved = torch.load(file, weights_only=True)
+def resume(case: Case, directory: Path) -> list[str]:
+    """Train on from what another job left."""
     replica = Replica(case)
-    replica.module.load_state_dict(saved["model"])
-    replica.sync.load_state_dict(saved["sync"])
-    found = replica.train(range(3, 5))
+    replica.module.load_state_dict(torch.load(directory / f"model{hb.rank()}.pt", weights_only=True))
+    replica.sync.load_state_dict(torch.load(directory / "sync.pt", weights_only=True))
+    found = replica.train(range(3, 6))
     replica.sync.close()
     return found
 
@@ -142,8 +159,9 @@ def main(mode: str, directory: str, only: list[str]) -> None:
             found[case.spec] = compare(case, replica)
             replica.sync.close()
             if mode != "compare":
-                file = Path(directory) / f"{number}.ckpt"
-                found[case.spec]["resumed"] = save(case, file) if mode == "save" else resume(case, file)
+                place = Path(directory) / str(number)
+                place.mkdir(exist_ok=True)
+                found[case.spec]["resumed"] = save(case, place) if mode == "save" else resume(case, place)
         except Exception:
             found[case.spec] = {"wrong": [traceback.format_exc()], "digests": []}
         found[case.spec]["seconds"] = time.monotonic() - started
@@ -152,4 +170,4 @@ def main(mode: str, directory: str, only: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "", sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])
