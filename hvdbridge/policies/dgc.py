@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from hvdbridge.bucket import Bucket, Views, flatten
+from hvdbridge.kernels.norm import global_norm
 from hvdbridge.kernels.select import largest
 from hvdbridge.options import option
 from hvdbridge.policies.feedback import residuals
 from hvdbridge.policies.sharded import accumulator
-from hvdbridge.policies.sparse import gathered_sum, plan_of
+from hvdbridge.policies.sparse import contributors, gathered_sum, plan_of
 from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
 
 
@@ -44,8 +45,9 @@ class Dgc(Policy):
         ratio: share of the elements that travel after the warm-up.
         momentum: in place of the optimizer's.
         nesterov: the other form of momentum.
-        clip: the norm to which this rank's whole gradient is clipped, times ``N ** -0.5``, before it is
-            accumulated (local gradient clipping, section 3.3). The flow then waits for the last gradient.
+        clip: the norm to which this rank's whole gradient is clipped, times ``N ** -0.5`` (of N ranks that have
+            a weight), before it is accumulated (local gradient clipping, section 3.3). The flow then waits for the
+            last gradient.
         warmup: steps in which the ratio falls from 1/4 by factors of 4 to ``ratio``, in equal stages (section 3.3).
     """
 
@@ -103,8 +105,10 @@ class Dgc(Policy):
         return Aggregated((yield from gathered_sum(indices, values, layout.numel)), state=new)
 
     def _shrink(self, gradient: Tensor, bucket: Bucket) -> Tensor:
-        """What takes the norm of this rank's own gradient (before its weight) to the limit; at most 1."""
+        """What takes the norm of this rank's own gradient (before its weight) to the limit; at most 1, and 1
+        where the norm is not finite: NaN and inf travel as they are."""
         assert self.clip is not None
-        limit = self.clip * bucket.size**-0.5 * bucket.factor
-        norm = torch.linalg.vector_norm(gradient).clamp(min=torch.finfo(gradient.dtype).tiny)
-        return torch.clamp(limit / norm, max=1.0)
+        limit = self.clip * contributors(bucket) ** -0.5 * bucket.factor
+        norm = global_norm(gradient, bucket.layout)
+        factor = torch.clamp(limit / norm, max=1.0)  # a norm of 0 gives inf, and 1
+        return torch.where(norm.isfinite(), factor, 1.0).to(gradient.dtype)

@@ -34,6 +34,11 @@ def plan_of(bucket: Bucket, ratio: float, exact: bool = False) -> Plan:
     return Plan.of(bucket.layout, counts, bucket.buffer.device, exact)
 
 
+def contributors(bucket: Bucket) -> int:
+    """The number of ranks that are not excluded by a weight of 0."""
+    return bucket.size if bucket.weights is None else sum(weight > 0 for weight in bucket.weights)
+
+
 def gathered_sum(indices: Tensor, values: Tensor, numel: int) -> Exchange:
     """The sum over ranks of sparse vectors of ``numel`` elements: one all-gather of 8 bytes per element."""
     if not indices.numel():  # so it is on every rank
@@ -74,9 +79,9 @@ class TopK(WithFeedback):
 class Threshold(WithFeedback):
     """The elements whose magnitude reaches a fixed value (Strom 2015; here they travel with their own values).
 
-    An element of ``p = g w/sum(w) + e`` travels where ``N |p| >= value``: the value is in units of one rank's
-    gradient, whatever the number of ranks. The capacity is ``ceil(ratio n)`` of each parameter; where more reach
-    the value the largest travel and the rest waits in the residual.
+    An element of ``p = g w/sum(w) + e`` travels where ``N |p| >= value``, N ranks having a weight: the value is in
+    units of one rank's gradient, whatever the number of ranks. The capacity is ``ceil(ratio n)`` of each parameter;
+    where more reach the value the largest travel and the rest waits in the residual.
     On the wire: as ``topk`` of the same ratio, however many reach the value.
 
     Attributes:
@@ -92,7 +97,7 @@ class Threshold(WithFeedback):
     def compress(self, bucket: Bucket, state: State) -> Flow:
         flat = bucket.weighted().buffer
         indices, values = largest(flat, plan_of(bucket, self.ratio))
-        low = values.abs() < self.value / bucket.size  # False for NaN
+        low = values.abs() < self.value / contributors(bucket)  # False for NaN
         indices.masked_fill_(low, 0)
         values.masked_fill_(low, 0)
         update = yield from gathered_sum(indices, values, flat.numel())
