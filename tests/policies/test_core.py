@@ -191,11 +191,12 @@ def test_early_where_it_cannot_be_is_refused() -> None:
         harness.step(1.0)
         with pytest.raises(ConfigurationError, match="aggregate yields Early"):
             harness.aggregator.settle()
-    with pytest.raises(ConfigurationError, match="yields Early"), Harness(HastyAfter()) as harness:
+    with Harness(HastyAfter()) as harness:
         parameter = torch.nn.Parameter(torch.ones(3))
         after = AfterStep(harness.aggregator, {"w": parameter}, [], torch.nn.Identity())
         harness.step(1.0)
-        after.catch_up()
+        with pytest.raises(ConfigurationError, match="yields Early"):
+            after.catch_up()
 
 
 class Gated(Communicator):
@@ -478,12 +479,11 @@ def test_statistics_bear_the_key_of_an_inner_policy() -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_predicted_bytes_are_those_of_a_simulation(case: Case) -> None:
     params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    for size, local_size in ((1, None), (2, None), (4, 2), (5, 2)):
-        if size < case.min_size:
-            continue
-        for bucket_mb in (25.0, 0.003):
+    for size in case.sizes(1, 3, 5):
+        local_size = 2 if size == 5 else case.local_size
+        for bucket_mb in (25.0, 0.003) if size == 3 else (0.003,):
             simulated = Simulation(case.policy, params, size, local_size, bucket_mb=bucket_mb)
-            for step in range(3):
+            for step in range(2):
                 before = simulated.bytes_sent[0]
                 updates = simulated.step(gradients(size, step), weights_for(case, size))
                 simulated.after_step(updates)
@@ -506,12 +506,7 @@ def test_bytes_of_shapes_types_and_steps() -> None:
 def test_buckets_are_cut_from_the_end_by_type() -> None:
     params = {f"p{i}": torch.zeros(300_000, dtype=torch.float16 if i == 3 else torch.float32) for i in range(6)}
     names = [layout.names for layout in cut_layouts(params, 2 * 2**20)]
-    assert names == [("p5",), ("p4", "p2"), ("p3",), ("p1", "p0")] or names == [
-        ("p5",),
-        ("p4", "p2"),
-        ("p1", "p0"),
-        ("p3",),
-    ]
+    assert names == [("p5",), ("p4", "p2"), ("p1", "p0"), ("p3",)]
     assert [layout.names for layout in cut_layouts(params, 1)] == [(f"p{i}",) for i in reversed(range(6))]
 
 
@@ -594,5 +589,5 @@ def test_clip_is_not_additive_and_bounded() -> None:
     with pytest.raises(ConfigurationError, match="cannot wrap Clip"):
         from_spec("ef(clip)")
     for wrong in ("0", "-1", "nan"):
-        with pytest.raises(ConfigurationError, match="norm=.* must be > 0"):
+        with pytest.raises(ConfigurationError, match=r"norm=.* must be > 0"):
             from_spec(f"clip:norm={wrong}")
