@@ -97,33 +97,46 @@ class BlockShards(Shards):
         self.numel, self.size = layout.numel, size
         # (offset in the vector, blocks, elements of each, owner, offset in the owner's shard)
         self.pieces: list[tuple[int, int, int, int, int]] = []
+        # The same as views: (segment of the vector, first block and step in it or None for all of it).
+        self._views: list[tuple[int, int | None]] = []
+        # Segments are the full blocks of a parameter, and its short one.
+        self._segments = [part for n in layout.sizes.values() for part in (n - n % BLOCK, n % BLOCK)]
         filled = [0] * size
-        for name, numel in layout.sizes.items():
+        for i, (name, numel) in enumerate(layout.sizes.items()):
             full = numel // BLOCK
             for skip in range(min(size, full)):
                 owner = (first[name] + skip) % size
                 count = len(range(skip, full, size))
                 start = layout.offsets[name] + skip * BLOCK
                 self.pieces.append((start, count, BLOCK, owner, filled[owner]))
+                self._views.append((2 * i, skip if full > 1 and size > 1 else None))
                 filled[owner] += count * BLOCK
-        for name, numel in layout.sizes.items():
+        for i, (name, numel) in enumerate(layout.sizes.items()):
             full, short = divmod(numel, BLOCK)
             if short:
                 owner = (first[name] + full) % size
                 start = layout.offsets[name] + full * BLOCK
                 self.pieces.append((start, 1, short, owner, filled[owner]))
+                self._views.append((2 * i + 1, None))
                 filled[owner] += short
         self.length = max(filled)
+        # Each owner's pieces lie one behind the other in its shard.
+        self._owned = [[n * width for _, n, width, owner, _ in self.pieces if owner == r] for r in range(size)]
+        self._owned = [[*sizes, self.length - sum(sizes)] for sizes in self._owned]
 
     def _pairs(self, flat: Tensor, rows: Tensor, rank: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """Views of the vector, and of the same elements in the shards; ``rank``: in the only row, that owner's."""
-        theirs, ours = [], []
-        origin, stride = flat.storage_offset(), (self.size * BLOCK, 1)
-        for start, count, width, owner, offset in self.pieces:
-            if rank is None or owner == rank:
-                theirs.append(flat.as_strided((count, width), stride, origin + start))
-                row = rows[owner if rank is None else 0]
-                ours.append(row[offset : offset + count * width].view(count, width))
+        segments, theirs, ours = flat.split(self._segments), [], []
+        owners = range(self.size) if rank is None else [rank]
+        shards = {r: iter(row.split(self._owned[r])) for r, row in zip(owners, rows.unbind(), strict=True)}
+        for (_, _, _, owner, _), (segment, skip) in zip(self.pieces, self._views, strict=True):
+            if owner in shards:
+                mine, part = next(shards[owner]), segments[segment]
+                if skip is not None:
+                    part = part.view(-1, BLOCK)[skip :: self.size]
+                    mine = mine.view(-1, BLOCK)
+                theirs.append(part)
+                ours.append(mine)
         return theirs, ours
 
     def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0) -> Tensor:
