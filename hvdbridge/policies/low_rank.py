@@ -162,7 +162,9 @@ class PowerSGD(WithFeedback):
     def _both(self, bucket: Bucket, plan: Plan, matrices: list[Tensor], dense: Tensor, state: State) -> Factors:
         """P, then Q."""
         old = plan.load(state["q"], COLS, dense.dtype) if self.warm_start else self._drawn(plan, bucket, dense.dtype)
-        p = [product(aligned(_scaled(q)), m.mT) for q, m in zip(old, matrices, strict=True)]
+        # The span of P is that of any basis of Q; only an epsilon asks for its length.
+        start = self._basis(old) if self.epsilon else [aligned(_scaled(q)) for q in old]
+        p = [product(q, m.mT) for q, m in zip(start, matrices, strict=True)]
         p, total = plan.unpack((yield AllReduce(plan.pack(p, dense))), ROWS)
         p = self._basis(p)
         mine = [product(basis, m) for basis, m in zip(p, matrices, strict=True)]
