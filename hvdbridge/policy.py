@@ -92,11 +92,16 @@ def finish(flow: Flow) -> Generator[Collective, Tensor, Aggregated]:
     """Pass on a flow's requests up to its end, where it may not say :class:`Early` (any more)."""
     end = yield from advance(flow)
     if isinstance(end, Early):
-        raise ConfigurationError(
-            f"{getattr(flow, '__qualname__', flow)} yields Early, which a flow may do once, and only where it "
-            "aggregates gradients: this policy cannot stand here"
-        )
+        raise too_early(flow)
     return end
+
+
+def too_early(flow: Flow) -> ConfigurationError:
+    """The error about an :class:`Early` where none may be."""
+    return ConfigurationError(
+        f"{getattr(flow, '__qualname__', flow)} yields Early, which a flow may do once, and only where it aggregates "
+        "gradients: this policy cannot stand here"
+    )
 
 
 def rewrite(flow: Flow, exchange: Callable[[Collective], Exchange]) -> Flow:

@@ -20,7 +20,7 @@ from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts, number_blocks
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.errors import CollectiveMismatch, ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec
-from hvdbridge.policy import Aggregated, Early, Flow, Policy, check_weights
+from hvdbridge.policy import Aggregated, Early, Flow, Policy, check_weights, finish, too_early
 from hvdbridge.state import StateStore
 
 Gradients = Mapping[str, "Tensor | None"]
@@ -144,12 +144,10 @@ class Simulation:
             flat = torch.cat([mine[name].reshape(-1) for name in layout.names])
             flats.append(flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
         dtype = dtypes.pop() if len(dtypes) == 1 else None
-        flows = [
-            self.policy.after_step(
-                self._bucket(flat, layout, 0, self.steps - 1, rank, dtype), self.stores[rank].part(layout)
-            )
-            for rank, flat in enumerate(flats)
-        ]
+        flows: list[Flow] = []
+        for rank, flat in enumerate(flats):
+            bucket = self._bucket(flat, layout, 0, self.steps - 1, rank, dtype)
+            flows.append(finish(self.policy.after_step(bucket, self.stores[rank].part(layout))))
         new = []
         for rank, (_, result) in enumerate(self._lockstep(flows)):
             self.stores[rank].merge(layout, result.state, result.update)
@@ -231,6 +229,8 @@ class Simulation:
                 try:
                     request = next(flow) if answer is None else flow.send(answer)
                     while isinstance(request, Early):
+                        if early[rank] is not None:
+                            raise too_early(flow)
                         early[rank] = request.update.clone()
                         request = next(flow)
                     requests.append(request)

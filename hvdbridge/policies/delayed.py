@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from hvdbridge.bucket import Bucket, Views, flatten
+from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies.dense import MEAN
-from hvdbridge.policy import Aggregated, Early, Flow, Policy, Slot, State
+from hvdbridge.policy import Aggregated, Early, Flow, Policy, Slot, State, finish
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Delayed(Policy):
     slots: ClassVar[Mapping[str, Slot]] = {"held": Slot(gradient_units=True, guarded=False)}
     additive = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if _has_delay(self.inner):
+            raise ConfigurationError("Delayed cannot wrap Delayed: what is one step late already cannot wait once more")
+
     def init(self, params: Mapping[str, Tensor]) -> State:
         held = {name: torch.zeros(p.shape, dtype=p.dtype, device=p.device) for name, p in params.items()}
         return {"held": held, "inner": self.inner.init(params)}
@@ -45,7 +51,7 @@ class Delayed(Policy):
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         mine = bucket.with_buffer(bucket.buffer.clone())  # the caller takes its buffer back
         yield Early(flatten(state["held"], bucket.layout))
-        result = yield from self.inner.aggregate(mine, state["inner"])
+        result = yield from finish(self.inner.aggregate(mine, state["inner"]))
         fresh = Views(bucket.layout, result.update)
         return Aggregated(result.update, state={"held": fresh, "inner": result.state})
 
@@ -55,3 +61,7 @@ class Delayed(Policy):
             return inner, {**state, "inner": rest}
         zeros = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
         return {**held, **inner}, {"held": zeros, "inner": rest}
+
+
+def _has_delay(policy: Policy) -> bool:
+    return isinstance(policy, Delayed) or any(map(_has_delay, policy.inners().values()))

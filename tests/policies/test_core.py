@@ -187,6 +187,12 @@ class HastyAfter(Hasty):
 
 
 def test_early_where_it_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="yields Early"):
+        simulate(Hasty(times=2), ones(2))
+    simulation = Simulation(HastyAfter(), PARAMS, 1)
+    simulation.step(ones(1))
+    with pytest.raises(ConfigurationError, match="yields Early"):
+        simulation.after_step([PARAMS])
     with Harness(Hasty(times=2)) as harness:
         harness.step(1.0)
         with pytest.raises(ConfigurationError, match="aggregate yields Early"):
