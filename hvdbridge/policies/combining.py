@@ -18,7 +18,6 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 from hvdbridge.bucket import Bucket
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Collective
 from hvdbridge.kernels.cells import Cells, by_parameter, dots, in_all
-from hvdbridge.policies.sharded import BlockShards, Shards, accumulator, shards_of
+from hvdbridge.policies.sharded import BlockShards, Shards, accumulator, block_shards
 from hvdbridge.policy import Exchange
 
 
@@ -50,11 +49,9 @@ def raw(bucket: Bucket) -> Tensor:
     return bucket.buffer / bucket.factor
 
 
-def plan(bucket: Bucket) -> tuple[Shards, Cells]:
+def plan(bucket: Bucket) -> tuple[BlockShards, Cells]:
     """The shards of a bucket by whole blocks, and the cells of the one that this rank owns."""
-    shards = shards_of(replace(bucket, needs_sent=True))
-    assert isinstance(shards, BlockShards)
-    device, rank = bucket.buffer.device, bucket.rank
+    shards, device, rank = block_shards(bucket), bucket.buffer.device, bucket.rank
 
     def make() -> Cells:
         pieces = [

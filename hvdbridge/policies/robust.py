@@ -148,7 +148,7 @@ class _Whole(Policy):
         shards, cells = plan(bucket)
         rows = yield from divide(flat, shards, participants(bucket))
         if centre is not None:
-            rows.append(shards.pack(centre, centre.dtype)[bucket.rank])
+            rows.append(shards.owned(centre, bucket.rank))
         products = yield from gram(rows, cells)
         good = products.diagonal() < HUGE
         products = torch.where(good & good[:, None], products, torch.zeros_like(products))
@@ -267,7 +267,7 @@ class ClippedMean(_Whole):
     ``v <- v + sum_i w_i (g_i - v) min(1, radius / |g_i - v|) / sum(w)``, ``iterations`` times, from the update of the
     step before. No rank moves the update by more than its share of the radius, so it survives up to half of the
     weight in the sense that nobody can move it far, and is proved to converge for up to a tenth (theorem IV there).
-    It is made for gradients with momentum taken on each rank, which hardly change from step to step.
+    It was made for gradients with momentum taken on each rank.
 
     On the wire: ``2 (N-1)/N`` of the gradient, in its own type, and an all-reduce of (N+1)(N+2)/2 doubles, however
     many iterations. It needs the whole gradient, so nothing travels while backward runs.
@@ -279,12 +279,13 @@ class ClippedMean(_Whole):
             weight. None: as many as it can.
         radius: the paper's tau, a norm of the whole gradient; in the units in which gradients arrive, so a
             GradScaler's scale is in it.
-        iterations: the paper's l.
+        iterations: the paper's l, there 1 where gradients hardly change from step to step. They cost no
+            communication, and plain gradients need some to come away from the last update.
     """
 
     f: int | None = option(None, at_least=0)
     radius: float = option(10.0, above=0)
-    iterations: int = option(1, at_least=1)
+    iterations: int = option(5, at_least=1)
     slots: ClassVar[Mapping[str, Slot]] = {"centre": Slot(gradient_units=True)}
 
     def init(self, params: Mapping[str, Tensor]) -> State:

@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvdbridge.bucket import Layout, number_blocks
 from hvdbridge.errors import WeightError
 from hvdbridge.kernels.cells import Cells, by_parameter, dots, in_all
 from hvdbridge.policies import from_spec
 from hvdbridge.policies.adasum import tree_coefficients
+from hvdbridge.policies.sharded import BlockShards
 from hvdbridge.simulation import Simulation, simulate
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -218,9 +220,6 @@ def test_a_parameter_that_is_huge_and_one_that_vanishes() -> None:
 
 def test_cells_add_up() -> None:
     """Dot products by parameter and in all, over the shards of three owners, against numpy."""
-    from hvdbridge.bucket import Layout, number_blocks
-    from hvdbridge.policies.sharded import BlockShards
-
     layout, grads = Layout(SHAPES), gradients(3)
     shards = BlockShards(layout, number_blocks(SHAPES), 3)
     vectors = [torch.cat([g[n].reshape(-1) for n in SHAPES]) for g in grads]
@@ -237,6 +236,19 @@ def test_cells_add_up() -> None:
         rows = np.array(flat(grads, name))
         assert np.allclose(each[i].numpy(), rows @ rows.T, rtol=1e-12, atol=1e-12)
     assert np.allclose(total.numpy(), each.sum(0).numpy(), rtol=1e-12, atol=1e-12)
+
+
+def test_sums_over_all_cells_do_not_change_with_the_order_of_parameters() -> None:
+    """To the bit."""
+    first, grads, tables = number_blocks(SHAPES), gradients(3), []
+    for names in (list(SHAPES), list(reversed(SHAPES))):
+        layout = Layout({n: SHAPES[n] for n in names})
+        shards = BlockShards(layout, first, 2)
+        pieces = [(start, count, width, offset) for start, count, width, owner, offset in shards.pieces if owner == 1]
+        rows = [shards.pack(torch.cat([g[n].reshape(-1) for n in names]), torch.float32)[1] for g in grads]
+        cells = Cells(layout, pieces, torch.device("cpu"))
+        tables.append(in_all(dots(rows, cells), cells))
+    assert torch.equal(tables[0], tables[1])
 
 
 def test_coefficients_of_batches() -> None:

@@ -51,7 +51,7 @@ def test_without_noise_it_is_the_mean_of_clipped_gradients(size: int, norm: floa
         updates = simulation.step(grads, weights)
         assert all(torch.equal(mine[n], updates[0][n]) for mine in updates for n in SHAPES)
         assert np.abs(flat(updates[0]) - expected).max() <= (size + 4) * 2.0**-24 * 5
-    assert (30 < np.array([np.linalg.norm(row) for row in rows])).all()
+    assert 30 < min(np.linalg.norm(row) for row in rows) < 60 < 74  # see norm
 
 
 def test_no_rank_moves_the_sum_by_more_than_the_norm() -> None:
