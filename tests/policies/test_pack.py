@@ -63,6 +63,15 @@ def test_views_and_spare_bytes_are_read_right() -> None:
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
+def test_rows_may_begin_at_any_byte(bits: int) -> None:
+    table = torch.arange(64).remainder(1 << bits).to(torch.uint8)
+    for at in range(8):
+        codes = table[at : at + 16]
+        packed = torch.cat([table[:at], pack(codes, bits)])[at:]
+        assert torch.equal(unpack(packed, 16, bits), codes)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_meta_tensors_have_the_same_shapes(bits: int) -> None:
     codes = torch.zeros(3, 11, dtype=torch.uint8, device="meta")
     assert pack(codes, bits).shape == (3, packed_bytes(11, bits))
