@@ -80,7 +80,8 @@ class PowerSGD(WithFeedback):
         alternate: compute P in even steps and Q in odd ones, against the orthonormalised other factor of the step
             before (ACP-SGD, Zhang 2023, algorithm 2): half the bytes and the arithmetic.
         batched: the whole bucket is one square matrix, padded with zeros. Fast, and less accurate. Its result depends
-            on bucket boundaries; so does the meaning of its state, which is still a good start for other ones.
+            on bucket boundaries; so does the meaning of its state, which is still a good start for other ones. Of the
+            padding no error is kept.
         seed: of the first Q.
         ef: error feedback.
     """
@@ -137,6 +138,10 @@ class PowerSGD(WithFeedback):
         factors = sum(len(g.names) * g.rank * (g.rows + g.cols) for g in plan.groups)
         sent = plan.dense_numel + factors / (2 if self.alternate else 1)
         return plan.layout.numel / sent if sent else 1.0
+
+    def statistics(self, state: State) -> dict[str, float]:
+        """The compression rate; without feedback the state does not tell the shapes that it takes."""
+        return {"compression_rate": self.compression_rate(state["residual"])} if self.ef else {}
 
     def compress(self, bucket: Bucket, state: State) -> Flow:
         flat = bucket.weighted().buffer
