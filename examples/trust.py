@@ -31,11 +31,8 @@ import hvdbridge as hb
 
 
 class Trial(NamedTuple):
-    """Attributes:
-    policy: None: as the job is configured, else the mean.
-    trust: how much the last rank counts, where each of the others counts 1; None: nobody says.
-    ranks: fewest that it takes to outvote one.
-    """
+    """A way to train: with a policy (None: what the job is configured for), or a weight of the last rank where each
+    of the others counts 1. ``ranks``: fewest that it takes."""
 
     policy: str | None = None
     trust: float | None = None

@@ -3,7 +3,7 @@
 Rules:
 
 1. ``a + b := (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b`` per parameter, dot products in float64
-   (Maleki 2020, section 3; "Scaling Distributed Training with Adaptive Summation").
+   (Maleki 2020, "Scaling Distributed Training with Adaptive Summation").
 2. The sum is a tree: ranks r and r xor 1 first, then r xor 2, r xor 4, ... It is not associative, so which rank
    holds which gradient matters.
 3. Zero is neutral. A vector that has cancelled to 2**-22 of what it was made of, which is what rounding leaves of

@@ -159,7 +159,7 @@ class _Whole(Policy):
 @dataclass(frozen=True)
 class MultiKrum(_Whole):
     """The mean of the ``m`` gradients of the lowest scores; a score is the sum of the squared distances to the
-    N - f - 2 nearest others (Blanchard 2017, section 4 and, for m > 1, section 5).
+    N - f - 2 nearest others (Blanchard 2017).
 
     It survives f faulty ranks of N >= 2 f + 3. Ties go to the lower rank. A rank with NaN or inf anywhere is infinitely
     far from the others. Unequal weights are refused: the score has no weighted definition.
@@ -204,7 +204,7 @@ class MultiKrum(_Whole):
 @dataclass(frozen=True)
 class Krum(MultiKrum):
     """The one gradient of the lowest score; a score is the sum of the squared distances to the N - f - 2 nearest
-    others (Blanchard 2017, section 4).
+    others (Blanchard 2017).
 
     ``multi_krum`` with m = 1; see there.
     """
@@ -215,7 +215,7 @@ class Krum(MultiKrum):
 @dataclass(frozen=True)
 class GeometricMedian(_Whole):
     """The point with the least weighted sum of distances to the ranks' gradients, by the smoothed Weiszfeld algorithm
-    (Pillutla 2019, "RFA", algorithm 2).
+    (Pillutla 2019, "RFA").
 
     ``v <- sum_i b_i g_i / sum_i b_i`` with ``b_i = w_i / max(nu, |v - g_i|)``. It survives every set of faulty ranks
     with less than half of the weight. The first ``b_i`` take, in the place of ``|v - g_i|``, the distance from
@@ -262,11 +262,11 @@ class GeometricMedian(_Whole):
 @dataclass(frozen=True)
 class ClippedMean(_Whole):
     """Centred clipping: the mean of the gradients' differences from a centre, each clipped to a radius
-    (Karimireddy 2021, "Learning from history", algorithm 2).
+    (Karimireddy 2021, "Learning from history").
 
     ``v <- v + sum_i w_i (g_i - v) min(1, radius / |g_i - v|) / sum(w)``, ``iterations`` times, from the update of the
     step before. No rank moves the update by more than its share of the radius, so it survives up to half of the
-    weight in the sense that nobody can move it far, and is proved to converge for up to a tenth (theorem IV there).
+    weight in the sense that nobody can move it far, and is proved to converge for up to a tenth of the ranks.
     It was made for gradients with momentum taken on each rank.
 
     On the wire: ``2 (N-1)/N`` of the gradient, in its own type, and an all-reduce of (N+1)(N+2)/2 doubles, however

@@ -51,7 +51,7 @@ def pair(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
 
 
 def recursive_doubling(vectors: list[Array]) -> list[tuple[Array, Array]]:
-    """What each of 2^k ranks has after exchanging with rank xor 1, 2, 4, ... (Maleki 2020, algorithm 1)."""
+    """What each of 2^k ranks has after exchanging with rank xor 1, 2, 4, ... (Maleki 2020)."""
     held = [(v, np.abs(v)) for v in vectors]
     distance = 1
     while distance < len(held):
