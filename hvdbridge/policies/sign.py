@@ -89,8 +89,7 @@ class Sign(Policy):
             result = weighted_majority(ballots, [weights[rank] for rank in voters], coins)
         answer = yield AllGather(torch.cat([result, merged]))
         signs, faulty = answer.split([length, faults.numel()], dim=1)
-        update = flat.copy_(words.unpack(signs.reshape(-1)[: words.count]))
-        update.mul_(2 * self.scale).sub_(self.scale)
+        update = words.unpack(signs.reshape(-1)[: words.count], self.scale, flat)
         flags = unpack_bits(faulty[0].contiguous().view(torch.uint8), len(layout.names)).view(torch.bool)
         spoil(update, layout, flags)
         return Aggregated(update, state=new)
@@ -219,12 +218,19 @@ class Words:
             bits = padded
         return as_words(bits)
 
-    def unpack(self, words: Tensor) -> Tensor:
-        """int32 ``[count]`` -> ``[layout.numel]`` uint8, 0 and 1."""
-        bits = unpack_bits(words.contiguous().view(torch.uint8), self.count * WORD)
-        if len(self._cuts) <= 1:
-            return bits[: self.layout.numel]
-        return torch.cat(bits.split(self._pads)[::2])
+    def unpack(self, words: Tensor, magnitude: float, out: Tensor) -> Tensor:
+        """int32 ``[count]`` -> ``magnitude`` with those signs, into ``out``, ``[layout.numel]``, which is returned."""
+        if not self.layout.numel:
+            return out
+        bits = torch.arange(256, device=out.device)[:, None] >> torch.arange(8, device=out.device) & 1
+        table = (bits * 2 - 1).to(out.dtype).mul_(magnitude)
+        index = words.contiguous().view(torch.uint8).to(torch.int32)
+        if self.layout.numel == self.count * WORD:
+            torch.index_select(table, 0, index, out=out.view(-1, 8))
+        else:
+            padded = table.index_select(0, index).view(-1)
+            torch._foreach_copy_(list(out.split(self._cuts)), list(padded.split(self._pads)[::2]))
+        return out
 
     def numbers(self, first: Mapping[str, int], device: torch.device) -> Tensor:
         """int32 ``[count]``: the number of each word in the whole model."""
