@@ -129,8 +129,10 @@ class HookSource(Source):
         """Take part in one step with weight 0, so it does not matter what the buckets hold."""
         self.begin()
         self._close()
+        buffers = self._send_buffers()
         self.aggregator.end()
-        self._send_buffers()
+        if buffers is not None:
+            buffers.wait()
         self._reset()
         self.aggregator.catch_up()
 
@@ -151,11 +153,12 @@ class HookSource(Source):
         if self.aggregator.joining and torch.is_grad_enabled() and self.synchronizing:
             self._announce()
 
-    def _send_buffers(self) -> None:
+    def _send_buffers(self) -> Pending[None] | None:
+        """They go before ``end()``, which may start what runs on in the background: nobody waits for that here."""
         if not self._buffers:
-            return
+            return None
         aggregator = self.aggregator
-        aggregator.driver.run(broadcast_tensors(self._buffers, self.root), aggregator.communicator)
+        return aggregator.driver.submit(Pending(broadcast_tensors(self._buffers, self.root), aggregator.communicator))
 
     def _announce(self) -> bool:
         """Within ``join()``: tell who still has data; False when nobody has. Called by every rank alike."""
@@ -216,10 +219,12 @@ class HookSource(Source):
     def _finish(self) -> None:
         try:
             pending = self._close()
+            buffers = self._send_buffers()
             self.aggregator.end()
             used = None if pending is None else pending.wait().tolist()
             self._write_back(used)
-            self._send_buffers()
+            if buffers is not None:
+                buffers.wait()
         finally:
             self._reset()
 
