@@ -1,4 +1,4 @@
-"""The examples' data, as whole tensors: scikit-learn's digits, and Fashion-MNIST from its IDX files."""
+"""The examples' data, as whole tensors: scikit-learn's digits, Fashion-MNIST's IDX files, Python's own manual."""
 
 from __future__ import annotations
 
@@ -30,13 +30,25 @@ class Images(NamedTuple):
         return Images(self.images.to(device), self.labels.to(device))
 
 
-def load(name: str, directory: Path | None = None) -> tuple[Images, Images]:
+class Text(NamedTuple):
+    """Pieces of text as ASCII codes ``[n, length]`` (int64), and for each character the one that follows it."""
+
+    characters: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device) -> Text:
+        return Text(self.characters.to(device), self.labels.to(device))
+
+
+def load(name: str, directory: Path | None = None) -> tuple[Images, Images] | tuple[Text, Text]:
     """The training set and the test set."""
     if name == "digits":
         return digits()
+    if name == "text":
+        return text()
     if name == "fashion-mnist" and directory is not None:
         return fashion_mnist(directory)
-    raise ValueError(f"no data set {name!r} in {directory}; known: digits, and fashion-mnist in a directory")
+    raise ValueError(f"no data set {name!r} in {directory}; known: digits, text, and fashion-mnist in a directory")
 
 
 def digits(test_share: float = 0.2) -> tuple[Images, Images]:
@@ -62,6 +74,18 @@ def stratified(labels: np.ndarray, share: float, seed: int = 0) -> np.ndarray:
     count = math.ceil(share * len(labels))
     chosen[order[np.arange(count) * len(labels) // count]] = True
     return chosen
+
+
+def text(length: int = 32, test_share: float = 0.1) -> tuple[Text, Text]:
+    """What ``help()`` says about the language, 470,000 characters that come with Python; the last tenth to test."""
+    from pydoc_data.topics import topics
+
+    written = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
+    codes = torch.frombuffer(bytearray(written), dtype=torch.uint8).to(torch.int64)
+    count = (len(codes) - 1) // length
+    characters, labels = codes[: count * length].view(count, -1), codes[1 : count * length + 1].view(count, -1)
+    first = count - math.ceil(test_share * count)
+    return Text(characters[:first], labels[:first]), Text(characters[first:], labels[first:])
 
 
 def fashion_mnist(directory: Path) -> tuple[Images, Images]:

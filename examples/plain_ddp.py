@@ -34,6 +34,7 @@ def main() -> None:
             backend = "nccl"
     dist.init_process_group(backend)
     train, test = (part.to(device) for part in data.load(args.data, args.data_dir))
+    inputs, labels = train
     net, optimizer = build(args, train, device)
     model = DistributedDataParallel(net)
 
@@ -47,7 +48,7 @@ def main() -> None:
             for indices in list(batches)[: total - step]:
                 set_learning_rate(optimizer, args.lr, step / total)
                 optimizer.zero_grad()
-                loss = F.cross_entropy(model(train.images[indices]), train.labels[indices])
+                loss = F.cross_entropy(model(inputs[indices]), labels[indices])
                 loss.backward()
                 optimizer.step()
                 step += 1

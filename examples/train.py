@@ -1,4 +1,4 @@
-"""Train on handwritten digits. One script: torch.distributed, Horovod or MPI below it, any launcher above it.
+"""Train on handwritten digits, or on text. One script: any launcher above it, torch.distributed, Horovod or MPI below.
 
 One process::
 
@@ -51,6 +51,8 @@ from torch.utils.data import BatchSampler
 
 import hvdbridge as hb
 
+Samples = data.Images | data.Text
+
 
 def main() -> None:
     args = arguments()
@@ -64,6 +66,7 @@ def main() -> None:
     if saved:
         sync.load_state_dict(saved)
 
+    inputs, labels = train
     per_epoch = len(batches(args, train, epoch=0))
     total = min(args.epochs * per_epoch, args.steps or sys.maxsize)
     step = start
@@ -76,7 +79,7 @@ def main() -> None:
                     indices = indices or [0]  # backward needs a loss; with weight 0 it contributes nothing
                 set_learning_rate(optimizer, args.lr, step / total)
                 optimizer.zero_grad()
-                loss = F.cross_entropy(model(train.images[indices]), train.labels[indices])
+                loss = F.cross_entropy(model(inputs[indices]), labels[indices])
                 loss.backward()
                 optimizer.step()
                 step += 1
@@ -97,13 +100,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--model", choices=sorted(models.MODELS), default="cnn")
-    parser.add_argument("--data", choices=["digits", "fashion-mnist"], default="digits")
+    parser.add_argument("--model", choices=sorted(models.MODELS), help="default: cnn; for text gated-cnn")
+    parser.add_argument("--data", choices=["digits", "fashion-mnist", "text"], default="digits")
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where Fashion-MNIST's four IDX files are")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--steps", type=int, metavar="N", help="end after N steps")
     parser.add_argument("--batch-size", type=int, default=16, help="samples per rank (default: 16)")
-    parser.add_argument("--lr", type=float, default=0.06, help="highest learning rate (default: 0.06)")
+    parser.add_argument("--lr", type=float, help="highest learning rate (default: 0.06; for text 0.5)")
     parser.add_argument("--policy", help="how gradients are aggregated, e.g. bf16 (default: HVDBRIDGE_POLICY, mean)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--uneven", action="store_true", help="rank r has r + 1 shares of the data; weighted")
@@ -112,22 +115,26 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="write the results there, as JSON")
     args = parser.parse_args(argv)
+    args.model = args.model or ("gated-cnn" if args.data == "text" else "cnn")
+    args.lr = args.lr or (0.5 if args.data == "text" else 0.06)
     if args.data == "fashion-mnist" and args.data_dir is None:
         parser.error("--data fashion-mnist needs --data-dir DIR, the directory of its four IDX files")
+    if (args.data == "text") != (args.model == "gated-cnn"):
+        parser.error(f"--model {args.model} does not go with --data {args.data}: gated-cnn is for text alone")
     if args.resume and args.checkpoint is None:
         parser.error("--resume needs --checkpoint PATH")
     return args
 
 
-def build(args: argparse.Namespace, train: data.Images, device: torch.device) -> tuple[nn.Module, Optimizer]:
+def build(args: argparse.Namespace, train: Samples, device: torch.device) -> tuple[nn.Module, Optimizer]:
     """The model and the optimizer, a function of the arguments alone."""
     torch.backends.cudnn.deterministic = True
     torch.manual_seed(args.seed)
-    net = models.MODELS[args.model](side=train.images.shape[-1]).to(device)
+    net = models.MODELS[args.model](train[0].shape[-1]).to(device)
     return net, SGD(net.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
 
 
-def batches(args: argparse.Namespace, train: data.Images, epoch: int) -> list[list[int]]:
+def batches(args: argparse.Namespace, train: Samples, epoch: int) -> list[list[int]]:
     """This rank's indices for each step of an epoch, a function of the arguments, the epoch and the rank."""
     if args.uneven:
         shares = range(1, hb.size() + 1)
@@ -145,13 +152,13 @@ def set_learning_rate(optimizer: Optimizer, highest: float, progress: float) -> 
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, test: data.Images) -> float:
+def accuracy(model: nn.Module, test: Samples) -> float:
     """The share of the test set that the model gets right."""
     model.eval()
-    chunks = zip(test.images.split(1000), test.labels.split(1000), strict=True)
-    right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in chunks)
+    chunks = zip(*(part.split(1000) for part in test), strict=True)
+    right = sum(int((model(inputs).argmax(1) == labels).sum()) for inputs, labels in chunks)
     model.train()
-    return right / len(test.labels)
+    return right / test.labels.numel()
 
 
 def digest(net: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""One rank's labels are wrong: the plain mean learns them, weights keep them out.
+"""One rank's labels are wrong: the plain mean learns them; weights keep them out, and so do robust policies.
 
 ::
 
@@ -7,8 +7,9 @@
     mpiexec -n 3 python examples/trust.py
 
 Every rank keeps its own part of the digits; the last rank calls each digit by the next one's name. The same model
-is trained once per trial, and `sync.weight` says how far the last rank is trusted. Two ranks or more; three or
-four show it best.
+is trained once per trial. Where it is known whom not to trust, `sync.weight` says how far. Where it is only known
+that one rank may be faulty, a robust policy outvotes it, whichever it is: that takes three ranks, for Krum five.
+Two ranks or more; three to five show it best.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import data
 import torch
@@ -27,8 +29,27 @@ from train import arguments as training_arguments
 
 import hvdbridge as hb
 
-# name: how much the last rank counts, where each of the others counts 1
-TRIALS = {"plain mean": None, "trust 0.1": 0.1, "trust 0": 0.0}
+
+class Trial(NamedTuple):
+    """A way to train: with a policy (None: what the job is configured for), or a weight of the last rank where each
+    of the others counts 1. ``ranks``: fewest that it takes."""
+
+    policy: str | None = None
+    trust: float | None = None
+    ranks: int = 2
+
+
+TRIALS = {
+    "plain mean": Trial(),
+    "trust 0.1": Trial(trust=0.1),
+    "trust 0": Trial(trust=0.0),
+    "median": Trial("median:f=1", ranks=3),
+    "trimmed mean": Trial("trimmed_mean:f=1", ranks=3),
+    "geometric median": Trial("geometric_median:f=1", ranks=3),
+    "clipped mean": Trial("clipped_mean:f=1,radius=1", ranks=3),
+    "Krum": Trial("krum:f=1", ranks=5),
+    "multi-Krum": Trial("multi_krum:f=1", ranks=5),
+}
 
 
 def main() -> None:
@@ -40,30 +61,31 @@ def main() -> None:
     with hb.session():
         if hb.size() < 2:
             raise SystemExit(f"trust.py needs two ranks or more, this job has one. {__doc__}")
-        results = {name: trial(trust, args.epochs, args.seed) for name, trust in TRIALS.items()}
+        possible = {name: trial for name, trial in TRIALS.items() if trial.ranks <= hb.size()}
+        results = {name: train(trial, args.epochs, args.seed) for name, trial in possible.items()}
         if hb.rank() == 0:
             table = Table("trial", "test accuracy", title=f"{hb.size()} ranks, the last with wrong labels")
-            for name, right in results.items():
-                table.add_row(name, f"{right:.1%}")
+            for name, trial in TRIALS.items():
+                table.add_row(name, f"{results[name]:.1%}" if name in results else f"needs {trial.ranks} ranks")
             Console().print(table)
             if args.metrics:
                 args.metrics.write_text(json.dumps(results))
 
 
-def trial(trust: float | None, epochs: int, seed: int) -> float:
-    """Train with the last rank trusted this much; the test accuracy."""
+def train(trial: Trial, epochs: int, seed: int) -> float:
+    """Train once; the test accuracy."""
     args = training_arguments([f"--epochs={epochs}", f"--seed={seed}"])
-    train, test = (part.to(hb.device()) for part in data.digits())
-    mine = data.Images(train.images[hb.rank() :: hb.size()], train.labels[hb.rank() :: hb.size()])
+    digits, test = (part.to(hb.device()) for part in data.digits())
+    mine = data.Images(digits.images[hb.rank() :: hb.size()], digits.labels[hb.rank() :: hb.size()])
     bad = hb.rank() == hb.size() - 1
     if bad:
         mine = data.Images(mine.images, (mine.labels + 1) % 10)
 
-    net, optimizer = build(args, train, hb.device())
-    sync = hb.GradientSynchronizer(net, optimizer)
-    if trust is not None:
-        sync.weight = trust if bad else 1.0
-    per_epoch = len(train.labels) // hb.size() // args.batch_size  # of whole batches, which every rank has
+    net, optimizer = build(args, digits, hb.device())
+    sync = hb.GradientSynchronizer(net, optimizer, policy=trial.policy)
+    if trial.trust is not None:
+        sync.weight = trial.trust if bad else 1.0
+    per_epoch = len(digits.labels) // hb.size() // args.batch_size  # of whole batches, which every rank has
     total = epochs * per_epoch
     for step in range(total):
         epoch, k = divmod(step, per_epoch)

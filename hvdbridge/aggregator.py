@@ -8,13 +8,16 @@ Rules:
    none exchanges again, and a rank that sets one later is an error.
 3. A total weight of zero skips the step: updates are zeros, no state changes, nothing else travels.
 4. A policy of scope "step" gets one bucket of all gradients when the last is ready.
+5. A flow that said :class:`~hvdbridge.policy.Early` has delivered; the rest of it runs behind the step's last bucket,
+   in the order of the buckets, while the caller goes on. The next step's flows come after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +27,7 @@ from hvdbridge.collectives import AllGather
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.driver import Driver, Pending, Task, Traffic
 from hvdbridge.errors import WeightError
-from hvdbridge.policy import Policy, check_weights
+from hvdbridge.policy import Early, Flow, Policy, advance, check_weights, finish
 from hvdbridge.state import StateStore
 
 UNSET, SET, JOINED = 0.0, 1.0, 2.0
@@ -38,6 +41,15 @@ class Piece:
     layout: Layout
     buffer: Tensor
     deliver: Deliver
+
+
+class After(Protocol):
+    """What follows the optimizer's step (:class:`hvdbridge.after.AfterStep`)."""
+
+    def note(self, step: int) -> None: ...
+    def start(self) -> None: ...
+    def before_backward(self) -> None: ...
+    def catch_up(self) -> None: ...
 
 
 class Aggregator:
@@ -67,11 +79,15 @@ class Aggregator:
         self.weights: tuple[float, ...] | None = None
         self.loss_scale = 1.0
         self.last_traffic = Traffic()
+        self.after: After | None = None
         self._held_scale = 1.0
         self._blocks = number_blocks({name: tensor.shape for name, tensor in params.items()})
         self._pending: list[Pending[Any]] = []
         self._pieces: list[Piece] = []
         self._joint: dict[tuple[Layout, ...], Layout] = {}
+        self._counted = -1  # the step that the driver's traffic is that of
+        self._unfinished: list[tuple[int, Flow, Layout]] = []  # early ones, by index
+        self._rest: Pending[None] | None = None
 
     @property
     def skipped(self) -> bool:
@@ -84,10 +100,12 @@ class Aggregator:
         Raises:
             WeightError: this rank set a weight although all agreed in the first step to set none.
         """
-        self.driver.traffic = Traffic()
+        if self.after is not None:
+            self.after.before_backward()
         self._pending.clear()
         self._pieces.clear()
         if self.loss_scale != self._held_scale:
+            self.settle()
             self.store.rescale(self.loss_scale / self._held_scale)
             self._held_scale = self.loss_scale
         if self.weighted is False and not self.joining:
@@ -99,7 +117,7 @@ class Aggregator:
                 )
             self.weights = None
             return
-        self._pending.append(self.driver.submit(Pending(self._exchange(), self.control, then=self._take)))
+        self._pending.append(self.driver.submit(Pending(self._exchange(self.step), self.control, then=self._take)))
 
     def submit(self, piece: Piece, last: bool) -> None:
         """Hand in the next bucket; flows start here for policies of scope "bucket"."""
@@ -125,7 +143,67 @@ class Aggregator:
         self.driver.order()
         self._pending.clear()
         self.last_traffic = self.driver.traffic
+        if self._unfinished:
+            self._start_rest()
+        if self.after is not None:
+            self.after.note(self.step)
         self.step += 1
+
+    def end_ahead(self) -> None:
+        """All that :meth:`end` and the optimizer's step start, without waiting: for a rank that shadows others, where
+        the backend's own traffic comes between this step's last bucket and its end."""
+        self._start_rest()
+        if self.after is not None:
+            self.after.note(self.step)
+            self.after.start()
+
+    def catch_up(self) -> None:
+        """Do what is outstanding after the step before, if the optimizer's step did not."""
+        if self.after is not None:
+            self.after.catch_up()
+
+    def settle(self) -> None:
+        """Wait for what runs in the background.
+
+        Raises:
+            BaseException: the driver's failure.
+        """
+        if self._rest is not None:
+            self._rest.wait()
+            self._rest = None
+            self.driver.order()
+
+    def flush(self) -> Mapping[str, Tensor]:
+        """What the policy holds back, by name; it holds nothing afterwards."""
+        self.settle()
+        updates, state = self.policy.flush(self.store.whole())
+        if updates:
+            self.store.load(state)
+            self.weights = None  # should the last step have been skipped, this one is not
+        return updates
+
+    def bucket(self, buffer: Tensor, layout: Layout, index: int, step: int, dtype: torch.dtype | None = None) -> Bucket:
+        """A bucket of this rank."""
+        communicator = self.communicator
+        return Bucket(
+            buffer, layout, index, step, self.seed, communicator.rank, communicator.size, self.weights,
+            blocks=self._blocks, groups=communicator.places(), nodes=communicator.nodes, dtype=dtype,
+        )  # fmt: skip
+
+    def _start_rest(self) -> None:
+        self._rest = self.driver.submit(Pending(self._finish_early(), self.communicator))
+
+    def _finish_early(self) -> Task[None]:
+        unfinished, self._unfinished = sorted(self._unfinished, key=itemgetter(0)), []
+        for _, flow, layout in unfinished:
+            result = yield from finish(flow)
+            self.store.merge(layout, result.state, result.update)
+
+    def _count(self, step: int) -> None:
+        """The driver's thread begins with ``step``: what it sends from now on is this step's."""
+        if self._counted != step:
+            self._counted = step
+            self.driver.traffic = Traffic()
 
     def _start(self, pieces: Sequence[Piece]) -> None:
         def settled(pending: Pending[list[Tensor]]) -> None:
@@ -137,19 +215,19 @@ class Aggregator:
         self._pending.append(self.driver.submit(Pending(flow, self.communicator, overlaps=True, settled=settled)))
 
     def _aggregate(self, pieces: list[Piece], step: int, index: int) -> Task[list[Tensor]]:
+        self._count(step)
         if self.skipped:
             return [piece.buffer.zero_() for piece in pieces]
         layout, buffer = self._join(pieces)
-        bucket = Bucket(
-            buffer, layout, index, step, self.seed, self.communicator.rank, self.communicator.size,
-            self.weights, blocks=self._blocks, groups=self.communicator.places(),
-        )  # fmt: skip
-        result = yield from self.policy.aggregate(bucket, self.store.part(layout))
-        if result.state is not None:
-            self.store.merge(layout, result.state, result.update)
+        flow = self.policy.aggregate(self.bucket(buffer, layout, index, step), self.store.part(layout))
+        end = yield from advance(flow)
+        if isinstance(end, Early):
+            self._unfinished.append((index, flow, layout))
+        else:
+            self.store.merge(layout, end.state, end.update)
         if len(pieces) == 1:
-            return [result.update.to(pieces[0].buffer.dtype)]
-        parts = result.update.split([piece.layout.numel for piece in pieces])
+            return [end.update.to(pieces[0].buffer.dtype)]
+        parts = end.update.split([piece.layout.numel for piece in pieces])
         return [part.to(piece.buffer.dtype) for part, piece in zip(parts, pieces, strict=True)]
 
     def _join(self, pieces: list[Piece]) -> tuple[Layout, Tensor]:
@@ -163,7 +241,8 @@ class Aggregator:
             dtype = torch.promote_types(dtype, piece.buffer.dtype)
         return self._joint[key], torch.cat([piece.buffer.to(dtype) for piece in pieces])
 
-    def _exchange(self) -> Task[Tensor]:
+    def _exchange(self, step: int) -> Task[Tensor]:
+        self._count(step)
         if self.joined:
             mine = [JOINED, 0.0]
         else:

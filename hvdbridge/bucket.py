@@ -117,6 +117,7 @@ class Bucket:
             order of ``Policy.init``; decides which rank owns which block in sharded schemes.
             Empty: numbered within the bucket.
         groups: this rank's number in, and the size of, each named group: ``{"node": (1, 4), ...}``.
+        nodes: the node that each rank runs on (any numbers, equal within a node); empty: not known.
         scaled: whether :meth:`weighted` was done.
         dtype: of the gradient as it arrived; a wrapper may have widened ``buffer`` since.
     """
@@ -132,6 +133,7 @@ class Bucket:
     needs_sent: bool = False
     blocks: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    nodes: tuple[int, ...] = ()
     scaled: bool = False
     dtype: torch.dtype | None = None
 
@@ -218,3 +220,27 @@ def number_blocks(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
 def join_layouts(layouts: Iterable[Layout]) -> Layout:
     """One layout of several, one after the other."""
     return Layout({name: shape for layout in layouts for name, shape in layout.shapes.items()})
+
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""A small first bucket starts the first collective early, as in DDP."""
+
+
+def cut_layouts(params: Mapping[str, Tensor], bucket_bytes: float) -> list[Layout]:
+    """Cut a model, last registered parameter first, into layouts of about ``bucket_bytes``; one dtype and device each.
+
+    >>> params = {"a": torch.zeros(4), "b": torch.zeros(3), "c": torch.zeros(2, dtype=torch.float64)}
+    >>> [layout.names for layout in cut_layouts(params, 28)]
+    [('b', 'a'), ('c',)]
+    """
+    open_shapes: dict[tuple[torch.dtype, torch.device], dict[str, torch.Size]] = {}
+    cuts: list[dict[str, torch.Size]] = []
+    limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
+    for name, p in reversed(list(params.items())):
+        kind = (p.dtype, p.device)
+        shapes = open_shapes.setdefault(kind, {})
+        shapes[name] = p.shape
+        if sum(shape.numel() for shape in shapes.values()) * p.element_size() >= limit:
+            cuts.append(open_shapes.pop(kind))
+            limit = bucket_bytes
+    return [Layout(shapes) for shapes in [*cuts, *open_shapes.values()]]

@@ -10,6 +10,8 @@ Rules:
    one owner and sent. Shared randomness is keyed, never drawn in sequence.
 4. State is a tree of dicts that mirrors the tree of policies; its leaves map parameter names to tensors.
 5. No ``.item()`` and no synchronize on CUDA tensors.
+6. A policy may also act on the parameters after the optimizer stepped (:meth:`Policy.due`,
+   :meth:`Policy.after_step`), and may hand out an update before its flow has ended (:class:`Early`).
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket
-from hvdbridge.collectives import Collective, relay
-from hvdbridge.errors import WeightError
+from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts, flatten, join_layouts, number_blocks
+from hvdbridge.collectives import AllGather, Collective, ReduceScatter, relay
+from hvdbridge.errors import ConfigurationError, WeightError
 from hvdbridge.options import check
 
 State = Mapping[str, Any]
@@ -46,16 +49,68 @@ class Aggregated:
     state: State | None = None
 
 
-Flow = Generator[Collective, Tensor, Aggregated]
-"""``tensor = yield request`` until ``return Aggregated(...)``."""
+@dataclass(frozen=True, eq=False)
+class Early:
+    """What a flow may yield once, beside requests: the bucket's update stands now, and is delivered.
+
+    The rest of the flow runs on in the background while the caller goes on, after the last bucket of the step
+    was handed in and before the next step's first. From here on the flow must not touch ``bucket.buffer``, which
+    the caller has taken back. The ``update`` of the flow's :class:`Aggregated` is delivered to nobody; it decides
+    which parameters keep their old state (see :attr:`Slot.guarded`).
+    """
+
+    update: Tensor
+
+
+Flow = Generator[Collective | Early, Tensor, Aggregated]
+"""``tensor = yield request`` until ``return Aggregated(...)``. (``yield Early(...)`` is answered by None.)"""
 
 Exchange = Generator[Collective, Tensor, Tensor]
 """A part of a flow that ends in one tensor."""
 
 
+def advance(flow: Flow) -> Generator[Collective, Tensor, Early | Aggregated]:
+    """Pass on a flow's requests up to its :class:`Early` or its end, and return that; call again after an Early.
+
+    An error from whoever answers is thrown into ``flow``, so the traceback shows the line that asked.
+    """
+    try:
+        request = next(flow)
+        while not isinstance(request, Early):
+            try:
+                answer = yield request
+            except Exception as error:
+                request = flow.throw(error)
+            else:
+                request = flow.send(answer)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    return request
+
+
+def finish(flow: Flow) -> Generator[Collective, Tensor, Aggregated]:
+    """Pass on a flow's requests up to its end, where it may not say :class:`Early` (any more)."""
+    end = yield from advance(flow)
+    if isinstance(end, Early):
+        raise too_early(flow)
+    return end
+
+
+def too_early(flow: Flow) -> ConfigurationError:
+    """The error about an :class:`Early` where none may be."""
+    return ConfigurationError(
+        f"{getattr(flow, '__qualname__', flow)} yields Early, which a flow may do once, and only where it aggregates "
+        "gradients: this policy cannot stand here"
+    )
+
+
 def rewrite(flow: Flow, exchange: Callable[[Collective], Exchange]) -> Flow:
     """``flow`` with ``exchange(request)`` in the place of each request: how a wrapper changes what travels."""
-    return relay(flow, exchange)  # type: ignore[no-any-return]
+
+    def answer(request: Any) -> Generator[Any, Any, Any]:
+        return (yield from exchange(request)) if isinstance(request, Collective) else (yield request)
+
+    return relay(flow, answer)  # type: ignore[no-any-return, arg-type]
 
 
 @dataclass(frozen=True)
@@ -65,10 +120,12 @@ class Slot:
     Attributes:
         local: differs between ranks (an error-feedback residual) instead of being replicated.
         gradient_units: scales with the loss, so it is rescaled when ``sync.loss_scale`` changes.
+        guarded: a parameter keeps its old value where the flow's update is not finite. False: it is replaced always.
     """
 
     local: bool = False
     gradient_units: bool = False
+    guarded: bool = True
 
 
 class Policy:
@@ -80,6 +137,10 @@ class Policy:
 
     slots: ClassVar[Mapping[str, Slot]] = {}
     """The leaves of its own state (not of its inner policies')."""
+
+    on_parameters: ClassVar[bool] = False
+    """Whether what its inner policies aggregate are parameters, so that none of their state is in units of the
+    gradient."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -107,6 +168,12 @@ class Policy:
         """Whether positive weights may differ between ranks."""
         return all(p.unequal_weights for p in self.inners().values())
 
+    @property
+    def replicas(self) -> Literal["same", "drift"]:
+        """``"drift"``: updates differ between ranks, and so do parameters between the policy's own averages. A
+        wrapper takes the wider of its inners."""
+        return "drift" if any(p.replicas == "drift" for p in self.inners().values()) else "same"
+
     def inners(self) -> Mapping[str, Policy]:
         """The inner policies of a wrapper, by the key of their state; empty for a leaf."""
         if not is_dataclass(self):
@@ -115,12 +182,149 @@ class Policy:
         return {name: value for name, value in values if isinstance(value, Policy)}
 
     def init(self, params: Mapping[str, Tensor]) -> State:
-        """Fresh state for these parameters (values are not read, only shape, dtype and device)."""
+        """Fresh state for these parameters. Their values are those at the start, equal on all ranks; most policies
+        read only shape, dtype and device. What is kept of them is a copy."""
         return {key: inner.init(params) for key, inner in self.inners().items()}
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         """Combine the ranks' gradients of one bucket."""
         raise NotImplementedError
+
+    def due(self, step: int) -> bool:
+        """Whether :meth:`after_step` runs after this step; a wrapper's is when one of its inners' is."""
+        return any(inner.due(step) for inner in self.inners().values())
+
+    def after_step(self, bucket: Bucket, state: State) -> Flow:
+        """Change the parameters after the optimizer made the step ``bucket.step``; runs where that is :meth:`due`.
+
+        ``bucket.buffer`` is a copy, in float32 or wider, of all parameters of this rank that the optimizer holds;
+        the update becomes their new values. Weights are those of the step. A step whose weights add up to zero has
+        no such part. A wrapper passes it to those of its inners for which it is due.
+        """
+        states: dict[str, State | None] = {}
+        for key, inner in self.inners().items():
+            if inner.due(bucket.step):
+                result = yield from finish(inner.after_step(bucket, state[key]))
+                bucket, states[key] = bucket.with_buffer(result.update), result.state
+        return Aggregated(bucket.buffer, state=states)
+
+    def flush(self, state: State) -> tuple[Mapping[str, Tensor], State]:
+        """What is held back for a later step, as updates by name, and the whole state without it.
+
+        Nothing (an empty mapping, and ``state``) for most policies. May wait for a device.
+        """
+        updates: dict[str, Tensor] = {}
+        states: dict[str, State] = {}
+        for key, inner in self.inners().items():
+            held, states[key] = inner.flush(state[key])
+            updates.update(held)
+        return (updates, {**state, **states}) if updates else ({}, state)
+
+    def statistics(self, state: State) -> dict[str, float]:
+        """Figures of this rank for ``sync.stats()``; those of an inner policy other than ``inner`` bear its key."""
+        found: dict[str, float] = {}
+        for key, inner in self.inners().items():
+            prefix = "" if key == "inner" else f"{key}."
+            found |= {prefix + name: value for name, value in inner.statistics(state[key]).items()}
+        return found
+
+    def bytes_per_step(
+        self,
+        params: Mapping[str, Tensor | Sequence[int]],
+        size: int,
+        step: int = 0,
+        bucket_mb: float = 25.0,
+        local_size: int | None = None,
+    ) -> int:
+        """Bytes that rank 0 sends in one step, counted as by :meth:`Collective.bytes_sent`; weights and other
+        control messages are not among them. Other ranks send the same, or less where the last node is smaller.
+
+        Predicted by running the flow on ``meta`` tensors, which have no values and take no memory. Buckets are cut as
+        on Horovod and MPI (under DDP they differ a little, the bytes hardly). What :meth:`after_step` sends is
+        included where it is due.
+
+        Args:
+            params: name -> parameter or shape (of float32).
+            size: number of ranks.
+            step: number of the step, for policies that change in the course of training.
+            bucket_mb: size of a bucket in MiB.
+            local_size: ranks per node, in order; None: one node.
+
+        >>> from hvdbridge.policies import from_spec
+        >>> [from_spec(spec).bytes_per_step({"w": (1000, 1000)}, size=4) for spec in ("mean", "bf16")]
+        [6000000, 3000000]
+        """
+        if size < 1 or bucket_mb <= 0 or (local_size is not None and local_size < 1):
+            raise ConfigurationError(f"size={size}, bucket_mb={bucket_mb} and local_size={local_size} must be positive")
+        given = {
+            name: torch.empty(p.shape, dtype=p.dtype, device="meta")
+            if isinstance(p, Tensor)
+            else torch.empty(torch.Size(p), device="meta")
+            for name, p in params.items()
+        }
+        local = min(size if local_size is None else local_size, size)
+        nodes = tuple(rank // local for rank in range(size))
+        sizes = {"world": size, "node": local, "cross": nodes[-1] + 1}
+        state = self.init(given)
+        sent = 0
+
+        def run(start: Callable[[Bucket, State], Flow], layout: Layout, index: int, dtype: torch.dtype) -> None:
+            nonlocal sent
+            groups = {group: (0, n) for group, n in sizes.items() if group != "world"}
+            flat = torch.empty(layout.numel, dtype=dtype, device="meta")
+            blocks = number_blocks({name: p.shape for name, p in given.items()})
+            bucket = Bucket(flat, layout, index, step, size=size, blocks=blocks, groups=groups, nodes=nodes)
+            flow, answer = start(bucket, _part(state, layout)), None
+            try:
+                while True:
+                    request = next(flow) if answer is None else flow.send(answer)
+                    answer = None
+                    if isinstance(request, Collective):
+                        sent += request.bytes_sent(sizes[request.group])
+                        answer = _shaped(request, sizes[request.group])
+            except StopIteration:
+                pass
+
+        def widest(layout: Layout) -> torch.dtype:
+            dtype = torch.float32
+            for name in layout.names:
+                dtype = torch.promote_types(dtype, given[name].dtype)
+            return dtype
+
+        layouts = cut_layouts(given, bucket_mb * 2**20)
+        if self.scope == "step" and len(layouts) > 1:
+            whole = join_layouts(layouts)
+            run(self.aggregate, whole, 0, widest(whole))
+        else:
+            for index, layout in enumerate(layouts):
+                run(self.aggregate, layout, index, given[layout.names[0]].dtype)
+        if self.due(step):
+            whole = Layout({name: p.shape for name, p in given.items()})
+            run(self.after_step, whole, 0, widest(whole))
+        return sent
+
+
+def _part(state: State, layout: Layout) -> State:
+    """The part of a tree of state for one bucket, as :class:`~hvdbridge.state.StateStore` lays it."""
+    if not isinstance(next(iter(state.values()), None), Tensor):
+        return {key: _part(child, layout) for key, child in state.items()}
+    leaf = {name: state[name] for name in layout.names if name in state}
+    if len({t.dtype for t in leaf.values()}) != 1 or any(t.shape != layout.shapes[n] for n, t in leaf.items()):
+        return leaf
+    own = layout.part(leaf)
+    return Views(own, flatten(leaf, own))
+
+
+def _shaped(request: Collective, size: int) -> Tensor:
+    """A tensor of the answer's shape."""
+    tensor = request.tensor
+    match request:
+        case AllGather():
+            return tensor.new_empty((size, *tensor.shape))
+        case ReduceScatter():
+            return tensor.new_empty(tensor.shape[1:])
+        case _:
+            return torch.empty_like(tensor)
 
 
 def check_weights(policy: Policy, weights: Sequence[float], size: int) -> tuple[float, ...]:

@@ -16,11 +16,11 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout, Views, number_blocks
+from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts, number_blocks
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.errors import CollectiveMismatch, ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec
-from hvdbridge.policy import Aggregated, Flow, Policy, check_weights
+from hvdbridge.policy import Aggregated, Early, Flow, Policy, check_weights, finish, too_early
 from hvdbridge.state import StateStore
 
 Gradients = Mapping[str, "Tensor | None"]
@@ -39,10 +39,13 @@ class Simulation:
         local_size: ranks per node, in order (the last node may have fewer); None = one node.
         seed: of the shared randomness.
         buckets: names, bucket by bucket; None = one bucket. Parameters of different types never share one.
+        bucket_mb: instead of ``buckets``: cut as on Horovod and MPI, into buckets of that many MiB.
 
     Attributes:
         stores: each rank's state.
         bytes_sent: bytes that each rank has sent so far, by :meth:`Collective.bytes_sent`.
+        bytes_by_group: the same by group, one ``{"world": ..., "node": ..., "cross": ...}`` per rank; what
+            passes between nodes in ``cross`` is counted for certain, in ``world`` it depends on the library below.
         skipped: whether the last step's weights added up to zero.
 
     >>> simulation = Simulation("mean", {"w": (2,)}, size=2)
@@ -58,6 +61,7 @@ class Simulation:
         local_size: int | None = None,
         seed: int = 0,
         buckets: Sequence[Sequence[str]] | None = None,
+        bucket_mb: float | None = None,
     ) -> None:
         if size < 1 or (local_size is not None and local_size < 1):
             raise ConfigurationError(f"a simulation needs at least one rank, got size={size}, local_size={local_size}")
@@ -68,6 +72,10 @@ class Simulation:
         self.skipped = False
         self.bytes_sent = [0] * size
         self._given = dict(params)
+        self._weights: tuple[float, ...] | None = None
+        self._bucket_mb = bucket_mb
+        if buckets is not None and bucket_mb is not None:
+            raise ConfigurationError("a simulation takes buckets or bucket_mb, not both")
         self._buckets = [list(params)] if buckets is None else [list(names) for names in buckets]
         if sorted(name for names in self._buckets for name in names) != sorted(params):
             raise ConfigurationError("buckets must name every parameter once")
@@ -75,6 +83,8 @@ class Simulation:
         nodes = [list(range(start, min(start + local, size))) for start in range(0, size, local)]
         cross = [[node[i] for node in nodes if i < len(node)] for i in range(min(local, size))]
         self._groups = {"world": [list(range(size))], "node": nodes, "cross": cross}
+        self._nodes = tuple(rank // local for rank in range(size))
+        self.bytes_by_group = [dict.fromkeys(self._groups, 0) for _ in range(size)]
         self._build([])
 
     def step(
@@ -98,16 +108,64 @@ class Simulation:
                 self._build(grads_per_rank)
         self._check(grads_per_rank)
         checked = None if weights is None else check_weights(self.policy, weights, self.size)
+        self._weights = checked
         self.skipped = checked is not None and sum(checked) == 0
         if self.skipped:
             updates = [{name: torch.zeros_like(p) for name, p in self._params.items()} for _ in range(self.size)]
         else:
             updates = [{} for _ in range(self.size)]
             for index, layout in enumerate(self._layouts):
-                for mine, views in zip(updates, self._aggregate(layout, index, grads_per_rank, checked), strict=True):
+                for mine, views in zip(updates, self._aggregate(layout, index, grads_per_rank), strict=True):
                     mine.update({name: views[name].to(self._params[name].dtype, copy=True) for name in layout.names})
         self.steps += 1
         return [{name: mine[name] for name in self._params} for mine in updates]
+
+    def after_step(self, parameters_per_rank: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """What the policy makes of the ranks' parameters after their optimizers used the last step's updates.
+
+        Call it after each :meth:`step` and the optimizers; where nothing is due it returns copies.
+
+        Returns:
+            The new parameters of rank 0, of rank 1, ...
+
+        Raises:
+            ConfigurationError: not the parameters, or their shapes or types, that the simulation was made for.
+        """
+        if len(parameters_per_rank) != self.size or any(p.keys() != self._params.keys() for p in parameters_per_rank):
+            raise ConfigurationError(f"after_step needs all parameters of each of {self.size} ranks")
+        self._check(parameters_per_rank, "value")
+        given = [{name: p.detach().clone() for name, p in mine.items()} for mine in parameters_per_rank]
+        if self.steps == 0 or self.skipped or not self.policy.due(self.steps - 1):
+            return given
+        layout = Layout({name: p.shape for name, p in self._params.items()})
+        dtypes = {p.dtype for p in self._params.values()}
+        flats = []
+        for mine in given:
+            flat = torch.cat([mine[name].reshape(-1) for name in layout.names])
+            flats.append(flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        flows: list[Flow] = []
+        for rank, flat in enumerate(flats):
+            bucket = self._bucket(flat, layout, 0, self.steps - 1, rank, dtype)
+            flows.append(finish(self.policy.after_step(bucket, self.stores[rank].part(layout))))
+        new = []
+        for rank, (_, result) in enumerate(self._lockstep(flows)):
+            self.stores[rank].merge(layout, result.state, result.update)
+            views = Views(layout, result.update)
+            new.append({name: views[name].to(p.dtype, copy=True) for name, p in self._params.items()})
+        return new
+
+    def flush(self) -> list[dict[str, Tensor]] | None:
+        """What the policy held back, for one more optimizer step of each rank; None where there is nothing.
+
+        Parameters of which nothing was held are left out: their gradient is None in that step.
+        """
+        held = [self.policy.flush(store.whole()) for store in self.stores]
+        if not any(updates for updates, _ in held):
+            return None
+        for store, (_, state) in zip(self.stores, held, strict=True):
+            store.load(state)
+        return [{name: tensor.clone() for name, tensor in updates.items()} for updates, _ in held]
 
     def _build(self, grads_per_rank: Sequence[Gradients]) -> None:
         """Parameters, layouts and fresh state; types of those given by shape are read off the gradients."""
@@ -115,6 +173,8 @@ class Simulation:
         shapes = {name: p.shape for name, p in self._params.items()}
         self._blocks = number_blocks(shapes)
         self._layouts: list[Layout] = []
+        if self._bucket_mb is not None:
+            self._buckets = [list(cut.names) for cut in cut_layouts(self._params, self._bucket_mb * 2**20)]
         whole = self.policy.scope == "step"
         for names in [list(shapes)] if whole else self._buckets:
             parts: dict[object, list[str]] = {}
@@ -123,51 +183,62 @@ class Simulation:
             self._layouts += [Layout({name: shapes[name] for name in same}) for same in parts.values()]
         self.stores = [StateStore(self.policy, self._params) for _ in range(self.size)]
 
-    def _check(self, grads_per_rank: Sequence[Gradients]) -> None:
+    def _check(self, grads_per_rank: Sequence[Gradients], what: str = "gradient") -> None:
         for rank, grads in enumerate(grads_per_rank):
             for name, grad in grads.items():
                 if grad is None:
                     continue
                 p = self._params.get(name)
                 if p is None:
-                    raise ConfigurationError(f"rank {rank} has a gradient of {name!r}, which is no parameter")
+                    raise ConfigurationError(f"rank {rank} has a {what} of {name!r}, which is no parameter")
                 if (grad.shape, grad.dtype) != (p.shape, p.dtype):
                     raise ConfigurationError(
-                        f"rank {rank}: the gradient of {name!r} is {grad.dtype}{list(grad.shape)}, "
+                        f"rank {rank}: the {what} of {name!r} is {grad.dtype}{list(grad.shape)}, "
                         f"its parameter {p.dtype}{list(p.shape)}"
                     )
 
-    def _aggregate(
-        self, layout: Layout, index: int, grads_per_rank: Sequence[Gradients], weights: tuple[float, ...] | None
-    ) -> Iterator[Views]:
+    def _bucket(
+        self, flat: Tensor, layout: Layout, index: int, step: int, rank: int, dtype: torch.dtype | None = None
+    ) -> Bucket:
+        groups = {group: _place(rank, lists) for group, lists in self._groups.items() if group != "world"}
+        return Bucket(
+            flat, layout, index, step, self.seed, rank, self.size, self._weights, blocks=self._blocks, groups=groups,
+            nodes=self._nodes, dtype=dtype,
+        )  # fmt: skip
+
+    def _aggregate(self, layout: Layout, index: int, grads_per_rank: Sequence[Gradients]) -> Iterator[Views]:
         """Run one bucket on all ranks; yields each rank's update."""
         flows = []
         for rank, grads in enumerate(grads_per_rank):
             found = [(self._params[name], grads.get(name)) for name in layout.names]
             flat = torch.cat([(torch.zeros_like(p) if g is None else g.detach()).reshape(-1) for p, g in found])
-            groups = {group: _place(rank, lists) for group, lists in self._groups.items() if group != "world"}
-            bucket = Bucket(
-                flat, layout, index, self.steps, self.seed, rank, self.size, weights, blocks=self._blocks, groups=groups
-            )
+            bucket = self._bucket(flat, layout, index, self.steps, rank)
             flows.append(self.policy.aggregate(bucket, self.stores[rank].part(layout)))
-        for rank, result in enumerate(self._lockstep(flows)):
+        for rank, (early, result) in enumerate(self._lockstep(flows)):
             self.stores[rank].merge(layout, result.state, result.update)
-            yield Views(layout, result.update)
+            yield Views(layout, result.update if early is None else early)
 
-    def _lockstep(self, flows: Sequence[Flow]) -> list[Aggregated]:
-        """Advance all flows together until all return."""
+    def _lockstep(self, flows: Sequence[Flow]) -> list[tuple[Tensor | None, Aggregated]]:
+        """Advance all flows together until all return; what each said early, and what it returned."""
         answers: list[Tensor | None] = [None] * self.size
+        early: list[Tensor | None] = [None] * self.size
         while True:
             requests: list[Collective | None] = []
             results: list[Aggregated] = []
-            for flow, answer in zip(flows, answers, strict=True):
+            for rank, (flow, answer) in enumerate(zip(flows, answers, strict=True)):
                 try:
-                    requests.append(next(flow) if answer is None else flow.send(answer))
+                    request = next(flow) if answer is None else flow.send(answer)
+                    while isinstance(request, Early):
+                        if early[rank] is not None:
+                            raise too_early(flow)
+                        early[rank] = request.update.clone()
+                        request = next(flow)
+                    requests.append(request)
                 except StopIteration as end:
                     requests.append(None)
                     results.append(end.value)
             if len(results) == self.size:
-                return results
+                return list(zip(early, results, strict=True))
             try:
                 answers = list(self._execute(requests))
             except Exception as error:
@@ -189,7 +260,9 @@ class Simulation:
             members = [request for rank in ranks if (request := requests[rank]) is not None]
             for rank, answer in zip(ranks, execute(members), strict=True):
                 answers[rank] = answer
-                self.bytes_sent[rank] += members[0].bytes_sent(len(ranks))
+                sent = members[0].bytes_sent(len(ranks))
+                self.bytes_sent[rank] += sent
+                self.bytes_by_group[rank][group] += sent
         return [answers[rank] for rank in range(self.size)]
 
 

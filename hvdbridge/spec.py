@@ -124,7 +124,7 @@ def unparse(policy: Policy, name_of: Callable[[type[Policy]], str]) -> str:
         ConfigurationError: a policy class has no registered name.
     """
     name, options = name_of(type(policy)), _options(policy, name_of)
-    if options and not policy.inners():
+    if options and not any(isinstance(getattr(policy, option), Policy) for option in options_of(type(policy))):
         return f"{name}:{','.join(options)}"
     return _join(name, options)
 

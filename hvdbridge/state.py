@@ -3,8 +3,9 @@
 Rules:
 
 1. A tree of dicts mirrors the tree of policies; a leaf maps parameter names to tensors. Nothing else is inside.
-2. The tree is the truth about what was saved and loaded; while training, each bucket's part of it lies flat, in
-   the order of the bucket (:class:`~hvdbridge.bucket.Views`), and is laid anew by name when buckets change.
+2. While training, a bucket's part of a leaf lies flat, in the order of the bucket (:class:`~hvdbridge.bucket.Views`).
+   It is laid so when a flow first looks at it, and anew, by name, when a flow over other buckets does: what only
+   :meth:`Policy.after_step <hvdbridge.policy.Policy.after_step>` uses is never laid for the gradients' buckets.
 3. A parameter whose update is not finite keeps its old state. On CUDA this is decided on the device, without a
    wait on the host.
 4. Tensors are replaced, never changed in place: what a flow was given stays as it was.
@@ -14,13 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from hvdbridge.bucket import Layout, Views, flatten
-from hvdbridge.errors import ConfigurationError
+from hvdbridge.errors import ConfigurationError, nearest
 from hvdbridge.policy import Policy, Slot, State
 
 Path = tuple[str, ...]
@@ -64,9 +67,12 @@ def to_portable(state: State) -> dict[str, Any]:
 
 def slot_of(policy: Policy, path: Path) -> Slot:
     """What the leaf at ``path`` is, by the policy that declares it."""
+    on_parameters = False
     for key in path[:-1]:
+        on_parameters |= policy.on_parameters
         policy = policy.inners()[key]
-    return policy.slots.get(path[-1], Slot())
+    slot = policy.slots.get(path[-1], Slot())
+    return replace(slot, gradient_units=False) if on_parameters else slot
 
 
 def differences(state: State, saved: State) -> list[str]:
@@ -89,11 +95,15 @@ def differences(state: State, saved: State) -> list[str]:
     return lines + [f"{key} is not expected" for key in found if key not in expected]
 
 
-def redistribute(policy: Policy, saved: Sequence[State], size: int) -> list[State]:
+OnResize = Literal["raise", "reset", "redistribute"]
+"""What becomes of a state of another number of ranks; see :func:`redistribute`."""
+
+
+def redistribute(policy: Policy, saved: Sequence[State], size: int, fresh: State | None = None) -> list[State]:
     """The states of ``size`` ranks made from those of another number of ranks.
 
-    Rank-local leaves keep their sum: each new rank gets 1/size of it (added in float64). Replicated ones are
-    those of rank 0.
+    Rank-local leaves keep their sum: each new rank gets 1/size of it (added in float64); where ``fresh`` is given
+    they are its. Replicated ones are those of rank 0.
     """
     if len(saved) == size:
         return list(saved)
@@ -104,15 +114,16 @@ def redistribute(policy: Policy, saved: Sequence[State], size: int) -> list[Stat
             total = total + tensor.to(torch.float64)
         return (total / size).to(tensors[0].dtype)
 
-    def merge(trees: Sequence[State], path: Path) -> dict[str, Any]:
+    def merge(trees: Sequence[State], fresh: State | None, path: Path) -> dict[str, Any]:
         first = trees[0]
         if not _is_leaf(first):
-            return {key: merge([tree[key] for tree in trees], (*path, key)) for key in first}
+            new = {key: None if fresh is None else fresh[key] for key in first}
+            return {key: merge([tree[key] for tree in trees], new[key], (*path, key)) for key in first}
         if not slot_of(policy, path).local:
             return dict(first)
-        return {name: average([tree[name] for tree in trees]) for name in first}
+        return {name: average([tree[name] for tree in trees]) for name in first} if fresh is None else dict(fresh)
 
-    shared = merge(saved, ())
+    shared = merge(saved, fresh, ())
     return [to_portable(shared) for _ in range(size)]
 
 
@@ -127,19 +138,26 @@ class StateStore:
 
     def __init__(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
         self.policy = policy
+        self._params = {name: torch.empty_like(p, device="meta") for name, p in params.items()}
+        # Leaf by leaf, either the tensors themselves, or while they are laid flat, meta tensors in their place.
         self._tree = to_portable(policy.init(params))
-        self._parts: dict[Layout, State] = {}
-        self._stateless = not any(True for _ in leaves(self._tree))
+        self._devices = {path: {name: t.device for name, t in leaf.items()} for path, leaf in leaves(self._tree)}
+        self._laid: dict[Path, dict[Layout, Mapping[str, Tensor]]] = {}
+        self._parts: dict[Layout, _Part] = {}
+        self._slots = {path: slot_of(policy, path) for path, _ in leaves(self._tree)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state that this rank holds."""
+        return sum(t.numel() * t.element_size() for _, leaf in leaves(self._tree) for t in leaf.values())
 
     def part(self, layout: Layout) -> State:
-        """The state of a bucket's parameters; leaves of the parameters' shapes are flat in the bucket's order."""
-        if self._stateless:
+        """The state of a bucket's parameters, as it is whenever one looks; leaves of the parameters' shapes are flat
+        in the bucket's order."""
+        if not self._slots:
             return self._tree
         if layout not in self._parts:
-            self._settle()
-            names = set(layout.names)
-            self._parts = {other: part for other, part in self._parts.items() if names.isdisjoint(other.names)}
-            self._parts[layout] = _lay(self._tree, layout)
+            self._parts[layout] = _Part(self, layout, self._tree)
         return self._parts[layout]
 
     def merge(self, layout: Layout, new: State | None, update: Tensor) -> None:
@@ -151,27 +169,33 @@ class StateStore:
         Raises:
             ConfigurationError: ``new`` has a branch that the policy's ``init`` did not give.
         """
-        if new is None or self._stateless:
-            return
-        keep = None
-        if update.is_cuda or not _surely_finite(update):
-            keep = _Finite(layout, update)
-        self._parts[layout] = _merge(self.part(layout), new, keep)
+        if new is not None and self._slots:
+            self._merge((), self._tree, layout, new, _Guard(layout, update))
+
+    def whole(self) -> dict[str, Any]:
+        """The whole state as it is now; leaves are views, nothing is copied."""
+        return self._whole((), self._tree)
 
     def portable(self) -> dict[str, Any]:
         """A copy of the whole state; see :func:`to_portable`."""
-        self._settle()
-        return to_portable(self._tree)
+        return to_portable(self.whole())
 
-    def load(self, saved: State | Sequence[State], rank: int = 0, size: int = 1) -> None:
+    def load(
+        self, saved: State | Sequence[State], rank: int = 0, size: int = 1, on_resize: OnResize = "redistribute"
+    ) -> None:
         """Take up a state that :meth:`portable` gave: this rank's, or those of all ranks in rank order.
 
         Args:
-            rank, size: of this rank, where all ranks' states are given; another number of them is redistributed.
+            rank, size: of this rank, where all ranks' states are given.
+            on_resize: what to do with those of another number of ranks: refuse, begin anew with what is local to
+                ranks, or redistribute that.
 
         Raises:
-            ConfigurationError: other leaves, names, shapes or types; lists the differences. Nothing is loaded.
+            ConfigurationError: other leaves, names, shapes or types; lists the differences. Or another number of
+                ranks where that is refused. Nothing is loaded.
         """
+        if on_resize not in get_args(OnResize):
+            raise ConfigurationError(f"on_resize={on_resize!r}. {nearest(str(on_resize), get_args(OnResize))}")
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         if not states:
             raise ConfigurationError("there is no state to load")
@@ -181,66 +205,157 @@ class StateStore:
                 whose = f" of rank {index}" if len(states) > 1 else ""
                 text = "".join(f"\n  {line}" for line in lines[:SHOWN] + more)
                 raise ConfigurationError(f"the state{whose} does not fit this policy and model:{text}")
-        mine = dict(leaves(redistribute(self.policy, states, size)[rank]))
-        self._parts.clear()
+        if len(states) != size and on_resize == "raise":
+            raise resized(len(states), size)
+        fresh = self._fresh() if len(states) != size and on_resize == "reset" else None
+        mine = dict(leaves(redistribute(self.policy, states, size, fresh)[rank]))
+        self._laid.clear()
         for path, leaf in leaves(self._tree):
-            self._put(path, {name: mine[path][name].to(old.device, copy=True) for name, old in leaf.items()})
+            self._put(path, {name: mine[path][name] for name in leaf})
+
+    def reset(self) -> None:
+        """Begin anew with what is local to this rank; what is replicated stays."""
+        fresh = self._fresh()
+        for path, leaf in leaves(fresh):
+            if self._slots[path].local:
+                self._settle(path)
+                self._put(path, leaf)
 
     def rescale(self, factor: float) -> None:
         """Multiply what is in units of the gradient, after the loss scale changed by ``factor``."""
         if not (math.isfinite(factor) and factor > 0):
             raise ConfigurationError(f"a loss scale changes by a positive finite factor, not by {factor}")
-        self._settle()
-        self._parts.clear()
-        for path, leaf in leaves(self._tree):
-            if slot_of(self.policy, path).gradient_units:
-                self._put(path, {name: tensor * factor for name, tensor in leaf.items()})
+        for path, slot in self._slots.items():
+            if slot.gradient_units:
+                self._settle(path)
+                node = self._node(path)
+                node.update({name: tensor * factor for name, tensor in node.items()})
 
-    def _put(self, path: Path, leaf: Mapping[str, Tensor]) -> None:
+    def leaf(self, path: Path, layout: Layout) -> Mapping[str, Tensor]:
+        """A bucket's part of one leaf, laid."""
+        laid = self._laid.get(path, {})
+        if layout not in laid:
+            if not all(other.sizes.keys().isdisjoint(layout.sizes) for other in laid):
+                self._settle(path)
+            node = self._node(path)
+            names = [name for name in layout.names if name in node]
+            alike = {(node[name].dtype, node[name].device) for name in names}
+            if len(alike) == 1 and all(node[name].shape == layout.shapes[name] for name in names):
+                own = layout.part(names)
+                part: Mapping[str, Tensor] = Views(own, flatten(node, own))
+            else:
+                part = {name: node[name] for name in names}
+            self._laid.setdefault(path, {})[layout] = part
+            node.update({name: torch.empty_like(node[name], device="meta") for name in names})
+        return self._laid[path][layout]
+
+    def _node(self, path: Path) -> dict[str, Any]:
         node = self._tree
         for key in path:
             node = node[key]
-        node.update(leaf)
+        return node
 
-    def _settle(self) -> None:
-        """Let the tree say what the buckets' parts say (views of them, no copy)."""
-        for part in self._parts.values():
-            for path, leaf in leaves(part):
-                self._put(path, leaf)
+    def _put(self, path: Path, leaf: Mapping[str, Tensor]) -> None:
+        devices = self._devices[path]
+        self._node(path).update({name: tensor.to(devices[name], copy=True) for name, tensor in leaf.items()})
+
+    def _settle(self, path: Path) -> None:
+        """Take a leaf's tensors back into the tree (views, no copy)."""
+        for part in self._laid.pop(path, {}).values():
+            self._node(path).update(part)
+
+    def _whole(self, path: Path, node: Mapping[str, Any]) -> dict[str, Any]:
+        if not _is_leaf(node):
+            return {key: self._whole((*path, key), child) for key, child in node.items()}
+        whole = dict(node)
+        for part in self._laid.get(path, {}).values():
+            whole.update(part)
+        return whole
+
+    def _merge(self, path: Path, node: Mapping[str, Any], layout: Layout, new: State | None, guard: _Guard) -> None:
+        if new is None or isinstance(new, _Part):
+            return
+        if path in self._slots:
+            old = self.leaf(path, layout)
+            if new is not old:
+                _refuse_unknown(new, old)
+                self._laid[path][layout] = guard.choose(new, old) if self._slots[path].guarded else _fit(new, old)
+            return
+        _refuse_unknown(new, node)
+        for key, child in new.items():
+            self._merge((*path, key), node[key], layout, child, guard)
+
+    def _fresh(self) -> State:
+        return self.policy.init({n: torch.zeros(p.shape, dtype=p.dtype) for n, p in self._params.items()})
+
+
+def resized(saved: int, size: int) -> ConfigurationError:
+    """The error about a state of another number of ranks."""
+    return ConfigurationError(
+        f"the state was saved by {saved} ranks and would be loaded by {size}. on_resize='reset' begins anew with what "
+        "is local to ranks; on_resize='redistribute' keeps its sum, and needs a state of all ranks (gather=True)."
+    )
+
+
+class _Part(Mapping[str, Any]):
+    """A bucket's part of a tree, as it is whenever one looks: branches of this class, leaves laid by the store."""
+
+    def __init__(self, store: StateStore, layout: Layout, node: Mapping[str, Any], path: Path = ()) -> None:
+        self._store, self._layout = store, layout
+        self._children: dict[str, _Part | Path] = {}
+        for key, child in node.items():
+            at = (*path, key)
+            self._children[key] = at if _is_leaf(child) else _Part(store, layout, child, at)
+
+    def __getitem__(self, key: str) -> Any:
+        child = self._children[key]
+        return child if isinstance(child, _Part) else self._store.leaf(child, self._layout)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._children)
+
+    def __len__(self) -> int:
+        return len(self._children)
 
 
 def _is_leaf(node: State) -> bool:
     return isinstance(node, Views) or isinstance(next(iter(node.values()), None), Tensor)
 
 
-def _lay(state: State, layout: Layout) -> State:
-    """The part of a tree for one bucket."""
-    if not _is_leaf(state):
-        return {key: _lay(child, layout) for key, child in state.items()}
-    names = [name for name in layout.names if name in state]
-    alike = {(state[name].dtype, state[name].device) for name in names}
-    if len(alike) != 1 or any(state[name].shape != layout.shapes[name] for name in names):
-        return {name: state[name] for name in names}
-    own = layout.part(names)
-    return Views(own, flatten(state, own))
-
-
-def _merge(old: State, new: State | None, keep: _Finite | None) -> State:
-    """``new`` where it says something and the update is finite, else ``old``."""
-    if new is None or new is old:
-        return old
+def _refuse_unknown(new: State, old: Mapping[str, Any]) -> None:
+    if isinstance(new, Views) and isinstance(old, Views) and new.layout is old.layout:
+        return
     if unknown := sorted(set(new) - set(old)):
         raise ConfigurationError(f"a policy returned state that its init() did not give: {', '.join(unknown)}")
+
+
+def _fit(new: State, old: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """``new`` laid and typed as ``old``; what it does not say is as it was."""
     if isinstance(old, Views):
-        flat = flatten(new, old.layout).to(old.flat.dtype)
-        return Views(old.layout, flat if keep is None else torch.where(keep.elements(old.layout), flat, old.flat))
-    if _is_leaf(old):
-        return {name: _chosen(name, new.get(name, tensor), tensor, keep) for name, tensor in old.items()}
-    return {key: _merge(child, new.get(key), keep) for key, child in old.items()}
+        return Views(old.layout, flatten(new, old.layout).to(old.flat.dtype))
+    return {name: new.get(name, tensor).to(tensor.dtype) for name, tensor in old.items()}
 
 
-def _chosen(name: str, new: Tensor, old: Tensor, keep: _Finite | None) -> Tensor:
-    return new if keep is None else torch.where(keep.parameter(name), new, old)
+class _Guard:
+    """Keeps the old state of parameters whose update is not finite."""
+
+    def __init__(self, layout: Layout, update: Tensor) -> None:
+        self.layout, self.update = layout, update
+
+    @cached_property
+    def finite(self) -> _Finite | None:
+        """None: everything is, and no more need be known."""
+        return _Finite(self.layout, self.update) if self.update.is_cuda or not _surely_finite(self.update) else None
+
+    def choose(self, new: State, old: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """``new``, and ``old`` where the update is not finite."""
+        fitted, finite = _fit(new, old), self.finite
+        if finite is None:
+            return fitted
+        if isinstance(old, Views):
+            assert isinstance(fitted, Views)
+            return Views(old.layout, torch.where(finite.elements(old.layout), fitted.flat, old.flat))
+        return {name: torch.where(finite.parameter(name), fitted[name], tensor) for name, tensor in old.items()}
 
 
 def _surely_finite(update: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from hvdbridge import runtime
+from hvdbridge.after import AfterStep
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.agreement import agree, describe, open_group, trainable
 from hvdbridge.broadcast import broadcast_optimizer, broadcast_tensors
@@ -22,6 +23,7 @@ from hvdbridge.policy import Policy
 from hvdbridge.sources import attach
 from hvdbridge.sources.base import Options
 from hvdbridge.sources.hooks import HookSource
+from hvdbridge.state import OnResize, resized
 from hvdbridge.sync_batchnorm import SyncBatchNorm
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -102,6 +104,7 @@ class GradientSynchronizer:
         self._params = params
         self._known = set(params.values())
         self._optimizers = wrapped
+        self._after = AfterStep(self._aggregator, params, wrapped, self.model)
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in wrapped]
         self._hooks += [o.register_step_pre_hook(refuse) for o, w in zip(originals, wrapped, strict=True) if o is not w]
         self._closed = False
@@ -165,6 +168,8 @@ class GradientSynchronizer:
         try:
             with self._source.join():
                 yield
+            self._after.catch_up()
+            self._aggregator.settle()
             steps = self._control.all_gather_object(self._source.steps)
             last = steps.index(max(steps))
             tensors = [*self._params.values(), *self.model.buffers()]
@@ -183,24 +188,64 @@ class GradientSynchronizer:
         if self._driver.failure is not None:
             raise self._driver.failure
 
+    def flush(self) -> bool:
+        """Finish what a policy left for later; collective, and harmless where nothing is left. Call it at the end of
+        training, and before collectives of your own where an optimizer's step may have been skipped on one rank.
+
+        What was to be done to the parameters after the last step is done now (``local_sgd``, ``diloco``), if that step
+        did not happen on this rank. The aggregate that ``delayed`` holds goes to ``p.grad``.
+
+        Returns:
+            Whether there is one: then ``p.grad`` holds it, for one more ``optimizer.step()`` (None for parameters of
+            which nothing was held). An aggregate of nothing but zeros counts as none.
+
+        Raises:
+            HvdbridgeError: the cause, if an aggregation failed.
+        """
+        self.synchronize()
+        self._after.catch_up()
+        updates = self._aggregator.flush()
+        with torch.no_grad():
+            for name, parameter in self._params.items() if updates else ():
+                if name not in updates:
+                    parameter.grad = None
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(updates[name])
+        return bool(updates)
+
     def stats(self) -> dict[str, float]:
         """Figures of the last step: ``step``, ``collectives``, ``bytes_sent`` (by this rank, see
-        :meth:`Collective.bytes_sent <hvdbridge.collectives.Collective.bytes_sent>`), ``communication_seconds``."""
-        traffic = self._aggregator.last_traffic
+        :meth:`Collective.bytes_sent <hvdbridge.collectives.Collective.bytes_sent>`), ``communication_seconds``;
+        ``state_bytes``, what the policy keeps on this rank; and whatever the policy reports of itself
+        (:meth:`Policy.statistics <hvdbridge.policy.Policy.statistics>`). Waits for a step that runs in the background.
+        """
+        aggregator = self._aggregator
+        aggregator.settle()
+        traffic = aggregator.last_traffic
         return {
-            "step": self._aggregator.step,
+            "step": aggregator.step,
             "collectives": traffic.collectives,
             "bytes_sent": traffic.bytes_sent,
             "communication_seconds": traffic.seconds,
+            "state_bytes": aggregator.store.nbytes,
+            **self.policy.statistics(aggregator.store.whole()),
         }
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """The policy's state: plain dicts of tensors, readable with ``torch.load(weights_only=True)``.
 
         ``gather=False``: this rank's. ``gather=True``: collective; complete on rank 0 of the group, empty elsewhere.
+        Where replicas drift, ranks have parameters of their own between averages: save right after one, or save the
+        parameters of all ranks.
         """
+        if gather:
+            self._after.catch_up()
+        self._aggregator.settle()
         local = {
             "policy": label(self.policy),
+            "size": self._control.size,
             "step": self._aggregator.step,
             "loss_scale": self._aggregator.loss_scale,
             "state": self._aggregator.store.portable(),
@@ -210,22 +255,36 @@ class GradientSynchronizer:
         ranks = self._control.all_gather_object(local["state"])
         return local | {"ranks": ranks} if self._control.rank == 0 else {}
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
         """Take up what :meth:`state_dict` gave, of either form; local, so call it on every rank.
 
-        A gathered state of another number of ranks is redistributed: what is local to ranks keeps its sum.
+        Args:
+            saved: the state; parameters and optimizer are the user's to load.
+            on_resize: what to do with a state of another number of ranks. ``"redistribute"``: what is local to ranks
+                keeps its sum (needs a gathered state); ``"reset"``: it begins anew; ``"raise"``: an error. What is
+                replicated is kept by either.
 
         Raises:
-            ConfigurationError: the state is of another policy, other parameters or shapes; nothing is loaded.
+            ConfigurationError: the state is of another policy, other parameters or shapes, or of another number of
+                ranks where that is refused; nothing is loaded.
         """
         spec = label(self.policy)
         if saved.get("policy") != spec:
             raise ConfigurationError(f"the state is one of policy {saved.get('policy')!r}, this is {spec!r}")
-        ranks = saved.get("ranks") or [saved["state"]]
-        rank = self._control.rank if "ranks" in saved else 0
-        self._aggregator.store.load(ranks, rank, self._control.size if "ranks" in saved else 1)
-        self._aggregator.step = int(saved["step"])
-        self._aggregator.loss_scale = self._aggregator._held_scale = float(saved["loss_scale"])
+        aggregator, size = self._aggregator, self._control.size
+        aggregator.settle()
+        if "ranks" in saved:
+            aggregator.store.load(saved["ranks"], self._control.rank, size, on_resize)
+        else:
+            resize = saved.get("size", size) != size
+            if resize and on_resize != "reset":
+                raise resized(saved["size"], size)
+            aggregator.store.load(saved["state"], on_resize=on_resize)
+            if resize:
+                aggregator.store.reset()
+        aggregator.step = int(saved["step"])
+        aggregator.loss_scale = aggregator._held_scale = float(saved["loss_scale"])
+        self._after.forget()
 
     def close(self) -> None:
         """Take the hooks off and free the communicators; the model stays as it is. Harmless when repeated."""
@@ -234,6 +293,7 @@ class GradientSynchronizer:
         self._closed = True
         for hook in self._hooks:
             hook.remove()
+        self._after.remove()
         self._source.remove()
         for norm in self._norms:
             if norm.communicator is not None and self._driver.failure is None:
@@ -254,6 +314,7 @@ class GradientSynchronizer:
         if closure is None:
             self._check_step(optimizer)
             return None
+        self._after.before_closure()
         if getattr(closure, "checks_step", None) is self:  # Horovod's optimizer calls this hook twice
             return None
         checked = self._checked(closure, optimizer)

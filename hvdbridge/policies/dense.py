@@ -10,8 +10,11 @@ Rules:
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -75,6 +78,34 @@ class Sum(Policy):
         return Aggregated((yield AllReduce(bucket.buffer)))
 
 
+def own(bucket: Bucket) -> Tensor:
+    """This rank's gradient as it is; zeros where its weight is 0, so that not even its optimizer sees a NaN."""
+    return bucket.buffer.zero_() if bucket.weight == 0.0 else bucket.buffer
+
+
+@dataclass(frozen=True)
+class Noop(Policy):
+    """This rank's own gradient, and nothing on the wire: to find out what communication costs. Replicas drift.
+
+    It says so once, on the logger ``hvdbridge``.
+    """
+
+    replicas = "drift"
+
+    def init(self, params: Mapping[str, Tensor]) -> State:
+        _warn_of_drift()
+        return {}
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        yield from ()
+        return Aggregated(own(bucket))
+
+
+@cache
+def _warn_of_drift() -> None:
+    logging.getLogger("hvdbridge").warning("policy noop aggregates nothing: from the first step on, replicas drift")
+
+
 @dataclass(frozen=True)
 class _Half(Policy):
     """A half type on the wire, of the weighted mean or of any inner policy's floating payloads."""
@@ -87,7 +118,7 @@ class _Half(Policy):
         return 1.0
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        if self.inner == MEAN:  # the one inner whose payload is the bucket: what was sent is known exactly
+        if type(self.inner) is Mean:  # the one inner whose payload is the bucket: what was sent is known exactly
             return (yield from self._mean(bucket))
         flow = self.inner.aggregate(bucket, state["inner"])
         result = yield from rewrite(flow, lambda request: self._travel(request, bucket))

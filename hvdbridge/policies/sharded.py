@@ -12,18 +12,24 @@ Rules:
 2. Where the owner matters (its second-stage error enters its ``sent`` and so its residual) shards consist
    of whole blocks (:class:`BlockShards`): block j belongs to rank j mod N, wherever bucket boundaries lie.
 3. Shards are padded with zeros to the longest.
+4. What travels in blocks with a scale each (:func:`sharded_code`) has a :class:`~hvdbridge.kernels.quantise.Code`
+   for either stage; codes and scales are one message, so two collectives a bucket do.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hvdbridge.bucket import BLOCK, Bucket, Layout, number_blocks
 from hvdbridge.collectives import AllGather, AllToAll, Collective
+from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels.quantise import Blocks, Code, decode, encode
+from hvdbridge.kernels.random import seed_of
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -91,39 +97,72 @@ class BlockShards(Shards):
         self.numel, self.size = layout.numel, size
         # (offset in the vector, blocks, elements of each, owner, offset in the owner's shard)
         self.pieces: list[tuple[int, int, int, int, int]] = []
+        # The same as views: (segment of the vector, first block and step in it or None for all of it).
+        self._views: list[tuple[int, int | None]] = []
+        # Segments are the full blocks of a parameter, and its short one.
+        self._segments = [part for n in layout.sizes.values() for part in (n - n % BLOCK, n % BLOCK)]
         filled = [0] * size
-        for name, numel in layout.sizes.items():
+        for i, (name, numel) in enumerate(layout.sizes.items()):
             full = numel // BLOCK
             for skip in range(min(size, full)):
                 owner = (first[name] + skip) % size
                 count = len(range(skip, full, size))
                 start = layout.offsets[name] + skip * BLOCK
                 self.pieces.append((start, count, BLOCK, owner, filled[owner]))
+                self._views.append((2 * i, skip if full > 1 and size > 1 else None))
                 filled[owner] += count * BLOCK
-        for name, numel in layout.sizes.items():
+        for i, (name, numel) in enumerate(layout.sizes.items()):
             full, short = divmod(numel, BLOCK)
             if short:
                 owner = (first[name] + full) % size
                 start = layout.offsets[name] + full * BLOCK
                 self.pieces.append((start, 1, short, owner, filled[owner]))
+                self._views.append((2 * i + 1, None))
                 filled[owner] += short
         self.length = max(filled)
+        # Each owner's pieces lie one behind the other in its shard.
+        self._owned = [[n * width for _, n, width, owner, _ in self.pieces if owner == r] for r in range(size)]
+        self._owned = [[*sizes, self.length - sum(sizes)] for sizes in self._owned]
 
-    def _pairs(self, flat: Tensor, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of the vector, and of the same elements in the shards."""
-        theirs, ours = [], []
-        origin, stride = flat.storage_offset(), (self.size * BLOCK, 1)
-        for start, count, width, owner, offset in self.pieces:
-            theirs.append(flat.as_strided((count, width), stride, origin + start))
-            ours.append(rows[owner, offset : offset + count * width].view(count, width))
+    def _pairs(self, flat: Tensor, rows: Tensor, rank: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of the vector, and of the same elements in the shards; ``rank``: in the only row, that owner's."""
+        segments, theirs, ours = flat.split(self._segments), [], []
+        owners = range(self.size) if rank is None else [rank]
+        shards = {r: iter(row.split(self._owned[r])) for r, row in zip(owners, rows.unbind(), strict=True)}
+        for (_, _, _, owner, _), (segment, skip) in zip(self.pieces, self._views, strict=True):
+            if owner in shards:
+                mine, part = next(shards[owner]), segments[segment]
+                if skip is not None:
+                    part = part.view(-1, BLOCK)[skip :: self.size]
+                    mine = mine.view(-1, BLOCK)
+                theirs.append(part)
+                ours.append(mine)
         return theirs, ours
 
     def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0) -> Tensor:
         rows = torch.zeros((self.size, self.length), dtype=wire, device=flat.device)
+        return self.pack_into(rows, flat if power == 1.0 else flat * power)
+
+    def pack_into(self, rows: Tensor, flat: Tensor) -> Tensor:
+        """``flat`` into ``rows`` ``[size, length]``, whose padding stays as it is; returns ``rows``."""
         if self.pieces:
-            theirs, ours = self._pairs(flat if power == 1.0 else flat * power, rows)
+            theirs, ours = self._pairs(flat, rows)
             torch._foreach_copy_(ours, theirs)
         return rows
+
+    def owned(self, flat: Tensor, rank: int) -> Tensor:
+        """The elements of ``flat`` that ``rank`` owns, ``[length]``, padded with zeros."""
+        shard = torch.zeros(self.length, dtype=flat.dtype, device=flat.device)
+        theirs, ours = self._pairs(flat, shard.unsqueeze(0), rank)
+        if ours:
+            torch._foreach_copy_(ours, theirs)
+        return shard
+
+    def add_owned(self, flat: Tensor, rank: int, shard: Tensor) -> None:
+        """Add ``shard`` to the elements of ``flat`` that ``rank`` owns."""
+        theirs, ours = self._pairs(flat, shard.unsqueeze(0), rank)
+        if theirs:
+            torch._foreach_add_(theirs, ours)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         flat = torch.empty(self.numel, dtype=dtype, device=rows.device)
@@ -135,12 +174,20 @@ class BlockShards(Shards):
 
 def shards_of(bucket: Bucket) -> Shards:
     """The shards of a bucket: by blocks where the owner matters, else flat."""
-    layout, size = bucket.layout, bucket.size
-    if not bucket.needs_sent:
-        return FlatShards(layout.numel, size)
-    first = bucket.blocks or layout.derive("blocks", lambda: number_blocks(layout.shapes))
+    return block_shards(bucket) if bucket.needs_sent else FlatShards(bucket.layout.numel, bucket.size)
+
+
+def block_shards(bucket: Bucket) -> BlockShards:
+    """The shards of a bucket by blocks."""
+    layout, size, first = bucket.layout, bucket.size, first_blocks(bucket)
     key = ("shards", size, tuple(first[name] for name in layout.names))
     return layout.derive(key, lambda: BlockShards(layout, first, size))
+
+
+def first_blocks(bucket: Bucket) -> Mapping[str, int]:
+    """Number of each parameter's first block of :data:`BLOCK` elements."""
+    layout = bucket.layout
+    return bucket.blocks or layout.derive("blocks", lambda: number_blocks(layout.shapes))
 
 
 def sum_rows(rows: Tensor) -> Tensor:
@@ -185,3 +232,168 @@ def sharded_sum(
         sent[rank] += message.to(exact) - total
     answer = yield AllGather(message, group)
     return shards.unpack(answer, exact), None if sent is None else shards.unpack(sent, exact)
+
+
+@dataclass(frozen=True, eq=False)
+class Coded:
+    """What :func:`sharded_code` made of a vector; all flat, in the bucket's layout.
+
+    Attributes:
+        update: the sum over ranks as everybody decoded it, float32, equal bits everywhere.
+        sent: what the owners decoded of this rank's vector, plus, where this rank is the owner, ``error``
+            with its sign turned: summed over ranks it is ``update``. None unless the bucket needs it.
+        error: on this rank's own shard, what the second stage did not send; zeros elsewhere. Where ``carry`` was given.
+    """
+
+    update: Tensor
+    sent: Tensor | None = None
+    error: Tensor | None = None
+
+
+def sharded_code(
+    bucket: Bucket, flat: Tensor, code: Code, block: int = BLOCK, carry: Tensor | None = None, back: Code | None = None
+) -> Generator[Collective, Tensor, Coded]:
+    """The sum of all ranks' ``flat`` through codes: coded blocks to their owners, which add in float32 in rank order,
+    code the sum, and send it to all.
+
+    Blocks of ``block`` elements start anew at each parameter, and an owner has whole blocks, so the result does not
+    depend on bucket boundaries. Noise is private in the first stage and the owner's own in the second: two ranks
+    never share it, two stages neither.
+
+    Args:
+        flat: this rank's share of the sum, in the bucket's layout; only read.
+        code, back: of the first and the second stage; None = the same.
+        block: a power of two that divides :data:`BLOCK`; see :func:`check_block`.
+        carry: flat, what the owner adds to its shard of the sum before it is coded (a server's error feedback,
+            as DoubleSqueeze has it); only this rank's own shard is read. Gives :attr:`Coded.error`, which is the
+            next step's ``carry``.
+
+    On the wire, per stage: ``code.bits`` per element, and 4 bytes per block where the code has scales.
+    """
+    rank, back = bucket.rank, back or code
+    plan = _code_plan(bucket, block)
+    codes, scales = encode(code, flat, plan.mine, seed_of(bucket, "to owner", private=True))
+    sent = decode(code, codes.unsqueeze(0), _row(scales), plan.mine) if bucket.needs_sent else None
+    theirs = yield AllToAll(plan.to_rows(code, codes, scales))
+    total = decode(code, *plan.read_rows(code, theirs), plan.owned)
+    if carry is not None:
+        total.add_(plan.shards.owned(carry, rank))
+    codes, scales = encode(back, total, plan.owned, seed_of(bucket, "back"))
+    error = None
+    if sent is not None or carry is not None:
+        missed = total.sub_(decode(back, codes.unsqueeze(0), _row(scales), plan.owned))
+        if sent is not None:
+            plan.shards.add_owned(sent, rank, missed.neg())
+        if carry is not None:
+            error = torch.zeros(flat.numel(), device=flat.device)
+            plan.shards.add_owned(error, rank, missed)
+    answer = yield AllGather(plan.to_message(back, codes, scales))
+    return Coded(decode(back, *plan.from_rows(back, answer), plan.mine), sent, error)
+
+
+def as_wide(update: Tensor, bucket: Bucket) -> Tensor:
+    """``update`` in the type of the bucket's buffer where that is wider."""
+    return update.to(torch.promote_types(update.dtype, bucket.buffer.dtype))
+
+
+def check_block(policy: object, block: int) -> None:
+    """
+    Raises:
+        ConfigurationError: ``block`` does not divide the blocks that owners have, or is too short to be packed.
+    """
+    if block & (block - 1) or not 16 <= block <= BLOCK:
+        raise ConfigurationError(
+            f"{type(policy).__name__}: block={block} must be a power of two from 16 to {BLOCK} "
+            "(owners have whole blocks of that size)"
+        )
+
+
+def _row(scales: Tensor | None) -> Tensor | None:
+    return None if scales is None else scales.unsqueeze(0)
+
+
+class _CodePlan:
+    """Where blocks and their scales lie in the vector, in the shards and in messages.
+
+    A message is, for one owner, its scales and then its codes, both padded to those of the longest shard.
+    """
+
+    def __init__(self, bucket: Bucket, block: int) -> None:
+        self.shards, self.mine = block_shards(bucket), blocks_of(bucket, block)
+        shards, size, device = self.shards, bucket.size, bucket.buffer.device
+        starts, lengths, numbers = _cut(bucket.layout, first_blocks(bucket), block)
+        # The blocks of each owner in the order of its shard: each piece is `count` times `width` elements.
+        places: list[list[Tensor]] = [[] for _ in range(size)]
+        inside = torch.arange(0, BLOCK, block, device="cpu")
+        for start, count, width, owner, _ in shards.pieces:
+            heads = torch.arange(start, start + count * size * BLOCK, size * BLOCK, device="cpu")[:count]
+            places[owner].append((heads[:, None] + inside[inside < width]).view(-1))
+        order = [torch.searchsorted(starts, torch.cat(p)) if p else starts.new_empty(0) for p in places]
+        self.scales = max(o.numel() for o in order)
+        chosen = torch.zeros((size, self.scales), dtype=torch.int64, device="cpu")
+        slots = torch.empty_like(starts)
+        for owner, blocks in enumerate(order):
+            chosen[owner, : blocks.numel()] = blocks
+            slots[blocks] = torch.arange(blocks.numel(), device="cpu") + owner * self.scales
+        self.order, self.slots = chosen.to(device), slots.to(device)
+        own = order[bucket.rank]
+        ends = lengths[own].cumsum(0)
+        self.owned = Blocks(ends - lengths[own], lengths[own], numbers[own], block, shards.length, device)
+
+    def to_rows(self, code: Code, codes: Tensor, scales: Tensor | None) -> Tensor:
+        """uint8 ``[size, bytes]``: the message for each owner."""
+        return self._join(code, self.shards.pack(codes, codes.dtype), None if scales is None else scales[self.order])
+
+    def to_message(self, code: Code, codes: Tensor, scales: Tensor | None) -> Tensor:
+        """uint8 ``[bytes]``: that of this rank's own shard."""
+        if scales is not None:
+            scales = torch.nn.functional.pad(scales, (0, self.scales - scales.numel())).unsqueeze(0)
+        return self._join(code, codes.unsqueeze(0), scales)[0]
+
+    def read_rows(self, code: Code, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Codes ``[rows, length]`` and scales ``[rows, blocks]`` of messages about this rank's own shard."""
+        codes, scales = self._part(code, rows)
+        return codes, None if scales is None else scales[:, : self.owned.count]
+
+    def from_rows(self, code: Code, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Codes ``[1, numel]`` and scales ``[1, blocks]`` of the vector, from the messages of all owners."""
+        codes, scales = self._part(code, rows)
+        flat = self.shards.unpack(codes, codes.dtype).unsqueeze(0)
+        return flat, None if scales is None else scales.view(-1)[self.slots].unsqueeze(0)
+
+    def _join(self, code: Code, codes: Tensor, scales: Tensor | None) -> Tensor:
+        packed = code.to_wire(codes)
+        return packed if scales is None else torch.cat([scales.contiguous().view(torch.uint8), packed], dim=1)
+
+    def _part(self, code: Code, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not code.scaled:
+            return code.from_wire(rows, self.shards.length), None
+        scales, packed = rows.split([4 * self.scales, rows.shape[1] - 4 * self.scales], dim=1)
+        floats = torch.empty((rows.shape[0], self.scales), device=rows.device)  # where their bytes lie aligned
+        floats.view(torch.uint8).copy_(scales)
+        return code.from_wire(packed, self.shards.length), floats
+
+
+def _cut(layout: Layout, first: Mapping[str, int], block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Start, length and number of the first element of each block of a layout."""
+    starts, lengths, numbers = [], [], []
+    for name, numel in layout.sizes.items():
+        inside = torch.arange(0, numel, block, device="cpu")
+        starts.append(inside + layout.offsets[name])
+        lengths.append((numel - inside).clamp_(max=block))
+        numbers.append(inside + first[name] * BLOCK)
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    return tuple(torch.cat([none, *parts]) for parts in (starts, lengths, numbers))  # type: ignore[return-value]
+
+
+def blocks_of(bucket: Bucket, block: int = BLOCK) -> Blocks:
+    """The blocks of a bucket, starting anew at each parameter, in its order."""
+    layout, first, device = bucket.layout, first_blocks(bucket), bucket.buffer.device
+    key = ("blocks of", block, device, tuple(first[name] for name in layout.names))
+    return layout.derive(key, lambda: Blocks(*_cut(layout, first, block), block, layout.numel, device))
+
+
+def _code_plan(bucket: Bucket, block: int) -> _CodePlan:
+    layout, first, device = bucket.layout, first_blocks(bucket), bucket.buffer.device
+    key = ("code", block, bucket.rank, bucket.size, device, tuple(first[name] for name in layout.names))
+    return layout.derive(key, lambda: _CodePlan(bucket, block))

@@ -12,61 +12,48 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout, Views
+from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.options import option
 from hvdbridge.policies.dense import MEAN
-from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
+from hvdbridge.policies.feedback import RESIDUAL, feedback, residuals
+from hvdbridge.policy import Aggregated, Early, Flow, Policy, Slot, State, advance, finish
 
 
 @dataclass(frozen=True)
 class ErrorFeedback(Policy):
-    """What the inner policy did not send is added to the next gradient.
+    """What the inner policy did not send is added to the next gradient; the rule is :mod:`.feedback`'s.
 
-    ``p = g w/sum(w) + e``, ``e' = p - sent(p)`` (Seide 2014, section 2; Karimireddy 2019, algorithm 2).
-    Updates plus final residuals sum to the inputs. The residual is in float32 (float64 for float64 gradients).
-    A rank of weight 0 contributes nothing and keeps its residual as it is; the second-stage error of a shard
-    that it owns in that step is then nobody's.
+    Raises:
+        ConfigurationError: the inner policy is not additive (one whose update is the sum of what each rank sent).
     """
 
     inner: Policy
-    slots: ClassVar[Mapping[str, Slot]] = {"residual": Slot(local=True, gradient_units=True)}
+    slots: ClassVar[Mapping[str, Slot]] = RESIDUAL
     # Nothing is lost by it, so a second feedback around it would add every error twice.
     additive = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.inner.additive:
+            why = " with its own feedback (ef=false turns that off)" if getattr(self.inner, "ef", False) else ""
             raise ConfigurationError(
-                f"ErrorFeedback cannot wrap {type(self.inner).__name__}: it needs an additive policy, "
+                f"ErrorFeedback cannot wrap {type(self.inner).__name__}{why}: it needs an additive policy, "
                 "one whose update is the sum over ranks of what each sent"
             )
 
     def init(self, params: Mapping[str, Tensor]) -> State:
-        def zeros(p: Tensor) -> Tensor:
-            wide = torch.promote_types(p.dtype, torch.float32)
-            return torch.zeros(p.shape, dtype=wide, device=p.device)
-
-        return {"residual": {name: zeros(p) for name, p in params.items()}, **super().init(params)}
+        return {"residual": residuals(params), "inner": self.inner.init(params)}
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        excluded = bucket.weight == 0.0
-        corrected = replace(bucket.weighted().plus(state["residual"]), needs_sent=True)
-        if excluded:
-            corrected.buffer.zero_()
-        result = yield from self.inner.aggregate(corrected, state["inner"])
-        assert result.sent is not None, f"{type(self.inner).__name__} is additive but said not what it sent"
-        residual = state["residual"]
-        if not excluded:
-            residual = Views(bucket.layout, corrected.buffer.sub_(result.sent))
-        return Aggregated(result.update, state={"residual": residual, "inner": result.state})
+        return feedback(bucket, state, self.inner.aggregate)
 
 
 @dataclass(frozen=True)
@@ -81,6 +68,37 @@ class Warmup(Policy):
         key = "first" if bucket.step < self.steps else "then"
         result = yield from self.inners()[key].aggregate(bucket, state[key])
         return Aggregated(result.update, result.sent, {key: result.state})
+
+    def due(self, step: int) -> bool:
+        return (self.first if step < self.steps else self.then).due(step)
+
+    def after_step(self, bucket: Bucket, state: State) -> Flow:
+        key = "first" if bucket.step < self.steps else "then"
+        result = yield from self.inners()[key].after_step(bucket, state[key])
+        return Aggregated(result.update, state={key: result.state})
+
+
+@dataclass(frozen=True)
+class Clip(Policy):
+    """This rank's whole local gradient is scaled down to an L2 norm, before the inner policy gets it.
+
+    ``g min(1, norm / |g|)`` over all parameters together (Pascanu 2013, section 3.2), on each rank for itself and
+    before weights. It is not ``clip_grad_norm_`` after backward, which clips the aggregate. The norm is added in
+    float64; where it is not finite the gradient passes as it is, so NaN and inf travel. Feedback belongs inside
+    (``clip(ef(bf16))``): around it, it would bring back what was clipped.
+    """
+
+    inner: Policy = MEAN
+    norm: float = option(1.0, above=0)
+    scope = "step"
+    additive = False
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        norm = length(bucket.buffer)
+        factor = (self.norm / norm).clamp(max=1.0)  # a norm of 0 gives inf, and 1
+        bucket.buffer.mul_(torch.where(norm.isfinite(), factor, 1.0).to(bucket.buffer.dtype))
+        result = yield from self.inner.aggregate(bucket, state["inner"])
+        return Aggregated(result.update, state={"inner": result.state})
 
 
 @dataclass(frozen=True)
@@ -126,20 +144,40 @@ class Partition(Policy):
         return {key: inner.init(parts[key]) for key, inner in self.inners().items()}
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        inners = self.inners()
+        return self._each(bucket, state, lambda key: inners[key].aggregate)
+
+    def after_step(self, bucket: Bucket, state: State) -> Flow:
+        inners = self.inners()
+        return self._each(bucket, state, lambda key: inners[key].after_step if inners[key].due(bucket.step) else keep)
+
+    def _each(self, bucket: Bucket, state: State, start: Callable[[str], Callable[[Bucket, State], Flow]]) -> Flow:
+        """Run each part's flow, one after the other; where one is early, the rest of them after all have begun."""
         layout, dtype = bucket.layout, bucket.dtype
         parts, runs = layout.derive((self, dtype), lambda: self._divide(layout, dtype))
-        results: dict[str, Aggregated] = {}
+        flows: dict[str, Flow] = {}
+        ends: dict[str, Early | Aggregated] = {}
         for key, names in parts.items():
             part = bucket if names is layout else bucket.select(names)
-            results[key] = yield from self.inners()[key].aggregate(part, state[key])
-        states = {key: result.state for key, result in results.items()}
-        if len(parts) == 1:
-            (only,) = results.values()
-            return Aggregated(only.update, only.sent, states)
-        update = torch.cat([results[key].update[start:end] for key, start, end in runs])
+            flows[key] = start(key)(part, state[key])
+            ends[key] = yield from advance(flows[key])
+        if any(isinstance(end, Early) for end in ends.values()):
+            yield Early(self._join({key: end.update for key, end in ends.items()}, runs))
+        results: dict[str, Aggregated] = {}
+        for key, end in ends.items():
+            results[key] = (yield from finish(flows[key])) if isinstance(end, Early) else end
+        update = self._join({key: result.update for key, result in results.items()}, runs)
         sents = {key: result.sent for key, result in results.items() if result.sent is not None}
-        sent = torch.cat([sents[key][start:end] for key, start, end in runs]) if bucket.needs_sent else None
-        return Aggregated(update, sent, states)
+        sent = self._join(sents, runs) if bucket.needs_sent else None
+        return Aggregated(update, sent, {key: result.state for key, result in results.items()})
+
+    @staticmethod
+    def _join(tensors: Mapping[str, Tensor], runs: list[tuple[str, int, int]]) -> Tensor:
+        """The bucket's vector, made of its parts' vectors."""
+        if len(tensors) == 1:
+            (only,) = tensors.values()
+            return only
+        return torch.cat([tensors[key][start:end] for key, start, end in runs])
 
     def _divide(
         self, layout: Layout, dtype: torch.dtype | None
@@ -157,6 +195,30 @@ class Partition(Policy):
             else:
                 runs.append((key, start, end))
         return parts, runs
+
+
+def length(flat: Tensor) -> Tensor:
+    """The L2 norm of a vector, in float64, where no square of a float32 number overflows.
+
+    >>> length(torch.tensor([3e30, 4e30])) / 1e30
+    tensor(5.0000, dtype=torch.float64)
+    """
+    if flat.device.type != "cpu":
+        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)
+        return norm
+    # A CPU does that one number after the other; pieces that stay in its cache are seven times as fast.
+    spare = torch.empty(1 << 15, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for some in flat.split(spare.numel()):
+        wide = spare[: some.numel()].copy_(some)
+        total += torch.dot(wide, wide)
+    return total.sqrt()
+
+
+def keep(bucket: Bucket, state: State) -> Flow:
+    """The flow that changes nothing."""
+    yield from ()
+    return Aggregated(bucket.buffer)
 
 
 Matcher = Callable[[str, torch.Size, "torch.dtype | None"], bool]

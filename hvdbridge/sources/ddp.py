@@ -80,6 +80,7 @@ class DdpSource(Source):
         assert self._model is not None, "hooks are on"
         with Join([self._model]):  # DDP shadows its own traffic and calls our hook with zeros
             yield
+            self.aggregator.catch_up()
             self.aggregator.joined = True
         if self.running:
             self._finish()
@@ -106,9 +107,13 @@ class DdpSource(Source):
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
 
         def deliver(update: Tensor | None) -> None:
+            if update is not None and update.storage_offset() != 0:
+                update = update.clone()  # DDP looks at the storage from its beginning
             future.set_result(buffer if update is None else update)
 
         self.aggregator.submit(Piece(self._layout(bucket.parameters()), buffer, deliver), last=bucket.is_last())
+        if self.aggregator.joined and bucket.is_last():
+            self.aggregator.end_ahead()
         return future
 
     def _layout(self, parameters: list[Tensor]) -> Layout:

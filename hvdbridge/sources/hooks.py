@@ -25,14 +25,11 @@ from torch.nn import Module, Parameter
 
 from hvdbridge.aggregator import Aggregator, Piece
 from hvdbridge.broadcast import broadcast_tensors
-from hvdbridge.bucket import Layout, Views
+from hvdbridge.bucket import Layout, Views, cut_layouts
 from hvdbridge.collectives import AllGather, AllReduce, Collective
 from hvdbridge.driver import Pending
 from hvdbridge.errors import StepError, Unsupported
 from hvdbridge.sources.base import Options, Source, at_end_of_backward, refuse_reentrant
-
-FIRST_BUCKET_BYTES = 1 << 20
-"""A small first bucket starts the first collective early, as in DDP."""
 
 
 @dataclass(eq=False)
@@ -61,23 +58,11 @@ class FlatBucket:
 
 
 def make_buckets(params: Mapping[str, Parameter], options: Options) -> list[FlatBucket]:
-    """Cut the parameters, last registered first, into flat buckets of about ``options.bucket_bytes``."""
-    bucket_bytes = options.bucket_bytes
-    open_shapes: dict[tuple[torch.dtype, torch.device], dict[str, torch.Size]] = {}
-    cuts: list[tuple[tuple[torch.dtype, torch.device], dict[str, torch.Size]]] = []
-    limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
-    for name, parameter in reversed(list(params.items())):
-        kind = (parameter.dtype, parameter.device)
-        shapes = open_shapes.setdefault(kind, {})
-        shapes[name] = parameter.shape
-        if sum(shape.numel() for shape in shapes.values()) * parameter.element_size() >= limit:
-            cuts.append((kind, open_shapes.pop(kind)))
-            limit = bucket_bytes
-    cuts += list(open_shapes.items())
+    """The flat buckets of :func:`~hvdbridge.bucket.cut_layouts`, and where in them each gradient goes."""
     buckets = []
-    for (dtype, device), shapes in cuts:
-        layout = Layout(shapes)
-        bucket = FlatBucket(layout, layout.empty(dtype, device))
+    for layout in cut_layouts(params, options.bucket_bytes):
+        first = params[layout.names[0]]
+        bucket = FlatBucket(layout, layout.empty(first.dtype, first.device))
         views = Views(layout, bucket.buffer)
         for name, p in ((name, params[name]) for name in layout.names):
             # An optimizer that runs over many parameters at once wants gradients that lie in memory as they do.
@@ -135,6 +120,7 @@ class HookSource(Source):
     @contextmanager
     def join(self) -> Iterator[None]:
         yield
+        self.aggregator.catch_up()
         self.aggregator.joined = True
         while self._announce():
             self._shadow()
@@ -143,9 +129,12 @@ class HookSource(Source):
         """Take part in one step with weight 0, so it does not matter what the buckets hold."""
         self.begin()
         self._close()
+        buffers = self._send_buffers()
         self.aggregator.end()
-        self._send_buffers()
+        if buffers is not None:
+            buffers.wait()
         self._reset()
+        self.aggregator.catch_up()
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -164,11 +153,12 @@ class HookSource(Source):
         if self.aggregator.joining and torch.is_grad_enabled() and self.synchronizing:
             self._announce()
 
-    def _send_buffers(self) -> None:
+    def _send_buffers(self) -> Pending[None] | None:
+        """They go before ``end()``, which may start what runs on in the background: nobody waits for that here."""
         if not self._buffers:
-            return
+            return None
         aggregator = self.aggregator
-        aggregator.driver.run(broadcast_tensors(self._buffers, self.root), aggregator.communicator)
+        return aggregator.driver.submit(Pending(broadcast_tensors(self._buffers, self.root), aggregator.communicator))
 
     def _announce(self) -> bool:
         """Within ``join()``: tell who still has data; False when nobody has. Called by every rank alike."""
@@ -229,10 +219,12 @@ class HookSource(Source):
     def _finish(self) -> None:
         try:
             pending = self._close()
+            buffers = self._send_buffers()
             self.aggregator.end()
             used = None if pending is None else pending.wait().tolist()
             self._write_back(used)
-            self._send_buffers()
+            if buffers is not None:
+                buffers.wait()
         finally:
             self._reset()
 

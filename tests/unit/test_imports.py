@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "bucket": {"errors"},
     "policy": VOCABULARY,
     "spec": VOCABULARY,
-    "kernels": {"errors", "bucket"},
+    "kernels": {"errors", "bucket", "kernels"},
     "policies": VOCABULARY | {"spec", "kernels", "policies"},
     "state": VOCABULARY,
     "simulation": VOCABULARY | {"state", "policies"},

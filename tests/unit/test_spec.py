@@ -73,7 +73,7 @@ def test_it_parses(text: str, policy: Policy) -> None:
     ("text", "at", "message"),
     [
         ("", 0, "a name or a value is missing"),
-        ("maen", 0, "unknown policy 'maen'. Did you mean 'mean'? Known: bf16, ef,"),
+        ("maen", 0, "unknown policy 'maen'. Did you mean 'mean'? Known: adasum,"),
         ("ef(men)", 3, "Did you mean 'mean'?"),
         ("mean:exat=true", 5, "mean has no option 'exat'. Did you mean 'exact'? Known: exact."),
         ("sum:x=1", 4, "sum has no option 'x'. It has none."),

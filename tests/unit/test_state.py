@@ -152,11 +152,11 @@ def test_unchanged_branches_may_be_left_out() -> None:
 def test_what_was_handed_out_never_changes() -> None:
     store = store_of()
     fill(store, ALL, 1.0)
-    part = store.part(ALL)
+    residual = store.part(ALL)["residual"]
     saved = store.portable()
     store.rescale(4.0)
     fill(store, ALL, 9.0)
-    assert part["residual"].flat.eq(1).all()
+    assert residual.flat.eq(1).all()
     assert saved["residual"]["w"].eq(1).all()
 
 

@@ -1,0 +1,471 @@
+"""Convergence: what every policy does to the loss, and what it sends for that. Writes docs/policies.md.
+
+::
+
+    python benchmarks/convergence.py [--only SPEC] [--steps N] [--seeds N] [--again] [--jobs]
+
+Rules:
+
+1. Four ranks, and for every policy the same steps over the same batches: a character-level language model on
+   Python's own manual, and the digits of examples/train.py, with three seeds each.
+2. The ranks are simulated in one process: four replicas and their optimizers, one :class:`hvdbridge.Simulation`
+   between their gradients. That is what four processes compute, without the time to start them. ``--jobs`` proves
+   it: real jobs of four ranks must end with the same parameters (bit for bit where the policy promises so).
+3. A policy runs by its recipe, one line of :data:`ROWS`: the learning rate relative to that of ``mean``, the
+   optimizer's momentum, and what its spec says (warm-up). Nothing else differs.
+4. The language model's loss decides, relative to ``mean`` with the same seed. The digits stand beside it.
+5. Every run is kept in build/convergence.json as soon as it ends: interrupt with Ctrl-C, start again to go on.
+   ``--again`` forgets the chosen rows first; do that after changing a policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler
+
+import hvdbridge as hb
+from hvdbridge.state import leaves
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import data  # noqa: E402
+import train  # noqa: E402
+from cells import JobFailed, run  # noqa: E402
+
+RANKS = 4
+WITHIN = 1.02
+KEPT = ROOT / "build" / "convergence.json"
+PAGE = ROOT / "docs" / "policies.md"
+PLOT = PAGE.with_suffix(".png")
+BEGIN, END = "<!-- convergence: begin -->", "<!-- convergence: end -->"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: options of examples/train.py. ``lr`` is the best that ``mean`` was found to take."""
+
+    data: str
+    lr: float
+    batch_size: int
+    steps: int
+
+    def options(self, seed: int, steps: int, lr: float) -> list[str]:
+        return [
+            f"--data={self.data}", f"--batch-size={self.batch_size}", f"--lr={self.lr * lr:g}", f"--seed={seed}",
+            f"--steps={steps}", "--epochs=1000",
+        ]  # fmt: skip
+
+
+TASKS = {"text": Task("text", 0.7, 8, 800), "digits": Task("digits", 0.06, 16, 400)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy, its recipe, and what the table says of it.
+
+    Attributes:
+        use: when to choose it.
+        lr: learning rate, relative to that of ``mean``.
+        momentum: the optimizer's; 0 where the policy brings its own.
+        why: for a policy that is not within 2 % of ``mean``: the reason.
+        control: it must lose, or this comparison could not tell policies apart.
+        local_size: ranks per node.
+    """
+
+    spec: str
+    use: str
+    lr: float = 1.0
+    momentum: float = 0.9
+    why: str = ""
+    control: bool = False
+    local_size: int | None = None
+
+    def recipe(self) -> dict[str, Any]:
+        return {"spec": self.spec, "lr": self.lr, "momentum": self.momentum, "local_size": self.local_size}
+
+
+ROWS = [
+    Row("mean", "the default: exact, nothing to tune; what the others are measured against"),
+    Row("fp16", "half the bytes on links of 10 Gbit/s and more; gradients stay below 65504"),
+    Row("bf16", "half the bytes and no range to think of: the first thing to try"),
+]
+
+
+# ---------------------------------------------------------------------------------------------- one run
+
+
+def simulate(row: Row, task: Task, seed: int, steps: int) -> dict[str, Any]:
+    """Train with simulated ranks; what the run came to."""
+    args = train.arguments(task.options(seed, steps, row.lr))
+    samples, test = data.load(args.data)
+    inputs, labels = samples
+    nets, optimizers = zip(*(train.build(args, samples, torch.device("cpu")) for _ in range(RANKS)), strict=True)
+    parameters = [dict(net.named_parameters()) for net in nets]
+    simulation = hb.Simulation(row.spec, parameters[0], RANKS, row.local_size)
+    losses, sent = [], []
+    for step, parts in enumerate(islice(batches(args, len(labels)), steps)):
+        gradients, local = [], []
+        for net, optimizer, indices in zip(nets, optimizers, parts, strict=True):
+            optimizer.param_groups[0]["momentum"] = row.momentum
+            train.set_learning_rate(optimizer, args.lr, step / steps)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(inputs[indices]), labels[indices])
+            loss.backward()
+            local.append(loss.item())
+            gradients.append({name: p.grad for name, p in net.named_parameters()})
+        apply(simulation.step(gradients), parameters, optimizers)
+        with torch.no_grad():
+            for mine, new in zip(parameters, simulation.after_step(parameters), strict=True):
+                for name, p in mine.items():
+                    p.copy_(new[name])
+        losses.append(local)
+        sent.append(max(simulation.bytes_sent))
+    if held := simulation.flush():
+        apply(held, parameters, optimizers)
+    numel = sum(p.numel() for p in parameters[0].values())
+    state = sum(
+        t.numel() * t.element_size() for _, leaf in leaves(simulation.stores[0].portable()) for t in leaf.values()
+    )
+    final, accuracy = evaluate(nets[0], test)
+    return {
+        "loss": final, "accuracy": accuracy, "losses": losses, "bytes": sent, "state": state / numel,
+        "digests": [train.digest(net) for net in nets],
+    }  # fmt: skip
+
+
+def apply(
+    updates: Sequence[Mapping[str, Tensor]], parameters: Sequence[Mapping[str, Tensor]], optimizers: Sequence[Optimizer]
+) -> None:
+    """One step of every rank's optimizer."""
+    for update, mine, optimizer in zip(updates, parameters, optimizers, strict=True):
+        for name, p in mine.items():
+            p.grad = update[name]
+        optimizer.step()
+
+
+def batches(args: argparse.Namespace, samples: int) -> Iterator[list[list[int]]]:
+    """For each step all ranks' indices, those of examples/train.py."""
+    for epoch in count():
+        ranks = []
+        for rank in range(RANKS):
+            sampler = hb.DistributedSampler(range(samples), rank, RANKS, seed=args.seed, pad=True)
+            sampler.set_epoch(epoch)
+            ranks.append(list(BatchSampler(sampler, args.batch_size, drop_last=False)))
+        yield from map(list, zip(*ranks, strict=True))
+
+
+@torch.no_grad()
+def evaluate(net: nn.Module, test: train.Samples) -> tuple[float, float]:
+    """Mean loss and accuracy on what was not trained on."""
+    inputs, labels = test
+    outputs = torch.cat([net(part) for part in inputs.split(500)])
+    return F.cross_entropy(outputs, labels).item(), train.accuracy(net, test)
+
+
+# ---------------------------------------------------------------------------------------------- all runs
+
+
+class Kept:
+    """The results so far, by what was run; in a file that is complete at any time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+
+    @staticmethod
+    def key(row: Row, task: str, seed: int, steps: int) -> str:
+        return json.dumps({**row.recipe(), "task": asdict(TASKS[task]), "seed": seed, "steps": steps})
+
+    def get(self, row: Row, task: str, seed: int, steps: int) -> dict[str, Any] | None:
+        return self.runs.get(self.key(row, task, seed, steps))
+
+    def put(self, row: Row, task: str, seed: int, steps: int, result: dict[str, Any]) -> None:
+        self.runs[self.key(row, task, seed, steps)] = result
+        self.save()
+
+    def forget(self, row: Row) -> None:
+        """Drop all runs of a row."""
+        mine = row.recipe().items()
+        self.runs = {key: result for key, result in self.runs.items() if not mine <= json.loads(key).items()}
+        self.save()
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.runs))
+        os.replace(partial, self.path)
+
+
+def train_all(rows: Sequence[Row], seeds: int, lengths: dict[str, int], kept: Kept, console: Console) -> None:
+    """Do the runs that are missing; what fails is kept as an error and tried again the next time."""
+    wanted = [(row, task, seed) for row in rows for seed in range(seeds) for task in TASKS]
+    missing = [(row, t, seed) for row, t, seed in wanted if "loss" not in (kept.get(row, t, seed, lengths[t]) or {})]
+    columns = (TextColumn("{task.description:60}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        progress = bar.add_task("", total=len(missing))
+        for number, (row, name, seed) in enumerate(missing, start=1):
+            bar.update(progress, description=f"{row.spec} · {name} · seed {seed}")
+            started = time.monotonic()
+            try:
+                result = brief(simulate(row, TASKS[name], seed, lengths[name]))
+                outcome = f"loss {result['loss']:.4f}"
+            except Exception as error:  # one policy's failure must not cost the others their row
+                result = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+                outcome = result["error"]
+            kept.put(row, name, seed, lengths[name], result)
+            bar.advance(progress)
+            if not console.is_terminal:
+                seconds = time.monotonic() - started
+                print(f"[{number}/{len(missing)}] {row.spec} · {name} · {seed}: {outcome}, {seconds:.0f} s", flush=True)
+
+
+def brief(result: dict[str, Any], points: int = 40) -> dict[str, Any]:
+    """What is kept of a run. Wire bytes are those of a step after any warm-up: of the last half."""
+    losses, sent = [statistics.fmean(local) for local in result["losses"]], result["bytes"]
+    half, chunk = len(sent) // 2, max(1, len(losses) // points)
+    ends = range(chunk, len(losses) + 1, chunk)
+    return {
+        "loss": result["loss"], "accuracy": result["accuracy"], "state": result["state"],
+        "per_step": (sent[-1] - sent[half - 1]) / (len(sent) - half) if half else sent[-1],
+        "curve": [(sent[end - 1], round(statistics.fmean(losses[end - chunk : end]), 4)) for end in ends],
+        "equal": len(set(result["digests"])) == 1,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- the page
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A row of the table: the runs of one policy over all seeds."""
+
+    row: Row
+    wire: float
+    state: float
+    loss: float
+    deviation: float
+    ratio: float
+    digits: float
+    accuracy: float
+    curve: list[tuple[float, float]]
+    equal: bool
+
+    @property
+    def within(self) -> bool:
+        return self.ratio <= WITHIN
+
+
+def summarise(rows: Sequence[Row], seeds: int, lengths: dict[str, int], kept: Kept) -> tuple[list[Summary], list[str]]:
+    """The rows whose runs are complete, and what is missing or failed, one line each. The first row is ``mean``."""
+    runs = {row: {t: [kept.get(row, t, s, lengths[t]) or {} for s in range(seeds)] for t in TASKS} for row in rows}
+    dense = runs[rows[0]]["text"]
+    found, problems = [], []
+    for row, by_task in runs.items():
+        every = [run for results in by_task.values() for run in results]
+        errors = {run["error"] for run in every if "error" in run}
+        if errors or not all("loss" in run for run in every + dense):
+            problems.append(f"{row.spec}: {'; '.join(sorted(errors)) or 'not all runs are done'}")
+            continue
+        text, digits = by_task["text"], by_task["digits"]
+        losses = [run["loss"] for run in text]
+        found.append(
+            Summary(
+                row,
+                wire=statistics.fmean(a["per_step"] / b["per_step"] for a, b in zip(text, dense, strict=True)),
+                state=text[0]["state"],
+                loss=statistics.fmean(losses),
+                deviation=statistics.stdev(losses) if seeds > 1 else 0.0,
+                ratio=statistics.fmean(a["loss"] / b["loss"] for a, b in zip(text, dense, strict=True)),
+                digits=statistics.fmean(run["loss"] for run in digits),
+                accuracy=statistics.fmean(run["accuracy"] for run in digits),
+                curve=text[0]["curve"],
+                equal=all(run["equal"] for run in every),
+            )
+        )
+    return found, problems
+
+
+COLUMNS = (
+    "policy", "recipe", "wire", "state", "text loss", "/ mean", "within 2 %", "digits loss", "accuracy",
+    "when to choose it",
+)  # fmt: skip
+
+
+def cells(found: Iterable[Summary]) -> Iterator[list[str]]:
+    for one in found:
+        row = one.row
+        recipe = [f"lr × {row.lr:g}"] if row.lr != 1 else []
+        recipe += [f"momentum {row.momentum:g}"] if row.momentum != 0.9 else []
+        recipe += [f"nodes of {row.local_size}"] if row.local_size else []
+        use = row.use if one.within else f"{row.use}. Not within 2 %: {row.why or 'NOT EXPLAINED'}"
+        yield [
+            f"`{row.spec}`", ", ".join(recipe) or "–", share(one.wire), f"{one.state:.2g}",
+            f"{one.loss:.3f} ± {one.deviation:.3f}", f"{one.ratio:.3f}",
+            "control" if row.control else "yes" if one.within else "no",
+            f"{one.digits:.3f}", f"{one.accuracy:.1%}", use,
+        ]  # fmt: skip
+
+
+def share(wire: float) -> str:
+    """A share as per cent, with two digits."""
+    return f"{100 * wire:.{0 if wire >= 0.1 or wire == 0 else 1 if wire >= 0.01 else 2}f} %"
+
+
+def faults(found: Iterable[Summary]) -> Iterator[str]:
+    """What the table may not say: one line each."""
+    for one in found:
+        if one.row.control and one.within:
+            yield f"{one.row.spec}: a control must lose, and it is within 2 % of mean"
+        if not one.within and not one.row.why:
+            yield f"{one.row.spec}: {one.ratio:.3f} of mean's loss, and its row does not say why"
+        drifts = hb.policies.from_spec(one.row.spec).replicas == "drift"
+        if not one.equal and not drifts:
+            yield f"{one.row.spec}: the ranks' parameters are not equal"
+
+
+def write(found: Sequence[Summary], problems: Sequence[str], seeds: int, lengths: dict[str, int]) -> None:
+    """The table and the plot, between the page's markers."""
+    lines = [COLUMNS, ("---", "---", "--:", "--:", "--:", "--:", "---", "--:", "--:", "---"), *cells(found)]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    text += f"\n{RANKS} ranks, {seeds} seeds, {' and '.join(f'{n} steps of {t}' for t, n in lengths.items())}.\n"
+    if problems:
+        text += "\nMissing here:\n\n" + "".join(f"- {problem}\n" for problem in problems)
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n![loss over bytes]({PLOT.name})\n\n{END}{rest.split(END)[1]}")
+    plot(found)
+
+
+def plot(found: Sequence[Summary], top: float = 1.2) -> None:
+    """Loss over bytes: how it falls for those that send least, and where all of them end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(15, 8), width_ratios=(2, 3))
+    good = [one for one in found if one.within]
+    best = {a.row for a in good if not any(total(b) < total(a) and b.loss < a.loss for b in good)}
+    for one in found:
+        if one.row in best or one.row.control or one is found[0]:
+            megabytes, losses = zip(*((sent / 1e6, loss) for sent, loss in one.curve), strict=True)
+            left.plot(megabytes, losses, "--" if one.row.control else "-", label=one.row.spec, linewidth=1.2)
+    left.set(xscale="log", xlabel="MB sent per rank", ylabel="training loss")
+    left.set_title("the least bytes within 2 %, and the controls (dashed)")
+    left.legend(fontsize=7)
+
+    right.axhspan(0.0, WITHIN, color="0.94")
+    right.axhline(1.0, color="0.6", linewidth=0.8)
+    for number, one in enumerate(sorted(found, key=total)):
+        x, y = total(one) / 1e6, min(one.ratio, top)
+        right.plot(x, y, "x" if one.row.control else "o", color="C0" if one.within else "C3", markersize=4)
+        above = number % 2 == 0
+        right.annotate(
+            one.row.spec, (x, y), (0, 6 if above else -6), textcoords="offset points", fontsize=6,
+            rotation=60, ha="left" if above else "right", va="bottom" if above else "top", rotation_mode="anchor",
+        )  # fmt: skip
+    right.set(xscale="log", xlabel="MB sent per rank in the whole run", ylabel="loss / loss of mean")
+    right.set(ylim=(min(one.ratio for one in found) - 0.08, top + 0.08))
+    right.set_title(f"where all of them end (at the top: {top:g} and more)")
+    figure.tight_layout()
+    figure.savefig(PLOT, dpi=110)
+    pyplot.close(figure)
+
+
+def total(one: Summary) -> float:
+    """Bytes that a rank sent in the whole run; one that sends none stands at the left end."""
+    return max(one.curve[-1][0], 1e5)
+
+
+# ---------------------------------------------------------------------------------------------- real jobs
+
+JOBS = ("mean:exact=true", "bf16", "int8", "topk:ratio=0.01", "powersgd:rank=2")
+
+
+def jobs(console: Console, steps: int = 100) -> list[str]:
+    """Four processes against four simulated ranks; a line for each difference that may not be."""
+    problems = []
+    for spec in JOBS:
+        task = TASKS["text"]
+        try:
+            real = run(
+                "torchrun", "torch", ROOT / "examples" / "train.py",
+                [*task.options(0, steps, 1.0), f"--policy={spec}"], ranks=RANKS, timeout=300,
+            )  # fmt: skip
+        except JobFailed as error:
+            problems.append(f"{spec}: {error}")
+            continue
+        ours = simulate(Row(spec, ""), task, 0, steps)
+        equal = real["digest"] == ours["digests"][0]
+        last = real["losses"][-1], ours["losses"][-1][0]
+        console.print(f"{spec}: last loss of rank 0 {last[0]:.6f} and {last[1]:.6f}; same parameters: {equal}")
+        if abs(last[0] / last[1] - 1) > 0.01:
+            problems.append(f"{spec}: a real job ends with the loss {last[0]:.4f}, the simulation with {last[1]:.4f}")
+    return problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="SPEC", help="this row, or a policy that has none (several)")
+    parser.add_argument("--steps", type=int, metavar="N", help="of both tasks (default: each its own)")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N")
+    parser.add_argument("--again", action="store_true", help="forget what was kept of these rows")
+    parser.add_argument("--jobs", action="store_true", help="compare real jobs with simulated ones instead")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console()
+    if args.jobs:
+        problems = jobs(console)
+        console.print("\n".join(problems) or "Real jobs and simulated ones agree.", markup=False, highlight=False)
+        return 1 if problems else 0
+
+    rows = list(ROWS)
+    if args.only:
+        known = {row.spec: row for row in ROWS}
+        rows = [ROWS[0], *(known.get(spec, Row(spec, "")) for spec in args.only if spec != ROWS[0].spec)]
+    lengths = {name: args.steps or task.steps for name, task in TASKS.items()}
+    kept = Kept(KEPT)
+    if args.again:
+        for row in rows[1:] if args.only else rows:
+            kept.forget(row)
+    try:
+        train_all(rows, args.seeds, lengths, kept, console)
+    except KeyboardInterrupt:
+        console.print("Interrupted; what was done is kept.")
+    found, problems = summarise(rows, args.seeds, lengths, kept)
+    table = Table(*COLUMNS[:-1], box=box.SIMPLE_HEAD)
+    for line in cells(found):
+        table.add_row(*line[:-1])
+    console.print(table)
+    problems += faults(found)
+    if args.only or args.steps or args.seeds < 3:
+        console.print("Not written to docs/policies.md: that takes all rows, all steps and three seeds.")
+    else:
+        write(found, problems, args.seeds, lengths)
+    for problem in problems:
+        console.print(problem, style="red", markup=False, highlight=False)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Tensor operations that policies share: no communication, no policy, the same numbers on CPU and CUDA."""

@@ -1,0 +1,177 @@
+"""Dot products and linear combinations of the ranks' pieces of one shard, by parameter or in all.
+
+Rules:
+
+1. A cell is a block of one parameter that this owner holds. What is summed inside a cell, and in which order,
+   depends on the model alone: results do not change with bucket boundaries.
+2. Dot products are made in float64: products of float32 numbers are exact in it.
+3. A combination multiplies, rounds, adds, rounds, in the order of the rows, so no element's bits depend on where
+   it lies (fused multiply-adds in vector loops and not in their remainders would make them).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hvdbridge.bucket import BLOCK, Layout
+
+CHUNK = 1 << 17
+"""Elements that are worked on at a time: what a core's cache holds in float64."""
+
+WIDTHS = (16, 64, 256, BLOCK)
+"""Short cells are padded to the next of these, and those of one width are worked on together."""
+
+
+class Cells:
+    """The cells of one shard of :class:`~hvdbridge.policies.sharded.BlockShards`: full blocks first, then short ones.
+
+    Args:
+        layout: of the vector that was divided.
+        pieces: of this owner: ``(offset in the vector, blocks, elements of each, offset in the shard)``.
+
+    Attributes:
+        full: number of full blocks.
+        used: elements of the shard before its padding.
+    """
+
+    def __init__(self, layout: Layout, pieces: Sequence[tuple[int, int, int, int]], device: torch.device) -> None:
+        starts = [layout.offsets[name] for name in layout.names]
+        pieces = sorted(pieces, key=lambda piece: piece[3])
+        whole = [piece for piece in pieces if piece[2] == BLOCK]
+        short = [piece for piece in pieces if piece[2] < BLOCK]
+        self.full = sum(count for _, count, _, _ in whole)
+        self.used = self.full * BLOCK + sum(width for _, _, width, _ in short)
+        owners = [bisect_right(starts, start) - 1 for start, count, _, _ in whole for _ in range(count)]
+        order = owners.copy()
+        indices = []
+        self._end = self.used - self.full * BLOCK  # of the short part; the zero behind it is what pads
+        floor = 0
+        for width in WIDTHS:
+            chosen = [piece for piece in short if floor < piece[2] <= width]
+            floor = width
+            if chosen:
+                rows = torch.full((len(chosen), width), self._end, dtype=torch.int64)
+                for row, (start, _, size, offset) in zip(rows, chosen, strict=True):
+                    row[:size] = torch.arange(size) + offset - self.full * BLOCK
+                    order.append(bisect_right(starts, start) - 1)
+                indices.append(rows.to(device))
+        self._groups = indices
+        self.count = len(order)
+        self.parameters = len(starts)
+        names = {number: place for place, number in enumerate(sorted(range(len(starts)), key=layout.names.__getitem__))}
+        number = torch.tensor(order, dtype=torch.int64)
+        place = torch.tensor([names[i] for i in order], dtype=torch.int64)
+        self._by_parameter = torch.argsort(number, stable=True).to(device)
+        self._by_name = torch.argsort(place, stable=True).to(device)
+        self._lengths = torch.bincount(number, minlength=len(starts)).to(device)
+        self._of_block = torch.tensor(owners, dtype=torch.int64, device=device)
+        sizes = torch.tensor([width for _, _, width, _ in short], dtype=torch.int64)
+        short_owners = torch.tensor([bisect_right(starts, start) - 1 for start, _, _, _ in short], dtype=torch.int64)
+        self._of_element = torch.repeat_interleave(short_owners, sizes).to(device)
+
+    def batches(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+        """All cells of all rows as float64 ``[cells, rows, width]``, some at a time, zeros behind short ones."""
+        count, step = len(rows), max(1, CHUNK // (BLOCK * len(rows)))
+        for start in range(0, self.full, step):
+            end = min(start + step, self.full)
+            batch = torch.empty((end - start, count, BLOCK), dtype=torch.float64, device=rows[0].device)
+            for i, row in enumerate(rows):
+                batch[:, i] = row[start * BLOCK : end * BLOCK].view(-1, BLOCK)
+            yield batch
+        if self._groups:
+            tail = torch.zeros((count, self._end + 1), dtype=torch.float64, device=rows[0].device)
+            for i, row in enumerate(rows):
+                tail[i, :-1] = row[self.full * BLOCK : self.used]
+            for index in self._groups:
+                yield tail[:, index].transpose(0, 1).contiguous()
+
+
+def dots(rows: Sequence[Tensor], cells: Cells) -> Tensor:
+    """The dot product of each pair of rows in each cell: float64 ``[cells, rows, rows]``.
+
+    >>> cells = Cells(Layout({"w": (2,), "b": (1,)}), [(0, 1, 2, 0), (2, 1, 1, 2)], torch.device("cpu"))
+    >>> dots([torch.tensor([1., 2., 3.]), torch.tensor([0., 1., 1.])], cells)
+    tensor([[[5., 2.], [2., 1.]],
+            [[9., 3.], [3., 1.]]], dtype=torch.float64)
+    """
+    batches = [torch.bmm(batch, batch.transpose(1, 2)) for batch in cells.batches(rows)]
+    if not batches:
+        return torch.zeros((0, len(rows), len(rows)), dtype=torch.float64, device=rows[0].device)
+    return torch.cat(batches)
+
+
+def by_parameter(table: Tensor, cells: Cells) -> Tensor:
+    """``[cells, ...]`` added over the cells of each parameter: ``[parameters, ...]``, in the layout's order."""
+    ordered = table[cells._by_parameter].view(cells.count, table[0].numel() if cells.count else 1)
+    if not cells.count:
+        return table.new_zeros((cells.parameters, *table.shape[1:]))
+    total = torch.segment_reduce(ordered, "sum", lengths=cells._lengths, axis=0, unsafe=True, initial=0)
+    return total.view(cells.parameters, *table.shape[1:])
+
+
+def in_all(table: Tensor, cells: Cells) -> Tensor:
+    """``[cells, ...]`` added over all cells, in the order of the parameters' names."""
+    return table[cells._by_name].sum(0)
+
+
+def combine(rows: Sequence[Tensor], coefficients: Tensor, usable: Tensor | None = None) -> Tensor:
+    """``sum_i coefficients[i] rows[i]``, in float32 (float64 where a row is).
+
+    Args:
+        usable: bool ``[rows]``; what is not counts as zeros, whatever stands in it.
+
+    >>> combine([torch.tensor([1., 2.]), torch.tensor([float("nan"), 4.])], torch.tensor([0.5, 1.]),
+    ...         torch.tensor([True, False]))
+    tensor([0.5000, 1.0000])
+    """
+    total = torch.empty(rows[0].shape, dtype=_wide(rows), device=rows[0].device)
+    factors = coefficients.to(total.dtype).unbind()
+    flags = [None] * len(rows) if usable is None else list(usable.unbind())
+    for start in range(0, total.numel(), CHUNK):
+        out = total[start : start + CHUNK]
+        for i, (row, factor, flag) in enumerate(zip(rows, factors, flags, strict=True)):
+            part = row[start : start + CHUNK].to(total.dtype)
+            if flag is not None:
+                part = torch.where(flag, part, torch.zeros((), dtype=part.dtype, device=part.device))
+            if i == 0:
+                torch.mul(part, factor, out=out)
+            else:
+                out.add_(part * factor)
+    return total
+
+
+def combine_by_parameter(rows: Sequence[Tensor], coefficients: Tensor, cells: Cells) -> Tensor:
+    """``sum_i coefficients[i, p] rows[i]`` with p the parameter of each element, in float32 (float64 where a row is).
+
+    >>> cells = Cells(Layout({"w": (2,), "b": (1,)}), [(0, 1, 2, 0), (2, 1, 1, 2)], torch.device("cpu"))
+    >>> rows = [torch.tensor([1., 2., 3.]), torch.tensor([0., 1., 1.])]
+    >>> combine_by_parameter(rows, torch.tensor([[1., 0.5], [2., 1.]]), cells)
+    tensor([1.0000, 4.0000, 2.5000])
+    """
+    total = torch.zeros(rows[0].shape, dtype=_wide(rows), device=rows[0].device)
+    factors = coefficients.to(total.dtype)
+    of_block, step = factors[:, cells._of_block], CHUNK // BLOCK
+    for start in range(0, cells.full, step):
+        end = min(start + step, cells.full)
+        out = total[start * BLOCK : end * BLOCK].view(-1, BLOCK)
+        for i, row in enumerate(rows):
+            part, factor = row[start * BLOCK : end * BLOCK].view(-1, BLOCK), of_block[i, start:end, None]
+            if i == 0:
+                torch.mul(part, factor, out=out)
+            else:
+                out.add_(part * factor)
+    tail = slice(cells.full * BLOCK, cells.used)
+    of_element = factors[:, cells._of_element]
+    for row, factor in zip(rows, of_element, strict=True):
+        total[tail].add_(row[tail] * factor)
+    return total
+
+
+def _wide(rows: Sequence[Tensor]) -> torch.dtype:
+    """The type that sums of these rows are made in."""
+    double = any(row.dtype == torch.float64 for row in rows)
+    return torch.float64 if double else torch.float32

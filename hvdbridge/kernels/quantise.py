@@ -1,0 +1,462 @@
+"""Codes: floats as small integers, block by block, and back.
+
+Rules:
+
+1. A block's float32 scale, where a code has one, stands for its largest element: a NaN or inf anywhere in the block
+   makes the scale so, and then the whole block comes back non-finite.
+2. Arithmetic is element-wise and in float32; sums are made in an order that depends on nothing but the width of the
+   block. So a block comes back with the same bits wherever it lies, on CPU and on CUDA.
+3. Steps never get smaller than the smallest normal number, 2**-126: what lies below is rounded to 0 or to that.
+4. A code never changes its input. What it needs of randomness it is given: 24 bits per element.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hvdbridge.kernels.pack import pack, packed_bytes, unpack
+from hvdbridge.kernels.random import hashed_bits
+
+CHUNK = 1 << 18
+"""Elements that a CPU codes at a time, so that temporaries stay in its cache."""
+RUN = 1 << 13
+"""Elements from which a run of full blocks is worth a turn of a Python loop."""
+TINY = 2.0**-126
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+class Blocks:
+    """Where the blocks of a flat vector lie: all of ``width`` elements, some shorter.
+
+    Long runs of full blocks are matrices in place; all the others are copied into one matrix, filled up with zeros.
+
+    Args:
+        starts: int64, ascending: where each block begins.
+        lengths: int64: elements of each block, at most ``width``.
+        numbers: int32: what randomness calls each block's first element; see :mod:`.random`.
+        numel: of the vector; what no block covers is padding behind the last.
+        device: of the vectors.
+
+    >>> blocks = Blocks(*(torch.tensor(t) for t in ([0, 4, 6], [4, 2, 1], [0, 1024, 2048])), 4, 7, "cpu")
+    >>> blocks.gather(torch.arange(7.))
+    tensor([[0., 1., 2., 3.],
+            [4., 5., 0., 0.],
+            [6., 0., 0., 0.]])
+    """
+
+    def __init__(
+        self, starts: Tensor, lengths: Tensor, numbers: Tensor, width: int, numel: int, device: torch.device | str
+    ) -> None:
+        self.count, self.width, self.numel = starts.numel(), width, numel
+        # Blocks that follow each other without a gap; the last of such a group may be short.
+        fresh = torch.ones(self.count, dtype=torch.bool, device="cpu")
+        fresh[1:] = (starts[1:] != starts[:-1] + width) | (lengths[:-1] != width)
+        heads = fresh.nonzero().view(-1).tolist()
+        self.runs: list[tuple[int, int, int]] = []
+        """(position, first block, blocks) of each run."""
+        self._cuts: list[int] = []
+        self._pads: list[int] = []
+        loose: list[Tensor] = []
+        self._covered = 0
+        for head, end in pairwise([*heads, self.count] if heads else []):
+            at, last = int(starts[head]), int(lengths[end - 1])
+            full = end - head - (last < width)
+            if full * width >= RUN:
+                self.runs.append((at, head, full))
+                head, at = head + full, at + full * width
+            if head < end:
+                size = (end - head - 1) * width + last
+                self._cuts += [at - self._covered, size]
+                self._pads += [size, (end - head) * width - size]
+                self._covered = at + size
+                loose.append(torch.arange(head, end, device="cpu"))
+        self._ends = max([self._covered, *(at + full * width for at, _, full in self.runs)])
+        self.loose = torch.cat(loose).to(device) if loose else None
+        """Numbers of the blocks that :meth:`gather` copies, in its order."""
+        self.numbers, self.lengths = numbers.to(device, torch.int32), lengths.to(device)
+        self._inside = torch.arange(width, dtype=torch.int32, device=device)
+
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """The runs as (position, first block, blocks), on a CPU in pieces that stay in its cache."""
+        rows = max(1, CHUNK // self.width) if self.numbers.device.type == "cpu" else max(1, self.count)
+        for at, first, count in self.runs:
+            for skip in range(0, count, rows):
+                yield at + skip * self.width, first + skip, min(rows, count - skip)
+
+    def view(self, flat: Tensor, at: int, count: int) -> Tensor:
+        """``count`` full blocks from position ``at`` as a matrix."""
+        return flat[at : at + count * self.width].view(count, self.width)
+
+    def gather(self, flat: Tensor) -> Tensor:
+        """All blocks outside of runs, filled up with zeros: ``[blocks, width]``."""
+        theirs, ours, matrix = self._loose_views(flat, None)
+        torch._foreach_copy_(ours, theirs)
+        return matrix
+
+    def scatter(self, matrix: Tensor, flat: Tensor) -> None:
+        """The inverse of :meth:`gather`, into ``flat``."""
+        theirs, ours, _ = self._loose_views(flat, matrix)
+        torch._foreach_copy_(theirs, ours)
+
+    def _loose_views(self, flat: Tensor, matrix: Tensor | None) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        assert self.loose is not None
+        if matrix is None:
+            matrix = torch.zeros((self.loose.numel(), self.width), dtype=flat.dtype, device=flat.device)
+        theirs = flat[: self._covered].split(self._cuts)[1::2]
+        ours = matrix.view(-1).split(self._pads)[::2]
+        return list(theirs), list(ours), matrix
+
+    def clear_padding(self, flat: Tensor) -> None:
+        """Zeros behind the last block."""
+        flat[self._ends :] = 0
+
+    def measure(self, flat: Tensor, what: Callable[[Tensor], Tensor]) -> Tensor:
+        """``what`` of every block, float32 ``[blocks]``; it is given float32 matrices, not to be changed."""
+        found = torch.empty(self.count, device=flat.device)
+        for at, first, count in self.pieces():
+            found[first : first + count] = what(self.view(flat, at, count).to(torch.float32))
+        if self.loose is not None:
+            found.index_copy_(0, self.loose, what(self.gather(flat).to(torch.float32)))
+        return found
+
+    def noise(self, blocks: slice | Tensor, seed: int) -> Tensor:
+        """24 bits for every element of some blocks, int32 ``[blocks, width]``."""
+        return hashed_bits(self.numbers[blocks].unsqueeze(1) + self._inside, seed)
+
+
+class Code(ABC):
+    """How blocks travel: ``bits`` per element, and mostly a float32 scale per block."""
+
+    scaled: ClassVar[bool] = True
+    """Whether a block has a scale."""
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Of one element on the wire."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Holds one element's code."""
+        return torch.uint8
+
+    @property
+    def random(self) -> bool:
+        """Whether it needs noise."""
+        return False
+
+    @abstractmethod
+    def encode(
+        self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
+    ) -> None:
+        """Write codes and scales of some blocks.
+
+        Args:
+            x: float32 ``[blocks, width]``, not to be changed; short blocks are filled up with zeros.
+            counts: elements of each block.
+            noise: int32 in ``[0, 2**24)``, of the shape of ``x``, where the code is :attr:`random`.
+            codes: of the shape of ``x``, to be written; below ``2**bits``.
+            scales: float32 ``[blocks]``, to be written, where the code is :attr:`scaled`.
+        """
+
+    @abstractmethod
+    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
+        """Write into ``out``, float32, what ``codes`` and ``scales`` stand for."""
+
+    def wire_bytes(self, n: int) -> int:
+        """Of ``n`` codes."""
+        return packed_bytes(n, self.bits)
+
+    def to_wire(self, codes: Tensor) -> Tensor:
+        """``[rows, n]`` codes -> uint8 ``[rows, wire_bytes(n)]``."""
+        return pack(codes, self.bits)
+
+    def from_wire(self, packed: Tensor, n: int) -> Tensor:
+        """The inverse of :meth:`to_wire`."""
+        return unpack(packed, n, self.bits)
+
+
+def encode(
+    code: Code, flat: Tensor, blocks: Blocks, seed: int = 0, given: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Codes ``[numel]`` of a vector, and scales ``[blocks]`` where the code has them.
+
+    Args:
+        seed: of the noise.
+        given: ``[blocks, ...]``, for a code that does not find its scales itself.
+
+    >>> blocks = Blocks(*(torch.tensor(t) for t in ([0, 4], [4, 2], [0, 4])), 4, 6, "cpu")
+    >>> codes, scales = encode(Linear(127), torch.tensor([127., -64., 1., 0., 5., -10.]), blocks)
+    >>> codes.view(torch.int8).tolist(), scales.tolist()
+    ([127, -64, 1, 0, 64, -127], [1.0, 0.07874015718698502])
+    """
+    codes = torch.empty(blocks.numel, dtype=code.dtype, device=flat.device)
+    blocks.clear_padding(codes)
+    scales = torch.empty(blocks.count, device=flat.device) if code.scaled and given is None else given
+    for at, first, count in blocks.pieces():
+        these = slice(first, first + count)
+        x = blocks.view(flat, at, count).to(torch.float32)
+        noise = blocks.noise(these, seed) if code.random else None
+        code.encode(x, blocks.width, noise, blocks.view(codes, at, count), None if scales is None else scales[these])
+    if blocks.loose is not None:
+        x = blocks.gather(flat).to(torch.float32)
+        noise = blocks.noise(blocks.loose, seed) if code.random else None
+        some = torch.empty(x.shape, dtype=code.dtype, device=flat.device)
+        theirs = None if scales is None else scales.index_select(0, blocks.loose)
+        code.encode(x, blocks.lengths[blocks.loose], noise, some, theirs)
+        blocks.scatter(some, codes)
+        if given is None and scales is not None and theirs is not None:
+            scales.index_copy_(0, blocks.loose, theirs)
+    return codes, scales
+
+
+def decode(code: Code, codes: Tensor, scales: Tensor | None, blocks: Blocks) -> Tensor:
+    """What ``codes`` ``[rows, numel]`` and ``scales`` ``[rows, blocks]`` stand for, added in the order of rows:
+    float32 ``[numel]``.
+
+    >>> blocks = Blocks(*(torch.tensor(t) for t in ([0, 4], [4, 2], [0, 4])), 4, 6, "cpu")
+    >>> codes, scales = torch.tensor([[127, -64, 1, 0, 64, -127]], dtype=torch.int8), torch.tensor([[1., 2.]])
+    >>> decode(Linear(127), codes.view(torch.uint8), scales, blocks)
+    tensor([ 127.,  -64.,    1.,    0.,  128., -254.])
+    """
+    total = torch.empty(blocks.numel, device=codes.device)
+    blocks.clear_padding(total)
+    rows = range(codes.shape[0])
+    for at, first, count in blocks.pieces():
+        out = blocks.view(total, at, count)
+        spare = torch.empty_like(out) if len(rows) > 1 else out
+        for row in rows:
+            theirs = None if scales is None else scales[row, first : first + count]
+            code.decode(blocks.view(codes[row], at, count), theirs, spare if row else out)
+            if row:
+                out.add_(spare)
+    if blocks.loose is not None:
+        whole = torch.zeros((blocks.loose.numel(), blocks.width), device=codes.device)
+        spare = torch.empty_like(whole)
+        for row in rows:
+            theirs = None if scales is None else scales[row].index_select(0, blocks.loose)
+            code.decode(blocks.gather(codes[row]), theirs, spare)
+            whole.add_(spare) if row else whole.copy_(spare)
+        blocks.scatter(whole, total)
+    return total
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest magnitude in each row; NaN where a row has one.
+
+    >>> largest(torch.tensor([[1., -3.], [2., 0.]]))
+    tensor([3., 2.])
+    """
+    return torch.maximum(x.amax(1), x.amin(1).neg_())
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """The sum of each row, added in halves; overwrites ``x``. The width is a power of two.
+
+    The order of additions is written down here, so the bits depend on nothing else.
+
+    >>> row_sums(torch.tensor([[1., 2., 3., 4.]]))
+    tensor([10.])
+    """
+    while x.shape[1] > 1:
+        half = x.shape[1] // 2
+        x = x[:, :half].add_(x[:, half:])
+    return x[:, 0]
+
+
+def norms(x: Tensor) -> Tensor:
+    """The 2-norm of each row, without overflow; zero where a row is zero.
+
+    >>> norms(torch.tensor([[3e30, -4e30], [0., 0.]]))
+    tensor([5.0000e+30, 0.0000e+00])
+    """
+    top = largest(x)
+    safe = top.clamp(min=TINY)
+    y = x * safe.reciprocal().unsqueeze(1)
+    return row_sums(y.mul_(y)).sqrt().mul_(safe)
+
+
+@dataclass(frozen=True)
+class Linear(Code):
+    """Evenly spaced levels ``-levels .. levels`` times ``scale``, where ``scale = norm(block) / levels``.
+
+    Attributes:
+        norm: ``"max"``: the largest magnitude; ``"l2"``: the 2-norm, which wastes the upper levels and makes
+            the variance's bound that of QSGD.
+    """
+
+    levels: int
+    rounding: Rounding = "nearest"
+    norm: Literal["max", "l2"] = "max"
+
+    @property
+    def bits(self) -> int:
+        return (2 * self.levels).bit_length() if self.levels <= 127 else 16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8 if self.levels <= 127 else torch.int16
+
+    @property
+    def random(self) -> bool:
+        return self.rounding == "stochastic"
+
+    def encode(
+        self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
+    ) -> None:
+        assert scales is not None
+        torch.div(largest(x) if self.norm == "max" else norms(x), self.levels, out=scales)
+        y = x * scales.clamp_(min=TINY).reciprocal().unsqueeze(1)
+        round_(y, noise, self.levels)
+        self.write(y, codes)
+
+    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
+        assert scales is not None
+        self.read(codes, out).mul_(scales.unsqueeze(1))
+
+    def write(self, y: Tensor, codes: Tensor) -> None:
+        """Whole numbers ``-levels .. levels``, float or int, as codes; overwrites ``y``.
+
+        NaN gives any code, but one of these bits.
+        """
+        if self.levels > 127:
+            codes.copy_(y)
+        elif self.levels > 63:
+            codes.view(torch.int8).copy_(y)
+        else:
+            codes.copy_(y.add_(self.levels)).bitwise_and_((1 << self.bits) - 1)
+
+    def read(self, codes: Tensor, out: Tensor) -> Tensor:
+        """The inverse of :meth:`write`, into ``out``, which is returned."""
+        if self.levels > 127:
+            return out.copy_(codes)
+        return out.copy_(codes.view(torch.int8)) if self.levels > 63 else out.copy_(codes).sub_(self.levels)
+
+    def to_wire(self, codes: Tensor) -> Tensor:
+        return codes.view(torch.uint8) if self.levels > 127 else super().to_wire(codes)
+
+    def from_wire(self, packed: Tensor, n: int) -> Tensor:
+        if self.levels > 127:
+            codes = torch.empty((*packed.shape[:-1], n), dtype=torch.int16, device=packed.device)
+            codes.view(torch.uint8).copy_(packed)
+            return codes
+        return super().from_wire(packed, n)
+
+
+def round_(y: Tensor, noise: Tensor | None, levels: int) -> None:
+    """Round in place to integers: to the nearest, or with ``noise`` up with the probability of the fraction."""
+    if noise is None:
+        y.round_()  # |y| <= levels (1 + 2 eps): cannot pass the last level
+    else:
+        y.add_(noise, alpha=2.0**-24).floor_().clamp_(-levels, levels)
+
+
+@dataclass(frozen=True)
+class Ternary(Linear):
+    """-1, 0 or 1 times a scale that is given: ``[blocks, 2]``, each block's scale and the magnitude that elements are
+    clipped to, no larger than the scale.
+    """
+
+    levels: int = 1
+    rounding: Rounding = "stochastic"
+
+    def encode(
+        self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
+    ) -> None:
+        assert scales is not None
+        scale, limit = scales.clamp(min=TINY).unsqueeze(2).unbind(1)
+        y = x.clamp(-limit, limit).mul_(scale.reciprocal())
+        round_(y, noise, 1)
+        self.write(y, codes)
+
+
+@dataclass(frozen=True)
+class Float8(Code):
+    """8-bit floats times a scale that maps the block's largest magnitude to the format's."""
+
+    format: Literal["e4m3", "e5m2"] = "e4m3"
+    rounding: Rounding = "nearest"
+    bits = 8
+
+    @property
+    def random(self) -> bool:
+        return self.rounding == "stochastic"
+
+    def encode(
+        self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
+    ) -> None:
+        assert scales is not None
+        kind = torch.float8_e4m3fn if self.format == "e4m3" else torch.float8_e5m2
+        top = torch.finfo(kind).max
+        torch.div(largest(x), top, out=scales)
+        y = x * scales.clamp_(min=TINY).reciprocal().unsqueeze(1)
+        if noise is not None:
+            digits, smallest = (3, 2.0**-6) if self.format == "e4m3" else (2, 2.0**-14)
+            # The spacing around y: its power of two, but not below that of the smallest normal number.
+            power = (y.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=smallest)
+            step = power.mul_(2.0**-digits)
+            y.div_(step).add_(noise, alpha=2.0**-24).floor_().mul_(step).clamp_(-top, top)
+        codes.view(kind).copy_(y)
+
+    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
+        assert scales is not None
+        # Through fp16, whose bits these are, shifted; torch's own conversion from e4m3 takes nine times as long.
+        if self.format == "e5m2":
+            half, lift = codes.to(torch.int16) << 8, 1.0
+        else:
+            # sign extended, so that the shift leaves the sign on top; the copy of it below goes. NaN does not
+            # come back as such, but never is without its scale.
+            half, lift = (codes.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~0x4000), 2.0**8
+        out.copy_(half.view(torch.float16)).mul_(lift).mul_(scales.unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class PowerOfTwo(Code):
+    """A sign and the exponent of float32, rounded up with the probability of the fraction; no scale.
+
+    The exponent is the byte that IEEE 754 has, 0 for zero, 255 for what is not finite. 1 + 8 bits: eight signs share
+    a byte behind the exponents. Beyond 2**127 there is no next power, so there it is rounded down.
+    """
+
+    bits = 9
+    dtype = torch.int16
+    scaled = False
+    random = True
+
+    def encode(
+        self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
+    ) -> None:
+        assert noise is not None
+        word = x.view(torch.int32)
+        magnitude = word & 0x7FFFFFFF
+        finite = magnitude < 0x7F800000
+        # 23 random bits carry into the exponent as often as the fraction says.
+        raised = noise.bitwise_right_shift(1).add_(magnitude.clamp_(max=0x7F7FFFFF)).bitwise_right_shift_(23)
+        exponent = torch.where(finite, raised.clamp_(max=254), 255)
+        codes.copy_(exponent.add_((word < 0).to(torch.int32), alpha=256))
+
+    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
+        # The sign lies above the exponent, as it does in float32.
+        torch.bitwise_left_shift(codes.to(torch.int32), 23, out=out.view(torch.int32))
+
+    def wire_bytes(self, n: int) -> int:
+        return n + packed_bytes(n, 1)
+
+    def to_wire(self, codes: Tensor) -> Tensor:
+        """The exponents' bytes, then the signs packed."""
+        halves = codes.view(torch.uint8).view(*codes.shape, 2)
+        return torch.cat([halves[..., 0], pack(halves[..., 1].contiguous(), 1)], dim=-1)
+
+    def from_wire(self, packed: Tensor, n: int) -> Tensor:
+        codes = torch.empty((*packed.shape[:-1], n, 2), dtype=torch.uint8, device=packed.device)
+        codes[..., 0] = packed[..., :n]
+        codes[..., 1] = unpack(packed[..., n:], n, 1)
+        return codes.view(torch.int16).squeeze(-1)

@@ -1,0 +1,376 @@
+"""Sparse messages of fixed capacity: choose elements of a flat vector, parameter by parameter, and add them up.
+
+Rules:
+
+1. What is chosen depends on the parameter alone (its name, its values, its count), not on its neighbours.
+2. Shapes depend on the plan, never on values. A slot without an element is (index 0, value 0).
+3. Magnitudes are compared as integers: the bits of a float without its sign grow with it, inf is above all
+   numbers and NaN above inf. So NaN and inf are chosen first, and travel.
+4. Vectors of several ranks are added in rank order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvdbridge.bucket import Layout
+from hvdbridge.kernels.random import generator, key
+
+Array = np.ndarray[Any, Any]
+
+ROW = 32768
+"""Parameters of at most so many elements are searched together, as rows of a matrix; larger ones by themselves."""
+CHUNK = 131072
+"""Elements that the CPU looks through at a time: they stay in its cache."""
+TAIL = 400
+"""Elements of a sample that lie among the k largest, where the parameter is large enough."""
+ROUNDS = 20
+"""Of the shuffle; each halves the chance that an element has not moved."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Parameters of similar size, one per row: ``length`` elements, ``most`` slots.
+
+    Attributes:
+        numbers: of the parameters, among those of the layout.
+        counts, starts, first: of each row the elements to choose, its offset in the vector, its first slot.
+        slots: where each of ``[rows, most]`` goes in the message; those beyond a row's own count to its end.
+    """
+
+    numbers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    length: int
+    most: int
+    counts: Tensor
+    starts: Tensor
+    first: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True)
+class Large:
+    """A parameter that is searched by itself.
+
+    Attributes:
+        count: elements to choose; they stand at ``slot`` in the message.
+        sample: positions whose ``tail``-th largest magnitude is the threshold of candidates; None: no sample.
+    """
+
+    start: int
+    size: int
+    count: int
+    slot: int
+    sample: Tensor | None
+    tail: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How to choose ``counts[name]`` elements of each parameter: message slots stand in the layout's order."""
+
+    layout: Layout
+    counts: dict[str, int]
+    total: int
+    rows: tuple[Rows, ...]
+    large: tuple[Large, ...]
+
+    @staticmethod
+    def of(layout: Layout, counts: Mapping[str, int], device: torch.device, exact: bool = False) -> Plan:
+        """Kept with the layout.
+
+        Args:
+            counts: at most the parameter's size each.
+            exact: search large parameters without a sample.
+        """
+        kept = tuple(counts[name] for name in layout.names)
+        return layout.derive(("plan", kept, device, exact), lambda: _plan(layout, kept, device, exact))
+
+
+def count_of(ratio: float, numel: int) -> int:
+    """``ceil(ratio * numel)``, where a product that rounding put just above an integer counts as that integer.
+
+    >>> count_of(0.01, 1000), count_of(0.01, 1001), count_of(0.07, 100), count_of(0.5, 0)
+    (10, 11, 7, 0)
+    """
+    return min(numel, math.ceil(ratio * numel * (1 - 1e-12)))
+
+
+def _plan(layout: Layout, counts: Sequence[int], device: torch.device, exact: bool) -> Plan:
+    classes: dict[int, list[tuple[int, int, int, int, int]]] = {}
+    large: list[Large] = []
+    slot = 0
+    for number, (name, count) in enumerate(zip(layout.names, counts, strict=True)):
+        start, size = layout.offsets[name], layout.sizes[name]
+        if size > ROW and count:
+            large.append(_large(name, start, size, count, slot, device, exact))
+        elif count:
+            classes.setdefault((size - 1).bit_length(), []).append((number, start, size, count, slot))
+        slot += count
+    rows: list[Rows] = []
+    several = [members for _, members in sorted(classes.items())]
+    if device.type == "cpu":  # as many rows at a time as the cache holds
+        pieces = [(members, max(1, 2 * CHUNK >> bits)) for bits, members in sorted(classes.items())]
+        several = [members[i : i + step] for members, step in pieces for i in range(0, len(members), step)]
+    for members in several:
+        most = max(count for *_, count, _ in members)
+        slots = torch.full((len(members), most), slot)
+        for row, (_, _, _, count, first) in enumerate(members):
+            slots[row, :count] = torch.arange(first, first + count)
+        numbers, sizes = tuple(m[0] for m in members), tuple(m[2] for m in members)
+        own, starts, first_slots = (torch.tensor([m[i] for m in members], device=device) for i in (3, 1, 4))
+        rows.append(Rows(numbers, sizes, max(sizes), most, own, starts, first_slots, slots.view(-1).to(device)))
+    return Plan(layout, dict(zip(layout.names, counts, strict=True)), slot, tuple(rows), tuple(large))
+
+
+def _large(name: str, start: int, size: int, count: int, slot: int, device: torch.device, exact: bool) -> Large:
+    """The sample, and how far to look, so that the candidates hold the ``count`` largest.
+
+    The number of sampled elements among the ``count`` largest is binomial with mean ``inside``; with the
+    ``tail``-th largest sample as threshold the candidates lack one of them only if that number reaches ``tail``,
+    4.5 deviations and 4 above its mean (probability below 1e-5; few are then lacking).
+    """
+    if device.type == "cpu" and not exact:  # a device searches as fast as it samples
+        drawn = min(size // 32, math.ceil(TAIL * size / count))
+        inside = drawn * count / size
+        tail = math.ceil(inside + 4.5 * math.sqrt(inside) + 4)
+        if tail < drawn // 2:
+            # One position in each of equal strata: distinct, ascending, and the same at every step.
+            uniform = torch.rand(drawn, generator=generator("sample", name), dtype=torch.float64)
+            positions = ((torch.arange(drawn) + uniform) * (size / drawn)).long().clamp_(max=size - 1)
+            return Large(start, size, count, slot, positions, tail)
+    return Large(start, size, count, slot, None, 0)
+
+
+def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """The elements of largest magnitude of each parameter, as many as the plan says.
+
+    Zeros are never chosen: their slots are empty. Which of equal magnitudes are chosen is the same at every run,
+    on the CPU those that stand first.
+
+    Returns:
+        ``(indices, values)``: int64 into ``flat``, and of its type (float32 for half types), ``[plan.total]``.
+
+    >>> layout = Layout({"a": (4,), "b": (3,)})
+    >>> plan = Plan.of(layout, {"a": 2, "b": 1}, torch.device("cpu"))
+    >>> largest(torch.tensor([1., -5., 0., 2., 0., -1., 0.]), plan)
+    (tensor([1, 3, 5]), tensor([-5.,  2., -1.]))
+    """
+    if flat.element_size() < 4:
+        flat = flat.float()
+    bits, mask = _bits(flat)
+    if flat.device.type == "cpu":
+        indices, empty = _largest_on_cpu(bits, plan, mask)
+    else:
+        indices, empty = _largest(bits, plan, mask)
+    return indices, flat.index_select(0, indices).masked_fill_(empty, 0)
+
+
+def _largest(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:
+    """Indices, and which slots are empty: without a look at any value by the host."""
+    # One more slot than the message has: where rows put what is beyond their count.
+    indices = torch.empty(plan.total + 1, dtype=torch.int64, device=bits.device)
+    found = torch.empty(plan.total + 1, dtype=bits.dtype, device=bits.device)
+    for group, rows in _matrices(bits, plan, mask):
+        top = torch.topk(rows, group.most, dim=1)
+        found[group.slots] = top.values.view(-1)
+        indices[group.slots] = top.indices.add_(group.starts[:, None]).view(-1)
+    for part in plan.large:
+        here = slice(part.slot, part.slot + part.count)
+        top = torch.topk(bits[part.start : part.start + part.size] & mask, part.count, sorted=False)
+        torch.add(top.indices, part.start, out=indices[here])
+        found[here] = top.values
+    indices, empty = indices[: plan.total], found[: plan.total] == 0
+    return indices.masked_fill_(empty, 0), empty
+
+
+def _largest_on_cpu(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:
+    """The same, where the host may look: numpy finds and partitions several times faster than torch does."""
+    indices = torch.zeros(plan.total, dtype=torch.int64)
+    empty = torch.ones(plan.total, dtype=torch.bool)
+    target, unfilled = indices.numpy(), empty.numpy()
+    for group, matrix in _matrices(bits, plan, mask):
+        rows, counts = matrix.numpy(), group.counts.numpy()
+        top = np.sort(np.partition(rows, group.length - group.most, axis=1)[:, group.length - group.most :], axis=1)
+        limits = np.maximum(np.take_along_axis(top, (group.most - counts)[:, None], axis=1), 1)
+        positions = np.flatnonzero(rows >= limits)
+        ends = np.searchsorted(positions, np.arange(len(rows) + 1) * group.length)
+        if (np.diff(ends) > counts).any():  # of the elements that are equal to the limit some are too many
+            pieces = [positions[a:b] for a, b in pairwise(ends)]
+            flat = rows.reshape(-1)
+            pieces = [p[_first(flat[p], c)] for p, c in zip(pieces, counts.tolist(), strict=True)]
+            positions = np.concatenate(pieces)
+            ends = np.searchsorted(positions, np.arange(len(rows) + 1) * group.length)
+        row = np.repeat(np.arange(len(rows)), np.diff(ends))
+        slots = np.arange(positions.size) + (group.first.numpy() - ends[:-1])[row]
+        target[slots] = positions + (group.starts.numpy() - np.arange(len(rows)) * group.length)[row]
+        unfilled[slots] = False
+    source = bits.numpy()
+    work = np.empty(CHUNK, source.dtype), np.empty(CHUNK, np.bool_)
+    for part in plan.large:
+        piece = source[part.start : part.start + part.size]
+        limit = piece.dtype.type(1)
+        if part.sample is not None:
+            sampled = piece[part.sample.numpy()] & piece.dtype.type(mask)
+            limit = max(limit, np.partition(sampled, -part.tail)[-part.tail])
+        positions = _reaching(piece, limit, mask, *work)
+        positions = positions[_first(piece[positions] & piece.dtype.type(mask), part.count)]
+        here = slice(part.slot, part.slot + positions.size)
+        np.add(positions, part.start, out=target[here])
+        unfilled[here] = False
+    return indices, empty
+
+
+def _first(magnitudes: Array, count: int) -> Array:
+    """Where the ``count`` largest stand, ascending; all where there are no more."""
+    if magnitudes.size <= count:
+        return np.arange(magnitudes.size)
+    limit = np.partition(magnitudes, -count)[-count]
+    chosen = np.flatnonzero(magnitudes >= limit)
+    if excess := chosen.size - count:
+        equal = np.flatnonzero(magnitudes[chosen] == limit)
+        chosen = np.delete(chosen, equal[-excess:])
+    return chosen
+
+
+def _bits(flat: Tensor) -> tuple[Tensor, int]:
+    """The vector's bits as integers, and the mask that removes the sign."""
+    if flat.element_size() == 8:
+        return flat.view(torch.int64), (1 << 63) - 1
+    return flat.view(torch.int32), (1 << 31) - 1
+
+
+def _matrices(bits: Tensor, plan: Plan, mask: int) -> Iterator[tuple[Rows, Tensor]]:
+    """The magnitudes of each group of parameters as the rows of a matrix, zeros behind them."""
+    if not plan.rows:
+        return
+    views = torch.split(bits, list(plan.layout.sizes.values()))
+    for group in plan.rows:
+        rows = torch.zeros((len(group.numbers), group.length), dtype=bits.dtype, device=bits.device)
+        widths = [width for size in group.sizes for width in (size, group.length - size)]
+        mine = list(torch.split(rows.view(-1), widths)[::2])
+        torch._foreach_copy_(mine, [views[number] for number in group.numbers])
+        yield group, rows.bitwise_and_(mask)
+
+
+def _reaching(bits: Array, limit: Any, mask: int, magnitudes: Array, chosen: Array) -> Array:
+    """Positions of the elements whose magnitude is not below ``limit``, ascending.
+
+    ``magnitudes`` and ``chosen`` are room for a chunk.
+    """
+    pieces = []
+    for start in range(0, bits.size, CHUNK):
+        chunk = bits[start : start + CHUNK]
+        np.bitwise_and(chunk, bits.dtype.type(mask), out=magnitudes[: chunk.size])
+        np.greater_equal(magnitudes[: chunk.size], limit, out=chosen[: chunk.size])
+        positions = np.flatnonzero(chosen[: chunk.size])
+        positions += start
+        pieces.append(positions)
+    return np.concatenate(pieces)
+
+
+def shuffled(plan: Plan, seed: int, device: torch.device) -> Tensor:
+    """Random elements of each parameter, all distinct, as many as the plan says, by (seed, name) alone.
+
+    Slot i of a parameter of n elements holds image i of a keyed permutation of n, "swap or not" (Hoang, Morris,
+    Rogaway 2012) after a random rotation: exactly uniform in each slot, and free of host waits.
+
+    >>> layout = Layout({"a": (100,), "b": (3,)})
+    >>> chosen = shuffled(Plan.of(layout, {"a": 50, "b": 3}, torch.device("cpu")), 1, torch.device("cpu"))
+    >>> len(set(chosen[:50].tolist())), sorted(chosen[50:].tolist())
+    (50, [100, 101, 102])
+    """
+
+    def make() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        layout = plan.layout
+        sizes = torch.tensor([max(1, layout.sizes[name]) for name in layout.names], dtype=torch.int64, device=device)
+        names = torch.tensor([key(name) for name in layout.names], dtype=torch.int64, device=device)
+        counts = torch.tensor([plan.counts[name] for name in layout.names], dtype=torch.int64, device=device)
+        owner = torch.repeat_interleave(counts, output_size=plan.total)
+        first = torch.cumsum(counts, 0) - counts
+        start = torch.tensor([layout.offsets[name] for name in layout.names], dtype=torch.int64, device=device)
+        number = torch.arange(plan.total, device=device) - first[owner]
+        return sizes, names, owner, sizes.int()[owner], number.int(), start[owner]
+
+    sizes, names, owner, size, number, start = plan.layout.derive(("shuffle", plan, device), make)
+    # By round and parameter: 62 bits of pivot, 31 of salt.
+    rounds = torch.tensor([key(seed, round_) for round_ in range(ROUNDS + 1)], dtype=torch.int64, device=device)
+    drawn = _mixed(names ^ rounds[:, None])
+    pivots = ((drawn >> 1) & ((1 << 62) - 1)).remainder_(sizes).int()
+    salts = (_mixed(drawn) & 0x7FFFFFFF).int()
+    x = number + pivots[0].index_select(0, owner)
+    x = torch.where(x >= size, x - size, x)
+    for pivot, salt in zip(pivots[1:], salts[1:], strict=True):
+        other = pivot.index_select(0, owner).sub_(x)
+        other.add_((other >> 31).bitwise_and_(size))
+        swap = torch.maximum(x, other).add_(salt.index_select(0, owner)).mul_(-1640531535)
+        swap.bitwise_xor_(swap >> 15).mul_(-2048144789)
+        x = torch.where(swap < 0, other, x)
+    return start + x
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """int64 -> int64, each bit depending on all; the finalizer of splitmix64 up to the signs of its shifts."""
+    x = (x ^ (x >> 30)) * -4658895280553007687
+    x = (x ^ (x >> 27)) * -7723592293110705685
+    return x ^ (x >> 31)
+
+
+def poison(flat: Tensor, layout: Layout) -> Tensor:
+    """For each parameter 0, or NaN where an element is not finite: what messages that would lose it add.
+
+    >>> poison(torch.tensor([1., math.inf, 2.]), Layout({"a": (2,), "b": (1,)}))
+    tensor([nan, 0.])
+    """
+    flags = torch.zeros(len(layout.names), dtype=flat.dtype, device=flat.device)
+    if flat.device.type == "cpu":  # the host may look: a finite sum has finite terms
+        if not math.isfinite(flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32)).item()):
+            parts = torch.split(flat, list(layout.sizes.values()))
+            flags.masked_fill_(~torch.stack([torch.isfinite(part).all() for part in parts]), math.nan)
+        return flags
+    count = torch.zeros(flat.numel() + 1, dtype=torch.int32, device=flat.device)
+    torch.cumsum(~torch.isfinite(flat), 0, dtype=torch.int32, out=count[1:])
+    ends = layout.derive(("ends", flat.device), lambda: _ends(layout, flat.device))
+    return flags.masked_fill_(count[ends[1:]] != count[ends[:-1]], math.nan)
+
+
+def _ends(layout: Layout, device: torch.device) -> Tensor:
+    return torch.tensor([*layout.offsets.values(), layout.numel], dtype=torch.int64, device=device)
+
+
+def pack_pairs(indices: Tensor, values: Tensor) -> Tensor:
+    """One message of both: int32, ``[2 K]`` (``[3 K]`` for float64 values), values first.
+
+    >>> unpack_pairs(pack_pairs(torch.tensor([3, 0]), torch.tensor([1.5, 0.])), torch.float32)
+    (tensor([3, 0], dtype=torch.int32), tensor([1.5000, 0.0000]))
+    """
+    return torch.cat([values.view(torch.int32), indices.to(torch.int32)])
+
+
+def unpack_pairs(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of messages ``[..., 2 K]`` the indices and the values of type ``dtype``, ``[..., K]``."""
+    words = dtype.itemsize // 4
+    count = message.shape[-1] // (words + 1)
+    values = message[..., : count * words].reshape(-1).view(dtype)
+    return message[..., count * words :], values.view(*message.shape[:-1], count)
+
+
+def add_up(indices: Tensor, values: Tensor, numel: int) -> Tensor:
+    """A flat vector of ``numel`` zeros to which the rows of ``values`` ``[N, K]`` were added, in their order.
+
+    >>> add_up(torch.tensor([[0, 2], [2, 0]]), torch.tensor([[1., 2.], [4., 0.]]), 3)
+    tensor([1., 0., 6.])
+    """
+    total = torch.zeros(numel, dtype=values.dtype, device=values.device)
+    if numel:
+        for where, what in zip(indices, values, strict=True):
+            total.index_add_(0, where, what)
+    return total

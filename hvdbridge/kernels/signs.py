@@ -1,0 +1,93 @@
+"""Signs in one bit each: a code for blocks, and votes that are counted without unpacking them.
+
+Rules:
+
+1. A bit says + (1) or - (0); there is no third value. Who encodes says what a zero becomes.
+2. Votes of equal weight are counted in binary, one bit plane for each digit, 32 elements a word: as many digits as the
+   number of voters needs, so no count can overflow.
+3. Weighted votes are added in float64 in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hvdbridge.kernels.pack import pack_bits, unpack_bits
+from hvdbridge.kernels.quantise import CHUNK, Code, row_sums
+
+
+@dataclass(frozen=True)
+class ScaledSign(Code):
+    """``mean|block| * sign(x)``, sign(0) = +; the nearest to a block that its signs and one number can be.
+
+    >>> code, x = ScaledSign(), torch.tensor([[3.0, -1.0, 0.0, -2.0]])
+    >>> codes, scales, out = torch.empty(1, 4, dtype=torch.uint8), torch.empty(1), torch.empty(1, 4)
+    >>> code.encode(x, 4, None, codes, scales); code.decode(codes, scales, out); out
+    tensor([[ 1.5000, -1.5000,  1.5000, -1.5000]])
+    """
+
+    bits = 1
+
+    def encode(
+        self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
+    ) -> None:
+        assert scales is not None
+        torch.div(row_sums(x.abs()), counts, out=scales)
+        torch.ge(x, 0, out=codes.view(torch.bool))
+
+    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
+        assert scales is not None
+        out.copy_(codes).sub_(0.5).mul_((2 * scales).unsqueeze(1))
+
+
+def majority(votes: Tensor, ties: Tensor) -> Tensor:
+    """The bits that more than half of the rows have set, and ``ties`` where it is just half.
+
+    Args:
+        votes: integers ``[voters, n]``, every bit an element.
+        ties: ``[n]``; not looked at where the number of voters is odd.
+
+    >>> votes = torch.tensor([[0b1100], [0b1010]], dtype=torch.int32)
+    >>> f"{majority(votes, torch.tensor([0b0011], dtype=torch.int32)).item():04b}"
+    '1010'
+    """
+    voters = votes.shape[0]
+    planes: list[Tensor] = []
+    for count, vote in enumerate(votes, start=1):
+        carry = vote
+        for i, plane in enumerate(planes):
+            planes[i], carry = plane ^ carry, plane & carry
+        if count.bit_length() > len(planes):
+            planes.append(carry)
+    half = voters // 2
+    more, just = torch.zeros_like(votes[0]), torch.full_like(votes[0], -1)
+    for i in reversed(range(len(planes))):
+        if half >> i & 1:
+            just = just & planes[i]
+        else:
+            more = more | (just & planes[i])
+            just = just & ~planes[i]
+    return more if voters % 2 else more | (just & ties)
+
+
+def weighted_majority(votes: Tensor, weights: Sequence[float], ties: Tensor) -> Tensor:
+    """The same where voters weigh differently: + wins where the sum of weights times signs is positive.
+
+    >>> votes = torch.tensor([[0b110], [0b101], [0b000]], dtype=torch.int32)
+    >>> f"{weighted_majority(votes, [3.0, 2.0, 1.0], torch.tensor([0b010], dtype=torch.int32)).item():03b}"
+    '110'
+    """
+    result = torch.empty_like(ties)
+    size = CHUNK // 32 if votes.device.type == "cpu" else max(1, ties.numel())
+    for some, tie, out in zip(votes.split(size, dim=1), ties.split(size), result.split(size), strict=True):
+        tally = torch.zeros(some.shape[1] * 32, dtype=torch.float64, device=votes.device)
+        for vote, weight in zip(some, weights, strict=True):
+            signs = unpack_bits(vote.contiguous().view(torch.uint8), tally.numel()).view(torch.int8).mul_(2).sub_(1)
+            tally.add_(signs, alpha=weight)
+        won, drawn = (pack_bits(bits).view(torch.int32) for bits in (tally > 0, tally == 0))
+        torch.bitwise_or(won, drawn.bitwise_and_(tie), out=out)
+    return result

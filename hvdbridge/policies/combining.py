@@ -1,0 +1,107 @@
+"""Linear combinations of the ranks' gradients, whose coefficients come from their dot products.
+
+    all-to-all  ->  owners' partial dot products, all-reduced  ->  the owner combines its shard  ->  all-gather
+
+One rank sends ``2 (N-1)/N`` of the vector, like a ring all-reduce, and a small table in float64.
+
+Rules:
+
+1. Every vector that such a rule speaks of (a partial combination, a centre, a difference) is itself a combination
+   of the rows, so its norms and products follow from one table of the rows' dot products: however many
+   iterations a rule makes, one small round is enough.
+2. Shards consist of whole blocks, and partial sums are made block by block: coefficients do not depend on
+   bucket boundaries.
+3. A rank of weight 0 has no row: the rule sees the others alone, as if it were not there.
+4. The owner of a shard combines it and sends it, so all ranks end with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hvdbridge.bucket import Bucket
+from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Collective
+from hvdbridge.kernels.cells import Cells, by_parameter, dots, in_all
+from hvdbridge.policies.sharded import BlockShards, Shards, accumulator, block_shards
+from hvdbridge.policy import Exchange
+
+
+def participants(bucket: Bucket) -> list[int]:
+    """The ranks of positive weight."""
+    return [rank for rank in range(bucket.size) if bucket.weights is None or bucket.weights[rank] > 0]
+
+
+def weights_of(bucket: Bucket) -> list[float]:
+    """Their weights, in the same order."""
+    return [1.0 if bucket.weights is None else bucket.weights[rank] for rank in participants(bucket)]
+
+
+def raw(bucket: Bucket) -> Tensor:
+    """The gradient as this rank computed it (what ``weighted()`` did is undone); zeros where its weight is 0."""
+    if bucket.weight == 0.0:
+        return bucket.buffer.zero_()
+    if not bucket.scaled or bucket.factor == 1.0:
+        return bucket.buffer
+    return bucket.buffer / bucket.factor
+
+
+def plan(bucket: Bucket) -> tuple[BlockShards, Cells]:
+    """The shards of a bucket by whole blocks, and the cells of the one that this rank owns."""
+    shards, device, rank = block_shards(bucket), bucket.buffer.device, bucket.rank
+
+    def make() -> Cells:
+        pieces = [
+            (start, count, width, offset) for start, count, width, owner, offset in shards.pieces if owner == rank
+        ]
+        return Cells(bucket.layout, pieces, device)
+
+    return shards, bucket.layout.derive(("cells", shards, rank, device), make)
+
+
+def divide(flat: Tensor, shards: Shards, ranks: Sequence[int]) -> Generator[Collective, Tensor, list[Tensor]]:
+    """The pieces of this rank's shard that ``ranks`` hold, in their order."""
+    answer = yield AllToAll(shards.pack(flat, flat.dtype))
+    return [answer[rank] for rank in ranks]
+
+
+def collect(mine: Tensor, shards: Shards, wire: torch.dtype) -> Exchange:
+    """The owners' results as one flat vector, in float32 or wider."""
+    return shards.unpack((yield AllGather(mine.to(wire))), accumulator(wire))
+
+
+def gram_by_parameter(groups: Sequence[Sequence[Tensor]], cells: Cells) -> Exchange:
+    """The dot products of each group's rows: float64 ``[parameters, groups, m, m]``.
+
+    Groups are filled up with zeros to the size m of the largest.
+    """
+    largest, length = max(map(len, groups)), cells.parameters
+    corner = torch.triu_indices(largest, largest, device=groups[0][0].device)
+    table = torch.zeros((length, len(groups), largest, largest), dtype=torch.float64, device=groups[0][0].device)
+    for i, rows in enumerate(groups):
+        table[:, i, : len(rows), : len(rows)] = by_parameter(dots(rows, cells), cells)
+    return _symmetric((yield AllReduce(table[..., corner[0], corner[1]])), largest)
+
+
+def gram(rows: Sequence[Tensor], cells: Cells) -> Exchange:
+    """The dot products of the rows: float64 ``[rows, rows]``."""
+    size = len(rows)
+    corner = torch.triu_indices(size, size, device=rows[0].device)
+    table = in_all(dots(rows, cells), cells)
+    return _symmetric((yield AllReduce(table[corner[0], corner[1]])), size)
+
+
+def _symmetric(corners: Tensor, size: int) -> Tensor:
+    """``[..., size (size+1)/2]`` as symmetric matrices ``[..., size, size]``."""
+    places = torch.tensor(_places(size), device=corners.device)
+    return corners[..., places].view(*corners.shape[:-1], size, size)
+
+
+@lru_cache
+def _places(size: int) -> tuple[int, ...]:
+    """Where each element of a matrix, row by row, stands in its upper triangle."""
+    number = {pair: i for i, pair in enumerate((a, b) for a in range(size) for b in range(a, size))}
+    return tuple(number[min(a, b), max(a, b)] for a in range(size) for b in range(size))

@@ -1,0 +1,123 @@
+"""Two levels: dense within a node, any policy between nodes.
+
+Rules:
+
+1. A node is one rank of the inner policy: its gradient is the weighted mean of its ranks', its weight the sum.
+2. All ranks of a node run the inner flow alike, on the same bits. What it asks for is cut into as many pieces as there
+   are lanes; each rank sends one piece to the other nodes, and the pieces come together within the node.
+   So a node sends as much as one rank of the inner policy would, over all its ranks' links at once.
+3. A lane is a local rank that every node has. Ranks beyond take part in everything and send nothing.
+4. Every rank ends with what the inner flow returned, computed from the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hvdbridge.bucket import Bucket
+from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.errors import Unsupported
+from hvdbridge.policies.dense import MEAN
+from hvdbridge.policies.local import share
+from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State, check_weights, rewrite
+
+
+@dataclass(frozen=True)
+class Hierarchical(Policy):
+    """A dense sum inside each node, the inner policy across nodes, and the result on all ranks.
+
+    ``hierarchical(powersgd(rank=4))``: the slow links between nodes carry what the inner policy sends, the fast ones
+    inside carry the gradient once (an all-reduce) and the inner policy's answers. State of the inner policy belongs to
+    the node: its ranks hold the same. Feedback stands inside, too: ``hierarchical(ef(bf16))``.
+
+    With N ranks on K nodes of L ranks one rank sends ``2 (L-1)/L`` of the gradient inside its node, and between nodes
+    1/L of what the inner policy sends at K ranks. Nodes may be of unequal size (then HVDBRIDGE_DEBUG, which compares
+    shapes over all ranks, takes the shorter messages of small groups for an error).
+
+    Raises:
+        Unsupported: nobody said which ranks share a node, or the inner policy asks for groups of its own.
+        WeightError: the inner policy refuses unequal weights, and those of the nodes are unequal.
+    """
+
+    inner: Policy = MEAN
+    additive = False
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        flat = bucket.buffer
+        factor = share(bucket)
+        if not bucket.scaled:
+            if factor == 0.0:
+                flat.zero_()
+            elif factor != 1.0:
+                flat.mul_(factor)
+        if len(set(bucket.nodes)) < bucket.size:
+            flat = yield AllReduce(flat, group="node")
+        return (yield from self._across(bucket.with_buffer(flat), state, self.inner.aggregate))
+
+    def after_step(self, bucket: Bucket, state: State) -> Flow:
+        # Within a node gradients were the same, and so are parameters.
+        return self._across(bucket, state, self.inner.after_step)
+
+    def _across(self, bucket: Bucket, state: State, start: Callable[[Bucket, State], Flow]) -> Flow:
+        nodes = list(dict.fromkeys(bucket.nodes))
+        number = nodes.index(bucket.nodes[bucket.rank])
+        weights = None
+        if bucket.weights is not None or len({bucket.nodes.count(node) for node in nodes}) > 1:
+            given = bucket.weights or (1.0,) * bucket.size
+            weights = tuple(sum(w for w, at in zip(given, bucket.nodes, strict=True) if at == node) for node in nodes)
+            check_weights(self.inner, weights, len(nodes))
+        inner = replace(bucket, rank=number, size=len(nodes), weights=weights, groups={}, nodes=())
+        lanes = Lanes(bucket, len(nodes), min(bucket.nodes.count(node) for node in nodes))
+        result = yield from rewrite(start(inner, state["inner"]), lanes.carry)
+        return Aggregated(result.update, state={"inner": result.state})
+
+
+class Lanes:
+    """How a request among nodes travels: in ``count`` pieces, one per local rank."""
+
+    def __init__(self, bucket: Bucket, nodes: int, count: int) -> None:
+        self.nodes, self.count = nodes, count
+        self.lane, _ = bucket.place("node")
+        self.shared = nodes < bucket.size  # on no node alone, or all ranks would not ask for the same
+        _, self.reached = bucket.place("cross")
+
+    def carry(self, request: Collective) -> Exchange:
+        """Answer ``request`` as the group of the nodes would.
+
+        Raises:
+            Unsupported: it names a group.
+        """
+        if request.group != "world":
+            raise Unsupported(f"{request.signature()}: between nodes there is one group, the nodes")
+        tensor = request.tensor
+        rows = self.nodes if isinstance(request, AllToAll | ReduceScatter) else 1
+        width = tensor.numel() // rows
+        length = -(-width // self.count)
+        flat = tensor.reshape(rows, width)
+        if self.count * length != width:
+            flat = torch.cat([flat, flat.new_zeros(rows, self.count * length - width)], 1)
+        piece = flat.view(rows, self.count, length)[:, self.lane % self.count]
+        answer = yield self._send(request, piece)
+        parts = answer[None]
+        if self.shared:
+            shape = (self.nodes, *piece.shape) if isinstance(request, AllGather) else piece.shape
+            if isinstance(request, ReduceScatter):
+                shape = piece.shape[1:]
+            mine = answer if self.lane < self.count else answer.new_zeros(shape)
+            parts = (yield AllGather(mine, group="node"))[: self.count]
+        whole = parts.movedim(0, -2).flatten(-2)[..., :width]
+        if isinstance(request, AllGather):
+            return whole.reshape(self.nodes, *tensor.shape)
+        return whole.reshape(tensor.shape[1:] if isinstance(request, ReduceScatter) else tensor.shape)
+
+    def _send(self, request: Collective, piece: Tensor) -> Collective:
+        """This rank's piece. A rank without a lane sends it to the few that are like it, and nobody looks."""
+        if isinstance(request, Broadcast):
+            return Broadcast(piece.contiguous(), request.root if self.lane < self.count else 0, group="cross")
+        if isinstance(request, AllToAll | ReduceScatter) and self.lane >= self.count:
+            piece = piece[: self.reached]
+        return replace(request, tensor=piece.contiguous(), group="cross")  # type: ignore[call-arg]

@@ -1,0 +1,269 @@
+"""Signs: one bit per element on the wire, in both directions.
+
+Rules:
+
+1. By the sharded scheme: signs go packed to their owners, and come back packed.
+2. Every parameter begins a word of 32 bits, or a block of 1024 elements, so the result does not depend on bucket
+   boundaries.
+3. Where no scale carries NaN and inf, one bit per parameter does: with the signs to the owners, who merge these bits,
+   and with the result back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hvdbridge.bucket import BLOCK, Bucket, Layout, Views, flatten
+from hvdbridge.collectives import AllGather, AllToAll
+from hvdbridge.kernels.pack import pack_bits, unpack_bits
+from hvdbridge.kernels.quantise import decode, encode
+from hvdbridge.kernels.random import hashed_bits, key
+from hvdbridge.kernels.select import poison
+from hvdbridge.kernels.signs import ScaledSign, majority, weighted_majority
+from hvdbridge.options import option
+from hvdbridge.policies.feedback import WithFeedback, residuals
+from hvdbridge.policies.sharded import as_wide, blocks_of, check_block, first_blocks, sharded_code
+from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
+
+WORD = 32
+
+
+@dataclass(frozen=True)
+class Sign(Policy):
+    """Majority vote: ``update = scale * sign(sum_r w_r sign(g_r))`` (Bernstein 2018, algorithm 3).
+
+    With ``momentum`` (Signum; Bernstein 2018, algorithm 2) each rank votes with the sign of
+    ``m = momentum m + (1 - momentum) g``, which it keeps for itself.
+
+    A bit has no zero. A gradient of exactly 0 counts as + in even steps and as - in odd ones. A tie is decided by a
+    coin of its own for each element, common to all ranks; it is thrown in even steps, and turned over in the odd step
+    that follows. So what nobody wants to move is where it was after every second step.
+
+    Weights are votes. Not additive: error feedback does not apply; :class:`EfSign` is for that.
+    On the wire: 1 bit per element and 1 per parameter, in each of an all-to-all and an all-gather.
+
+    Attributes:
+        scale: magnitude of all elements of the update.
+        momentum: 0: none.
+    """
+
+    scale: float = option(1.0, above=0)
+    momentum: float = option(0.0, at_least=0, below=1)
+    slots: ClassVar[Mapping[str, Slot]] = {"momentum": Slot(local=True, gradient_units=True)}
+    additive = False
+    deterministic = False  # but for ties it is
+
+    def init(self, params: Mapping[str, Tensor]) -> State:
+        return {"momentum": residuals(params)} if self.momentum else {}
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        layout, flat, size = bucket.layout, bucket.buffer, bucket.size
+        words = layout.derive("words", lambda: Words(layout))
+        votes, new = flat, None
+        if self.momentum and bucket.weight > 0:
+            old = flatten(state["momentum"], layout)
+            votes = torch.add(old * self.momentum, flat, alpha=1 - self.momentum)
+            new = {"momentum": Views(layout, votes)}
+        length = -(-words.count // size)
+        signs = torch.zeros(size * length, dtype=torch.int32, device=flat.device)
+        signs[: words.count] = words.pack(votes >= 0 if bucket.step % 2 == 0 else votes > 0)
+        faults = as_words(poison(votes, layout).isnan())
+        rows = torch.cat([signs.view(size, length), faults.expand(size, -1)], dim=1)
+        answer = yield AllToAll(rows)
+        weights = bucket.weights or (1.0,) * size
+        voters = [rank for rank, weight in enumerate(weights) if weight > 0]
+        ballots, faulty = (answer[voters] if len(voters) < size else answer).split([length, faults.numel()], dim=1)
+        merged = faulty[0]
+        for other in faulty[1:]:
+            merged = merged | other
+        coins = self._coins(bucket, words, length)
+        if len({weights[rank] for rank in voters}) == 1:
+            result = majority(ballots, coins)
+        else:
+            result = weighted_majority(ballots, [weights[rank] for rank in voters], coins)
+        answer = yield AllGather(torch.cat([result, merged]))
+        signs, faulty = answer.split([length, faults.numel()], dim=1)
+        update = words.unpack(signs.reshape(-1)[: words.count], self.scale, flat)
+        flags = unpack_bits(faulty[0].contiguous().view(torch.uint8), len(layout.names)).view(torch.bool)
+        spoil(update, layout, flags)
+        return Aggregated(update, state=new)
+
+    def _coins(self, bucket: Bucket, words: Words, length: int) -> Tensor:
+        """Bits for the words that this rank owns, int32 ``[length]``."""
+        numbers = words.numbers(first_blocks(bucket), bucket.buffer.device)
+        mine = torch.zeros(length, dtype=torch.int32, device=numbers.device)
+        own = numbers[bucket.rank * length : (bucket.rank + 1) * length]
+        mine[: own.numel()] = own
+        low, high = (hashed_bits(mine, key(bucket.seed, bucket.step // 2, "tie", half)) for half in (0, 1))
+        coins = low ^ (high << 8)
+        return coins if bucket.step % 2 == 0 else ~coins
+
+
+@dataclass(frozen=True)
+class EfSign(WithFeedback):
+    """Scaled signs with error feedback: ``sent = mean|p| sign(p)`` (Karimireddy 2019, algorithm 1, EF-signSGD).
+
+    Scales are by blocks (as in Zheng 2019, section 4.2), which lose less than one scale per layer. sign(0) = +.
+
+    The sum of N scaled signs has up to N + 1 values, so to come back in one bit it is a scaled sign again; what that
+    loses is in the owner's residual (Zheng 2019, algorithm 2). ``exact`` is the paper's own update, ``sum_r sent_r``.
+
+    On the wire: 1 bit per element and 4 bytes per block in each of an all-to-all and an all-gather, so
+    ``2 (N-1)/N`` bits per element; with ``exact`` in one all-gather, so N - 1 bits per element: the same at 2 ranks,
+    and no less than a dense float32 all-reduce at 64.
+
+    Attributes:
+        block: elements that share a scale; a power of two from 16 to 1024.
+        exact: every rank gets every rank's signs.
+        ef: error feedback.
+    """
+
+    block: int = BLOCK
+    exact: bool = False
+    ef: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_block(self, self.block)
+
+    def compress(self, bucket: Bucket, state: State) -> Flow:
+        flat, code = bucket.weighted().buffer, ScaledSign()
+        if not self.exact:
+            coded = yield from sharded_code(bucket, flat, code, self.block)
+            return Aggregated(as_wide(coded.update, bucket), coded.sent)
+        blocks = blocks_of(bucket, self.block)
+        codes, scales = encode(code, flat, blocks)
+        assert scales is not None
+        sent = decode(code, codes.unsqueeze(0), scales.unsqueeze(0), blocks) if bucket.needs_sent else None
+        answer = yield AllGather(torch.cat([scales.view(torch.uint8), code.to_wire(codes)]))
+        update = torch.zeros(flat.numel(), device=flat.device)
+        for message in answer:
+            bits, theirs = code.from_wire(message[4 * blocks.count :], flat.numel()), message[: 4 * blocks.count]
+            update.add_(decode(code, bits.unsqueeze(0), theirs.clone().view(torch.float32).unsqueeze(0), blocks))
+        return Aggregated(as_wide(update, bucket), sent)
+
+
+@dataclass(frozen=True)
+class OneBit(WithFeedback):
+    """Scaled signs both ways, with error feedback on both sides (Tang 2019, algorithm 1, DoubleSqueeze).
+
+    With C the scaled sign, every rank as a worker, and the owner of each block::
+
+        p = g w/sum(w) + e;           send C(p);  e = p - C(p)
+        v = sum_r C(p_r) + e_server;  send C(v);  e_server = v - C(v)
+
+    The server's error is added to the sum as it is, while :class:`EfSign` sends it through the owner's next signs.
+    Updates, residuals and servers' errors sum to the inputs, but for two cases: a rank of weight 0 keeps both as they
+    are, so what it fails to send as a server in that step is lost; and when the number of ranks changes, a server's
+    errors in blocks that have another owner then.
+
+    On the wire: 1 bit per element and 4 bytes per block, in each of an all-to-all and an all-gather.
+
+    Attributes:
+        block: elements that share a scale; a power of two from 16 to 1024.
+        ef: error feedback, on both sides.
+    """
+
+    block: int = BLOCK
+    ef: bool = True
+    slots: ClassVar[Mapping[str, Slot]] = {"server": Slot(local=True, gradient_units=True)}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_block(self, self.block)
+
+    def fresh(self, params: Mapping[str, Tensor]) -> State:
+        return {"server": residuals(params)} if self.ef else {}
+
+    def compress(self, bucket: Bucket, state: State) -> Flow:
+        flat, layout, code = bucket.weighted().buffer, bucket.layout, ScaledSign()
+        if not self.ef:
+            coded = yield from sharded_code(bucket, flat, code, self.block)
+            return Aggregated(as_wide(coded.update, bucket), coded.sent)
+        carry = flatten(state["server"], layout) if bucket.weight > 0 else None
+        coded = yield from sharded_code(bucket, flat, code, self.block, carry=carry)
+        update, sent, error = as_wide(coded.update, bucket), coded.sent, coded.error
+        if sent is None or error is None:
+            return Aggregated(update, sent)
+        # The server's error is the server's; the worker's residual is to know nothing of it.
+        return Aggregated(update, sent.add_(error), {"server": Views(layout, error)})
+
+
+class Words:
+    """A bit per element in words of 32; every parameter starts a new one."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        # Parameters up to the first that does not fill its words are packed together.
+        self._cuts: list[int] = []
+        for size in layout.sizes.values():
+            if self._cuts and self._cuts[-1] % WORD == 0:
+                self._cuts[-1] += size
+            else:
+                self._cuts.append(size)
+        self._pads = [part for size in self._cuts for part in (size, -size % WORD)]
+        self.count = sum(self._pads) // WORD
+
+    def pack(self, bits: Tensor) -> Tensor:
+        """``[layout.numel]`` bool -> int32 ``[count]``."""
+        if len(self._cuts) > 1:
+            padded = torch.zeros(self.count * WORD, dtype=torch.uint8, device=bits.device)
+            torch._foreach_copy_(list(padded.split(self._pads)[::2]), list(bits.view(torch.uint8).split(self._cuts)))
+            bits = padded
+        return as_words(bits)
+
+    def unpack(self, words: Tensor, magnitude: float, out: Tensor) -> Tensor:
+        """int32 ``[count]`` -> ``magnitude`` with those signs, into ``out``, ``[layout.numel]``, which is returned."""
+        if not self.layout.numel:
+            return out
+        bits = torch.arange(256, device=out.device)[:, None] >> torch.arange(8, device=out.device) & 1
+        table = (bits * 2 - 1).to(out.dtype).mul_(magnitude)
+        index = words.contiguous().view(torch.uint8).to(torch.int32)
+        if self.layout.numel == self.count * WORD:
+            torch.index_select(table, 0, index, out=out.view(-1, 8))
+        else:
+            padded = table.index_select(0, index).view(-1)
+            torch._foreach_copy_(list(out.split(self._cuts)), list(padded.split(self._pads)[::2]))
+        return out
+
+    def numbers(self, first: Mapping[str, int], device: torch.device) -> Tensor:
+        """int32 ``[count]``: the number of each word in the whole model."""
+
+        def make() -> Tensor:
+            parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
+            for name, size in self.layout.sizes.items():
+                parts.append(torch.arange(-(-size // WORD), device="cpu") + first[name] * (BLOCK // WORD))
+            return torch.cat(parts).to(device, torch.int32)
+
+        key = ("words", device, tuple(first[name] for name in self.layout.names))
+        return self.layout.derive(key, make)
+
+
+def as_words(bits: Tensor) -> Tensor:
+    """``[n]`` bool, or uint8 0 and 1, as int32 ``[ceil(n / 32)]``, the first bit lowest.
+
+    >>> as_words(torch.tensor([True, False, True]))
+    tensor([5], dtype=torch.int32)
+    """
+    packed = pack_bits(bits)
+    return torch.nn.functional.pad(packed, (0, -packed.numel() % 4)).view(torch.int32)
+
+
+def spoil(flat: Tensor, layout: Layout, faulty: Tensor) -> None:
+    """Make NaN of the parameters that ``faulty``, bool, one per parameter, points at."""
+    if flat.device.type == "cpu":  # the host may look
+        if bool(faulty.any()):
+            views = Views(layout, flat)
+            for name, fault in zip(layout.names, faulty.tolist(), strict=True):
+                if fault:
+                    views[name].fill_(math.nan)
+        return
+    key = ("sizes of all", flat.device)
+    sizes = layout.derive(key, lambda: torch.tensor(list(layout.sizes.values()), device=flat.device))
+    flat.add_(torch.repeat_interleave(torch.where(faulty, math.nan, 0.0), sizes, output_size=layout.numel))

@@ -1,0 +1,33 @@
+"""Policies that act on parameters, or one step late, on every backend at 2 ranks: the bits of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jobs
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "drift.py"
+NAMES = [
+    "noop", "local_sgd:every=2", "local_sgd(every=3, inner=ef(bf16))", "post_local_sgd:start=2,every=2,group=none",
+    "post_local_sgd:start=1,every=2", "diloco:every=2,lr=0.7,momentum=0.9", "diloco(every=2, inner=bf16)", "delayed",
+    "delayed(ef(bf16))", "hierarchical(ef(bf16))", "partition(*.bias=delayed, rest=local_sgd:every=2)",
+    "clip(mean, norm=0.5)", "clip(delayed(mean), norm=0.5)", "warmup(steps=2, then=diloco:every=2)",
+    "weighted", "overflow_on_one_rank", "overflow_before_the_end", "two_optimizers", "closures",
+    "without_an_optimizer", "joined", "resumed", "another_number_of_ranks",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=jobs.BACKENDS)
+def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return jobs.run(jobs.NATIVE[request.param], request.param, 2, [str(SCRIPT)], timeout=60).check().records
+
+
+def test_every_scenario_is_asked_for(found: list[dict[str, str]]) -> None:
+    assert [set(rank) for rank in found] == [set(NAMES)] * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_like_one_process(name: str, found: list[dict[str, str]]) -> None:
+    for rank, results in enumerate(found):
+        assert results.get(name) == "ok", f"rank {rank}:\n{results.get(name)}"
