@@ -8,7 +8,7 @@
 
 Every rank keeps its own part of the digits; the last rank calls each digit by the next one's name. The same model
 is trained once per trial. Where it is known whom not to trust, `sync.weight` says how far. Where it is only known
-that one rank may be faulty, a robust policy outvotes it, whichever it is: that takes three ranks, for Krum five.
+that one rank may be faulty, a robust policy outvotes it, whichever it is: that takes three ranks, Krum five.
 Two ranks or more; three to five show it best.
 """
 
@@ -32,7 +32,7 @@ import hvdbridge as hb
 
 class Trial(NamedTuple):
     """A way to train: with a policy (None: what the job is configured for), or a weight of the last rank where each
-    of the others counts 1. ``ranks``: fewest that it takes."""
+    of the others counts 1. ``ranks``: from how many on it is of use."""
 
     policy: str | None = None
     trust: float | None = None
@@ -44,7 +44,7 @@ TRIALS = {
     "trust 0.1": Trial(trust=0.1),
     "trust 0": Trial(trust=0.0),
     "median": Trial("median:f=1", ranks=3),
-    "trimmed mean": Trial("trimmed_mean:f=1", ranks=3),
+    "trimmed mean": Trial("trimmed_mean:f=1", ranks=4),  # of three it is the median
     "geometric median": Trial("geometric_median:f=1", ranks=3),
     "clipped mean": Trial("clipped_mean:f=1,radius=1", ranks=3),
     "Krum": Trial("krum:f=1", ranks=5),
@@ -66,7 +66,7 @@ def main() -> None:
         if hb.rank() == 0:
             table = Table("trial", "test accuracy", title=f"{hb.size()} ranks, the last with wrong labels")
             for name, trial in TRIALS.items():
-                table.add_row(name, f"{results[name]:.1%}" if name in results else f"needs {trial.ranks} ranks")
+                table.add_row(name, f"{results[name]:.1%}" if name in results else f"from {trial.ranks} ranks on")
             Console().print(table)
             if args.metrics:
                 args.metrics.write_text(json.dumps(results))

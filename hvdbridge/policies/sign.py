@@ -2,7 +2,7 @@
 
 Rules:
 
-1. By the sharded scheme: signs go packed to their owners, and come back packed.
+1. By the sharded scheme: signs go packed to their owners, and come back packed. (``efsign:exact=true`` gathers them.)
 2. Every parameter begins a word of 32 bits, or a block of 1024 elements, so the result does not depend on bucket
    boundaries.
 3. Where no scale carries NaN and inf, one bit per parameter does: with the signs to the owners, who merge these bits,
@@ -224,7 +224,7 @@ class Words:
             return out
         bits = torch.arange(256, device=out.device)[:, None] >> torch.arange(8, device=out.device) & 1
         table = (bits * 2 - 1).to(out.dtype).mul_(magnitude)
-        index = words.contiguous().view(torch.uint8).to(torch.int32)
+        index = words.clone(memory_format=torch.contiguous_format).view(torch.uint8).to(torch.int32)
         if self.layout.numel == self.count * WORD:
             torch.index_select(table, 0, index, out=out.view(-1, 8))
         else:

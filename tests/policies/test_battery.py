@@ -27,7 +27,7 @@ from policies.policies import CASES, SHAPES, Case, Grads, Trained, bits, close, 
 
 SIZES = (1, 2, 3, 4, 8)
 ONE_BUCKET = [list(SHAPES)]
-SEVERAL = [["wide.weight", "one"], ["scale", "fc.bias", "empty"], ["fc.weight"], ["conv.weight"]]
+SEVERAL = [["wide.weight"], ["one"], ["empty"], ["scale", "fc.bias"], ["fc.weight"], ["conv.weight"]]
 REVERSED = [list(reversed(SHAPES))]
 
 every = pytest.mark.parametrize("case", CASES, ids=str)
@@ -549,10 +549,10 @@ def test_what_is_asked_does_not_change_the_update(case: Case) -> None:
 def test_bytes_are_predicted(case: Case) -> None:
     """By running the flow on tensors without values, so nothing in it waits for one."""
     params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    for size in case.sizes(1, 2, 3, 4):
+    for size in case.sizes(1, 3):
         for bucket_mb in (25.0, 0.004):
             simulated = Trained(case, size, bucket_mb=bucket_mb)
-            for step in range(3):
+            for step in range(2):
                 before = simulated.bytes_sent[0]
                 simulated.step(gradients(size, step))
                 predicted = case.policy.bytes_per_step(params, size, step, bucket_mb, case.local_size)
