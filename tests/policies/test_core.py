@@ -18,7 +18,7 @@ from hvdbridge.after import AfterStep
 from hvdbridge.aggregator import Aggregator, Piece
 from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts
 from hvdbridge.collectives import AllReduce, Collective
-from hvdbridge.communicators.base import Communicator
+from hvdbridge.communicators.base import Answer, Communicator
 from hvdbridge.driver import ThreadDriver
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies import dense, from_spec
@@ -217,12 +217,13 @@ class Gated(Communicator):
         self.error: Exception | None = None
         self.seen: list[float] = []
 
-    def _execute(self, request: Collective) -> Tensor:
+    def _answer(self, request: Collective) -> Answer:
         assert self.gate.wait(10)
         if self.error is not None:
             raise self.error
         self.seen.append(float(request.tensor.view(-1)[0]))
         return request.tensor
+        yield
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         return self
