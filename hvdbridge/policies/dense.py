@@ -108,10 +108,18 @@ def _warn_of_drift() -> None:
 
 @dataclass(frozen=True)
 class _Half(Policy):
-    """A half type on the wire, of the weighted mean or of any inner policy's floating payloads."""
+    """A half type on the wire, of the weighted mean or of any inner policy's floating payloads.
+
+    Around the mean it is additive. Around another policy it is not, as nobody tells that policy how its payloads were
+    rounded: put error feedback inside, ``fp16(ef(...))``.
+    """
 
     inner: Policy = MEAN
     wire: ClassVar[torch.dtype]
+
+    @property
+    def additive(self) -> bool:
+        return type(self.inner) is Mean
 
     def power(self, size: int) -> float:
         """What contributions to a sum of ``size`` are multiplied by while they travel."""
@@ -135,12 +143,10 @@ class _Half(Policy):
     def _travel(self, request: Collective, bucket: Bucket) -> Exchange:
         """Answer ``request`` by requests whose payload is half; its shape and type are kept.
 
-        Types wider than the bucket's own (dot products in float64) and min, max, product pass through:
-        whoever asks for these means them.
+        float64 (dot products) and min, max, product pass through: whoever asks for these means them.
         """
         tensor = request.tensor
-        widest = max(4, bucket.buffer.element_size())
-        if not tensor.is_floating_point() or not 2 < tensor.element_size() <= widest:
+        if tensor.dtype != torch.float32:
             return (yield request)
         rank, size = bucket.place(request.group)
         power = self.power(size)

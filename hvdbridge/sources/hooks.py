@@ -50,6 +50,7 @@ class FlatBucket:
     layout: Layout
     buffer: Tensor
     slots: list[Slot] = field(default_factory=list)
+    stays: bool = True  # all its slots do
     missing: int = 0
     update: Tensor | None = None
 
@@ -68,6 +69,7 @@ def make_buckets(params: Mapping[str, Parameter], options: Options) -> list[Flat
             # An optimizer that runs over many parameters at once wants gradients that lie in memory as they do.
             stays = options.gradient_as_bucket_view and p.is_contiguous()
             bucket.slots.append(Slot(name, p, views[name], bucket, stays))
+            bucket.stays &= stays
         bucket.missing = len(bucket.slots)
         buckets.append(bucket)
     return buckets
@@ -235,6 +237,10 @@ class HookSource(Source):
             assert bucket.update is not None
             if bucket.update.data_ptr() != bucket.buffer.data_ptr():
                 bucket.buffer.copy_(bucket.update)
+            if bucket.stays and not unused:  # nothing to decide or to copy; of many small parameters this is the cost
+                for slot in bucket.slots:
+                    slot.parameter.grad = slot.view
+                continue
             targets, views = [], []
             for slot in bucket.slots:
                 parameter = slot.parameter

@@ -134,7 +134,7 @@ def test_double_gradients_give_what_single_ones_give(case: Case) -> None:
         a = single.step(gradients(size, step))[0]
         b = double.step([{n: t.double() for n, t in g.items()} for g in gradients(size, step)])[0]
     off = sum(float((a[n].double() - b[n]).square().sum()) for n in SHAPES) ** 0.5
-    assert off <= 1e-4 * sum(float(b[n].square().sum()) for n in SHAPES) ** 0.5
+    assert off <= case.precision * sum(float(b[n].square().sum()) for n in SHAPES) ** 0.5
 
 
 @every_that(case for case in CASES if not case.flat)
@@ -532,7 +532,7 @@ def test_the_update_is_the_sum_of_what_was_sent(case: Case) -> None:
             layout = simulated._layouts[0]
             total = torch.stack([sent.double() for sent in SENT]).sum(0)
             parts = {n: total[o : o + layout.sizes[n]].view(SHAPES[n]) for n, o in layout.offsets.items()}
-            close(case, update, parts, grads, factor=max(case.factor, case.sent_factor))
+            close(case, update, parts, grads, factor=case.factor)
 
 
 @every_that(case for case in CASES if case.policy.additive)
