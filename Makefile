@@ -31,7 +31,8 @@ demo: $(STAMP)  ## the main job: 3 launchers x 3 backends x 3 policies, a table,
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP)  ## all tests and doctests
-	@$(BIN)/python -m pytest -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto hvdbridge tests/unit tests/policies  # one process each
+	@$(BIN)/python -m pytest -q tests/conformance tests/launch  # jobs: one at a time
 
 lint: $(STAMP)  ## ruff
 	@$(BIN)/ruff check .

@@ -550,7 +550,7 @@ def test_a_rank_is_killed_while_its_forked_children_live():
 
 
 def test_a_rank_falls_asleep():
-    ranks = Ranks("collective()", "time.sleep(60)", "collective()", timeout=1.0)
+    ranks = Ranks("collective()", "time.sleep(60)", "collective()", timeout=3.0)
     statuses, outputs = ranks.end()
     assert statuses == [1, 1, 1]
     for text in outputs:
@@ -564,7 +564,7 @@ HOLD_GIL = "import ctypes; ctypes.PyDLL(None).sleep(60)"
 @pytest.mark.parametrize("asleep", [HOLD_GIL, "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_rank_that_cannot_hear_is_killed(asleep):
     """It holds the GIL, as MPI_Init does, or is stopped."""
-    ranks = Ranks("collective()", asleep, timeout=1.0)
+    ranks = Ranks("collective()", asleep, timeout=3.0)
     statuses, _ = ranks.end()
     assert statuses == [1, -9]
 
