@@ -8,9 +8,9 @@ Rules:
 
 1. Four ranks, and for every policy the same steps over the same batches: a character-level language model on
    Python's own manual, and the digits of examples/train.py, with three seeds each.
-2. The ranks are simulated in one process: four replicas and their optimizers, one :class:`hvdbridge.Simulation`
-   between their gradients. That is what four processes compute, without the time to start them. ``--jobs`` proves
-   it: real jobs of four ranks must end with the same parameters (bit for bit where the policy promises so).
+2. The ranks are simulated in one process: their gradients, one after the other, and one
+   :class:`hvdbridge.Simulation` between them. That is what four processes compute, without the time to start them;
+   ``--jobs`` compares real jobs with it.
 3. A policy runs by its recipe, one line of :data:`ROWS`: the learning rate relative to that of ``mean``, the
    optimizer's momentum, and what its spec says (warm-up). Nothing else differs.
 4. The language model's loss decides, relative to ``mean`` with the same seed. The digits stand beside it.
@@ -39,7 +39,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import BatchSampler
 
 import hvdbridge as hb
@@ -62,21 +61,29 @@ BEGIN, END = "<!-- convergence: begin -->", "<!-- convergence: end -->"
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: options of examples/train.py. ``lr`` is the best that ``mean`` was found to take."""
+    """What is trained, how, and for how long. Learning rates are the best that were found for ``mean``."""
 
     data: str
-    lr: float
     batch_size: int
     steps: int
+    optimizer: str
+    sgd: float
+    adam: float
 
-    def options(self, seed: int, steps: int, lr: float) -> list[str]:
+    def options(self, row: Row, seed: int, steps: int) -> list[str]:
+        """Those of examples/train.py."""
+        optimizer = row.optimizer or self.optimizer
         return [
-            f"--data={self.data}", f"--batch-size={self.batch_size}", f"--lr={self.lr * lr:g}", f"--seed={seed}",
-            f"--steps={steps}", "--epochs=1000",
+            f"--data={self.data}", f"--batch-size={self.batch_size}", f"--seed={seed}", f"--steps={steps}",
+            "--epochs=1000", f"--optimizer={optimizer}", f"--momentum={row.momentum}",
+            f"--lr={row.lr * getattr(self, optimizer):g}", f"--policy={row.policy(steps)}",
         ]  # fmt: skip
 
 
-TASKS = {"text": Task("text", 0.7, 8, 800), "digits": Task("digits", 0.06, 16, 400)}
+TASKS = {
+    "text": Task("text", 4, 1600, "adam", sgd=1.0, adam=0.015),
+    "digits": Task("digits", 16, 400, "sgd", sgd=0.06, adam=0.003),
+}
 
 
 @dataclass(frozen=True)
@@ -84,9 +91,11 @@ class Row:
     """A policy, its recipe, and what the table says of it.
 
     Attributes:
+        spec: "{tenth}" and "{fifth}" stand for a tenth and a fifth of the steps.
         use: when to choose it.
-        lr: learning rate, relative to that of ``mean``.
-        momentum: the optimizer's; 0 where the policy brings its own.
+        lr: learning rate, relative to the best of ``mean`` with the same optimizer.
+        optimizer: "sgd" or "adam"; empty: that of the task.
+        momentum: of sgd; 0 where the policy brings its own.
         why: for a policy that is not within 2 % of ``mean``: the reason.
         control: it must lose, or this comparison could not tell policies apart.
         local_size: ranks per node.
@@ -95,13 +104,18 @@ class Row:
     spec: str
     use: str
     lr: float = 1.0
+    optimizer: str = ""
     momentum: float = 0.9
     why: str = ""
     control: bool = False
     local_size: int | None = None
 
+    def policy(self, steps: int = 1600) -> str:
+        """The spec for a run of ``steps`` steps; the table shows that of the language model."""
+        return self.spec.format(tenth=steps // 10, fifth=steps // 5)
+
     def recipe(self) -> dict[str, Any]:
-        return {"spec": self.spec, "lr": self.lr, "momentum": self.momentum, "local_size": self.local_size}
+        return {name: getattr(self, name) for name in ("spec", "lr", "optimizer", "momentum", "local_size")}
 
 
 ROWS = [
@@ -116,51 +130,61 @@ ROWS = [
 
 def simulate(row: Row, task: Task, seed: int, steps: int) -> dict[str, Any]:
     """Train with simulated ranks; what the run came to."""
-    args = train.arguments(task.options(seed, steps, row.lr))
+    args = train.arguments(task.options(row, seed, steps))
     samples, test = data.load(args.data)
     inputs, labels = samples
-    nets, optimizers = zip(*(train.build(args, samples, torch.device("cpu")) for _ in range(RANKS)), strict=True)
-    parameters = [dict(net.named_parameters()) for net in nets]
-    simulation = hb.Simulation(row.spec, parameters[0], RANKS, row.local_size)
-    losses, sent = [], []
+    policy = hb.policies.from_spec(row.policy(steps))
+    # Where the policy keeps parameters equal one replica stands for all.
+    replicas = [Replica(args, samples) for _ in range(RANKS if policy.replicas == "drift" else 1)]
+    ranks = [replicas[rank % len(replicas)] for rank in range(RANKS)]
+    simulation = hb.Simulation(policy, replicas[0].parameters, RANKS, row.local_size)
+    losses, sent, outside, equal = [], [], [], True
     for step, parts in enumerate(islice(batches(args, len(labels)), steps)):
-        gradients, local = [], []
-        for net, optimizer, indices in zip(nets, optimizers, parts, strict=True):
-            optimizer.param_groups[0]["momentum"] = row.momentum
-            train.set_learning_rate(optimizer, args.lr, step / steps)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(inputs[indices]), labels[indices])
-            loss.backward()
-            local.append(loss.item())
-            gradients.append({name: p.grad for name, p in net.named_parameters()})
-        apply(simulation.step(gradients), parameters, optimizers)
-        with torch.no_grad():
-            for mine, new in zip(parameters, simulation.after_step(parameters), strict=True):
-                for name, p in mine.items():
-                    p.copy_(new[name])
-        losses.append(local)
+        found = [ranks[r].gradients(inputs[indices], labels[indices]) for r, indices in enumerate(parts)]
+        updates = simulation.step([gradients for _, gradients in found])
+        equal &= policy.replicas == "drift" or all(torch.equal(u[n], updates[0][n]) for u in updates for n in u)
+        for replica, update in zip(replicas, updates, strict=False):
+            replica.step(update, args.lr, step / steps)
+        if policy.due(step):
+            for replica, new in zip(replicas, simulation.after_step([r.parameters for r in ranks]), strict=False):
+                replica.replace(new)
+        losses.append([loss for loss, _ in found])
         sent.append(max(simulation.bytes_sent))
-    if held := simulation.flush():
-        apply(held, parameters, optimizers)
-    numel = sum(p.numel() for p in parameters[0].values())
-    state = sum(
-        t.numel() * t.element_size() for _, leaf in leaves(simulation.stores[0].portable()) for t in leaf.values()
-    )
-    final, accuracy = evaluate(nets[0], test)
+        outside.append(max(sum(by.values()) - by["node"] for by in simulation.bytes_by_group))
+    for replica, update in zip(replicas, simulation.flush() or [], strict=False):
+        replica.step(update, args.lr, (steps - 1) / steps)
+    numel = sum(p.numel() for p in replicas[0].parameters.values())
+    held = (t for _, leaf in leaves(simulation.stores[0].portable()) for t in leaf.values())
+    loss, accuracy = evaluate(replicas[0].net, test)
     return {
-        "loss": final, "accuracy": accuracy, "losses": losses, "bytes": sent, "state": state / numel,
-        "digests": [train.digest(net) for net in nets],
+        "loss": loss, "accuracy": accuracy, "losses": losses, "bytes": sent, "outside": outside, "equal": equal,
+        "state": sum(t.numel() * t.element_size() for t in held) / numel, "digest": train.digest(replicas[0].net),
     }  # fmt: skip
 
 
-def apply(
-    updates: Sequence[Mapping[str, Tensor]], parameters: Sequence[Mapping[str, Tensor]], optimizers: Sequence[Optimizer]
-) -> None:
-    """One step of every rank's optimizer."""
-    for update, mine, optimizer in zip(updates, parameters, optimizers, strict=True):
-        for name, p in mine.items():
+class Replica:
+    """One rank's model and optimizer."""
+
+    def __init__(self, args: argparse.Namespace, samples: train.Samples) -> None:
+        self.net, self.optimizer = train.build(args, samples, torch.device("cpu"))
+        self.parameters = dict(self.net.named_parameters())
+
+    def gradients(self, inputs: Tensor, labels: Tensor) -> tuple[float, dict[str, Tensor]]:
+        """The loss and its gradients; parameters stay as they are."""
+        loss = F.cross_entropy(self.net(inputs), labels)
+        found = torch.autograd.grad(loss, list(self.parameters.values()))
+        return loss.item(), dict(zip(self.parameters, found, strict=True))
+
+    def step(self, update: Mapping[str, Tensor], lr: float, progress: float) -> None:
+        for name, p in self.parameters.items():
             p.grad = update[name]
-        optimizer.step()
+        train.set_learning_rate(self.optimizer, lr, progress)
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def replace(self, parameters: Mapping[str, Tensor]) -> None:
+        for name, p in self.parameters.items():
+            p.copy_(parameters[name])
 
 
 def batches(args: argparse.Namespace, samples: int) -> Iterator[list[list[int]]]:
@@ -179,7 +203,7 @@ def evaluate(net: nn.Module, test: train.Samples) -> tuple[float, float]:
     """Mean loss and accuracy on what was not trained on."""
     inputs, labels = test
     outputs = torch.cat([net(part) for part in inputs.split(500)])
-    return F.cross_entropy(outputs, labels).item(), train.accuracy(net, test)
+    return F.cross_entropy(outputs, labels).item(), (outputs.argmax(1) == labels).float().mean().item()
 
 
 # ---------------------------------------------------------------------------------------------- all runs
@@ -240,16 +264,22 @@ def train_all(rows: Sequence[Row], seeds: int, lengths: dict[str, int], kept: Ke
 
 
 def brief(result: dict[str, Any], points: int = 40) -> dict[str, Any]:
-    """What is kept of a run. Wire bytes are those of a step after any warm-up: of the last half."""
+    """What is kept of a run. Bytes per step are those after any warm-up: of the last half."""
     losses, sent = [statistics.fmean(local) for local in result["losses"]], result["bytes"]
-    half, chunk = len(sent) // 2, max(1, len(losses) // points)
+    chunk = max(1, len(losses) // points)
     ends = range(chunk, len(losses) + 1, chunk)
     return {
         "loss": result["loss"], "accuracy": result["accuracy"], "state": result["state"],
-        "per_step": (sent[-1] - sent[half - 1]) / (len(sent) - half) if half else sent[-1],
+        "per_step": late(sent), "outside": late(result["outside"]),
         "curve": [(sent[end - 1], round(statistics.fmean(losses[end - chunk : end]), 4)) for end in ends],
-        "equal": len(set(result["digests"])) == 1,
+        "equal": result["equal"],
     }  # fmt: skip
+
+
+def late(counts: Sequence[int]) -> float:
+    """The mean increase in the second half."""
+    half = (len(counts) - 1) // 2
+    return (counts[-1] - counts[half]) / max(1, len(counts) - 1 - half)
 
 
 # ---------------------------------------------------------------------------------------------- the page
@@ -261,6 +291,7 @@ class Summary:
 
     row: Row
     wire: float
+    outside: float
     state: float
     loss: float
     deviation: float
@@ -292,6 +323,7 @@ def summarise(rows: Sequence[Row], seeds: int, lengths: dict[str, int], kept: Ke
             Summary(
                 row,
                 wire=statistics.fmean(a["per_step"] / b["per_step"] for a, b in zip(text, dense, strict=True)),
+                outside=statistics.fmean(a["outside"] / b["outside"] for a, b in zip(text, dense, strict=True)),
                 state=text[0]["state"],
                 loss=statistics.fmean(losses),
                 deviation=statistics.stdev(losses) if seeds > 1 else 0.0,
@@ -314,12 +346,14 @@ COLUMNS = (
 def cells(found: Iterable[Summary]) -> Iterator[list[str]]:
     for one in found:
         row = one.row
+        wire = share(one.wire) + (f"; between nodes {share(one.outside)}" if row.local_size else "")
         recipe = [f"lr × {row.lr:g}"] if row.lr != 1 else []
+        recipe += [{"sgd": "SGD", "adam": "AdamW"}[row.optimizer]] if row.optimizer else []
         recipe += [f"momentum {row.momentum:g}"] if row.momentum != 0.9 else []
         recipe += [f"nodes of {row.local_size}"] if row.local_size else []
         use = row.use if one.within else f"{row.use}. Not within 2 %: {row.why or 'NOT EXPLAINED'}"
         yield [
-            f"`{row.spec}`", ", ".join(recipe) or "–", share(one.wire), f"{one.state:.2g}",
+            f"`{row.policy()}`", ", ".join(recipe) or "–", wire, f"{one.state:.2g}",
             f"{one.loss:.3f} ± {one.deviation:.3f}", f"{one.ratio:.3f}",
             "control" if row.control else "yes" if one.within else "no",
             f"{one.digits:.3f}", f"{one.accuracy:.1%}", use,
@@ -338,9 +372,8 @@ def faults(found: Iterable[Summary]) -> Iterator[str]:
             yield f"{one.row.spec}: a control must lose, and it is within 2 % of mean"
         if not one.within and not one.row.why:
             yield f"{one.row.spec}: {one.ratio:.3f} of mean's loss, and its row does not say why"
-        drifts = hb.policies.from_spec(one.row.spec).replicas == "drift"
-        if not one.equal and not drifts:
-            yield f"{one.row.spec}: the ranks' parameters are not equal"
+        if not one.equal:
+            yield f"{one.row.spec}: updates are not equal on all ranks"
 
 
 def write(found: Sequence[Summary], problems: Sequence[str], seeds: int, lengths: dict[str, int]) -> None:
@@ -369,7 +402,7 @@ def plot(found: Sequence[Summary], top: float = 1.2) -> None:
     for one in found:
         if one.row in best or one.row.control or one is found[0]:
             megabytes, losses = zip(*((sent / 1e6, loss) for sent, loss in one.curve), strict=True)
-            left.plot(megabytes, losses, "--" if one.row.control else "-", label=one.row.spec, linewidth=1.2)
+            left.plot(megabytes, losses, "--" if one.row.control else "-", label=one.row.policy(), linewidth=1.2)
     left.set(xscale="log", xlabel="MB sent per rank", ylabel="training loss")
     left.set_title("the least bytes within 2 %, and the controls (dashed)")
     left.legend(fontsize=7)
@@ -381,7 +414,7 @@ def plot(found: Sequence[Summary], top: float = 1.2) -> None:
         right.plot(x, y, "x" if one.row.control else "o", color="C0" if one.within else "C3", markersize=4)
         above = number % 2 == 0
         right.annotate(
-            one.row.spec, (x, y), (0, 6 if above else -6), textcoords="offset points", fontsize=6,
+            one.row.policy(), (x, y), (0, 6 if above else -6), textcoords="offset points", fontsize=6,
             rotation=60, ha="left" if above else "right", va="bottom" if above else "top", rotation_mode="anchor",
         )  # fmt: skip
     right.set(xscale="log", xlabel="MB sent per rank in the whole run", ylabel="loss / loss of mean")
@@ -408,15 +441,13 @@ def jobs(console: Console, steps: int = 100) -> list[str]:
     for spec in JOBS:
         task = TASKS["text"]
         try:
-            real = run(
-                "torchrun", "torch", ROOT / "examples" / "train.py",
-                [*task.options(0, steps, 1.0), f"--policy={spec}"], ranks=RANKS, timeout=300,
-            )  # fmt: skip
+            options = task.options(Row(spec, ""), 0, steps)
+            real = run("torchrun", "torch", ROOT / "examples" / "train.py", options, ranks=RANKS, timeout=300)
         except JobFailed as error:
             problems.append(f"{spec}: {error}")
             continue
         ours = simulate(Row(spec, ""), task, 0, steps)
-        equal = real["digest"] == ours["digests"][0]
+        equal = real["digest"] == ours["digest"]
         last = real["losses"][-1], ours["losses"][-1][0]
         console.print(f"{spec}: last loss of rank 0 {last[0]:.6f} and {last[1]:.6f}; same parameters: {equal}")
         if abs(last[0] / last[1] - 1) > 0.01:

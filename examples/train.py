@@ -46,7 +46,7 @@ import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import BatchSampler
 
 import hvdbridge as hb
@@ -107,6 +107,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, metavar="N", help="end after N steps")
     parser.add_argument("--batch-size", type=int, default=16, help="samples per rank (default: 16)")
     parser.add_argument("--lr", type=float, help="highest learning rate (default: 0.06; for text 0.5)")
+    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
+    parser.add_argument("--momentum", type=float, default=0.9, help="of sgd (default: 0.9)")
     parser.add_argument("--policy", help="how gradients are aggregated, e.g. bf16 (default: HVDBRIDGE_POLICY, mean)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--uneven", action="store_true", help="rank r has r + 1 shares of the data; weighted")
@@ -131,7 +133,9 @@ def build(args: argparse.Namespace, train: Samples, device: torch.device) -> tup
     torch.backends.cudnn.deterministic = True
     torch.manual_seed(args.seed)
     net = models.MODELS[args.model](train[0].shape[-1]).to(device)
-    return net, SGD(net.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
+    if args.optimizer == "adam":
+        return net, AdamW(net.parameters(), lr=args.lr, betas=(0.9, 0.99))
+    return net, SGD(net.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=1e-4)
 
 
 def batches(args: argparse.Namespace, train: Samples, epoch: int) -> list[list[int]]:
@@ -210,7 +214,7 @@ def resume(args: argparse.Namespace, net: nn.Module, optimizer: Optimizer) -> tu
 
 def identity(args: argparse.Namespace) -> dict[str, Any]:
     """What a run must share with its checkpoint, for the position in the data to mean the same."""
-    names = ("model", "data", "epochs", "steps", "batch_size", "lr", "seed", "uneven")
+    names = ("model", "data", "epochs", "steps", "batch_size", "lr", "optimizer", "momentum", "seed", "uneven")
     return {name: getattr(args, name) for name in names} | {"ranks": hb.size()}
 
 

@@ -33,7 +33,7 @@ def used(policy):
 
 
 def test_every_policy_has_a_row(convergence):
-    rows = [policies.from_spec(row.spec) for row in convergence.ROWS]
+    rows = [policies.from_spec(row.policy()) for row in convergence.ROWS]
     assert rows[0] == policies.from_spec("mean")
     assert set(policies.BUILT_IN) <= {name for policy in rows for name in used(policy)}
     assert len({row.spec for row in convergence.ROWS}) == len(rows)
@@ -43,10 +43,10 @@ def test_every_policy_has_a_row(convergence):
 def test_simulated_ranks_are_what_one_process_computes(convergence):
     """Four ranks of 8 samples under mean: the loss of one rank on the same 32, to rounding."""
     torch = convergence.torch
-    task, steps = convergence.TASKS["text"], 3
-    result = convergence.simulate(convergence.Row("mean", ""), task, seed=1, steps=steps)
-    assert len(set(result["digests"])) == 1
-    args = convergence.train.arguments(task.options(1, steps, 1.0))
+    task, row, steps = convergence.TASKS["text"], convergence.Row("mean", ""), 3
+    result = convergence.simulate(row, task, seed=1, steps=steps)
+    assert result["equal"]
+    args = convergence.train.arguments(task.options(row, 1, steps))
     samples, _ = convergence.data.load("text")
     net, optimizer = convergence.train.build(args, samples, torch.device("cpu"))
     for step, parts in zip(range(steps), convergence.batches(args, len(samples.labels)), strict=False):
@@ -70,7 +70,8 @@ def test_runs_are_kept_and_resumed(convergence, tmp_path, monkeypatch):
         if row.spec == "bf16" and not failures:
             raise hb.errors.ConfigurationError("impossible\nhere")
         return {"loss": 1.0, "accuracy": 0.5, "state": 0.0, "losses": [[1.0] * 4] * 50,
-                "bytes": [100 * (step + 1) for step in range(50)], "digests": ["a"] * 4}  # fmt: skip
+                "bytes": [100 * (step + 1) for step in range(50)],
+                "outside": [50 * (step + 1) for step in range(50)], "equal": True}  # fmt: skip
 
     failures: list[str] = []
     monkeypatch.setattr(convergence, "simulate", simulate)
@@ -103,7 +104,7 @@ def test_the_page_says_what_the_table_may_not(convergence, tmp_path, monkeypatch
     row, curve = convergence.Row, [(100.0, 2.0), (200.0, 1.0)]
 
     def summary(row, ratio):
-        return convergence.Summary(row, 0.5, 4.0, 1.5 * ratio, 0.01, ratio, 0.1, 0.97, curve, True)
+        return convergence.Summary(row, 0.5, 0.5, 4.0, 1.5 * ratio, 0.01, ratio, 0.1, 0.97, curve, True)
 
     found = [
         summary(convergence.ROWS[0], 1.0), summary(row("fp16", "use", control=True), 1.01),
