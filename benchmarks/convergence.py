@@ -118,10 +118,79 @@ class Row:
         return {name: getattr(self, name) for name in ("spec", "lr", "optimizer", "momentum", "local_size")}
 
 
+SGD: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0}
 ROWS = [
-    Row("mean", "the default: exact, nothing to tune; what the others are measured against"),
-    Row("fp16", "half the bytes on links of 10 Gbit/s and more; gradients stay below 65504"),
+    # Dense
+    Row("mean", "the default: nothing is lost and nothing to tune; what the others are measured against"),
+    Row("mean:exact=true", "the same bits on every backend at any number of ranks, at the same price"),
+    Row("sum", "code that was written for sums; the learning rate is for N times the gradient", 0.25, "sgd"),
+    Row("fp16", "half the bytes; gradients and their sums stay below 65504"),
     Row("bf16", "half the bytes and no range to think of: the first thing to try"),
+    # Quantised
+    Row("int8", "a quarter of the bytes, no state: where bf16 is not enough"),
+    Row("fp8", "as int8; errs less on small elements of a block, more on large ones"),
+    Row("int4", "an eighth of the bytes for a residual; cheap arithmetic"),
+    Row("natural", "9 bits, unbiased, no state, no scale: gradients of any range"),
+    Row("qsgd", "4 bits, unbiased, no state"),
+    Row(
+        "terngrad",
+        "3 bits, unbiased, no state: many ranks, whose errors average out",
+        why="three values for a whole parameter: noise as large as the gradient, and four ranks average little of it",
+    ),
+    # Sparse
+    Row("topk:ratio=0.05", "few ranks on a slow network; gradients that are sparse by nature (embeddings)"),
+    Row("warmup(steps={tenth}, then=topk(ratio=0.01))", "few ranks on a very slow network; long training"),
+    Row("warmup(steps={tenth}, then=oktopk(ratio=0.02))", "as topk, for more than about ten ranks"),
+    Row("threshold:value=0.001", "where a magnitude is known below which nothing matters"),
+    Row("warmup(steps={tenth}, then=dgc(ratio=0.01))", "as topk, behind SGD with momentum", 0.4, **SGD),
+    Row(
+        "warmup(steps={tenth}, then=randomk(ratio=0.1))",
+        "no search and no indices: the fastest to compute, at any number of ranks",
+    ),
+    # Signs
+    Row("warmup(steps={fifth}, then=onebit)", "a 30th of the bytes at any number of ranks"),
+    Row("warmup(steps={fifth}, then=efsign)", "as onebit with half the state"),
+    Row(
+        "sign:momentum=0.9",
+        "a 30th of the bytes without a residual; behind plain SGD at a small rate of its own",
+        0.002,
+        **SGD,
+    ),
+    # Low rank
+    Row("powersgd:rank=4", "wide matrices (transformers), any number of ranks: the best ratio of bytes to loss"),
+    Row("warmup(steps={tenth}, then=powersgd(rank=2))", "the same with fewer bytes"),
+    Row(
+        "warmup(steps={tenth}, then=powersgd(rank=4, alternate=true))",
+        "half of powersgd's bytes and one round: slow networks",
+    ),
+    Row("warmup(steps={tenth}, then=powersgd(rank=4, batched=true))", "many small parameters"),
+    # Combining
+    Row("adasum", "more ranks without a new learning rate"),
+    Row("adasum_delta", "the same with an optimizer that scales its steps, as Horovod does it", 0.5),
+    # Robust
+    Row("median", "up to half of the ranks broken or hostile, element by element"),
+    Row("trimmed_mean:f=1", "the same for a known number f; throws less away"),
+    Row("geometric_median", "up to half of the ranks broken or hostile; nearly the mean where none is"),
+    Row("krum:f=0", "one gradient that the others agree with"),
+    Row("multi_krum:f=0", "as krum, less noise; f hostile ranks of 2 f + 3 and more"),
+    Row("clipped_mean", "hostile ranks that hide within the spread of honest ones"),
+    # Private
+    Row("dp:norm=1.0,noise=0.01", "ranks whose contribution must not be told from the model"),
+    # Later or less often
+    Row("delayed", "communication as long as a whole step hides"),
+    Row("local_sgd", "an 8th of the bytes in an 8th of the rounds: high latency"),
+    Row("post_local_sgd:start={tenth}", "the same between nodes only, after a dense start", local_size=2),
+    Row("diloco:every=10,lr=1,momentum=0.5", "between sites: a round now and then"),
+    # Wrappers
+    Row("hierarchical(int8)", "fast links inside a node, slow ones between", local_size=2),
+    Row("ef(bf16)", "bf16 where even its rounding is too much"),
+    Row("clip(mean)", "single ranks with exploding gradients"),
+    Row("partition(<1024=mean, rest=powersgd(rank=4))", "small parameters whole, large ones small"),
+    # Controls
+    Row("noop", "debugging: each rank trains alone", control=True, why="each rank learns from a quarter of the data"),
+    Row("topk:ratio=0.01,ef=false", "never", control=True, why="what is not sent is lost"),
+    Row("int4:ef=false", "never", control=True, why="small elements are rounded to zero for ever"),
+    Row("sign", "never", 0.001, **SGD, control=True, why="the vote knows no magnitude"),
 ]
 
 
