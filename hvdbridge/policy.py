@@ -120,11 +120,14 @@ class Slot:
     Attributes:
         local: differs between ranks (an error-feedback residual) instead of being replicated.
         gradient_units: scales with the loss, so it is rescaled when ``sync.loss_scale`` changes.
+        owned: local, and of each element one rank has it, which one is a matter of how many there are: when that
+            changes, its sum goes to the ``residual`` of the feedback around this policy.
         guarded: a parameter keeps its old value where the flow's update is not finite. False: it is replaced always.
     """
 
     local: bool = False
     gradient_units: bool = False
+    owned: bool = False
     guarded: bool = True
 
 
