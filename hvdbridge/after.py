@@ -9,7 +9,9 @@ Rules:
    GradScaler skips the step of a rank that saw an overflow. What is outstanding then runs before parameters are used:
    in the next forward that records gradients, at the latest when the next backward begins. So no rank waits for ever.
 4. Within ``step(closure)`` it waits for the end of the step, whatever the closure does.
-5. Hooks are laid when something is due for the first time: most policies never pay for them.
+5. What a policy remembers of the parameters it began with are those of the first backward: weights may be loaded
+   after the synchronizer was constructed, the same on every rank.
+6. Hooks are laid when something is due for the first time: most policies never pay for them.
 """
 
 from __future__ import annotations
@@ -36,6 +38,11 @@ class Held:
     optimizer: Optimizer | None
     layout: Layout
     parameters: list[Parameter]
+
+    def flat(self) -> Tensor:
+        """A copy of their values, in float32 or wider."""
+        flat = torch.cat([p.detach().reshape(-1) for p in self.parameters])
+        return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
 
 class AfterStep:
@@ -99,9 +106,11 @@ class AfterStep:
         self._write()
 
     def before_backward(self) -> None:
-        """The last moment to catch up (rule 3)."""
+        """The last moment to catch up (rule 3), and the first at which the parameters are those to train (rule 5)."""
         if not self._within:
             self.catch_up()
+        if self.aggregator.step == 0 and self.aggregator.policy.anchored:
+            self._start_from()
 
     def before_closure(self) -> None:
         """A ``step(closure)`` begins: its forwards and backwards are part of it."""
@@ -140,26 +149,29 @@ class AfterStep:
         self._write()
 
     @torch.no_grad()
+    def _start_from(self) -> None:
+        aggregator = self.aggregator
+        for index, held in enumerate(self._holders):
+            flat = held.flat()
+            bucket = aggregator.bucket(flat, held.layout, index, 0)
+            state = aggregator.policy.start_from(bucket, aggregator.store.part(held.layout))
+            aggregator.store.merge(held.layout, state, flat)
+
+    @torch.no_grad()
     def _begin_next(self, step: int) -> None:
         held, index = self._holders[self._next], self._next
-        kinds = {p.dtype for p in held.parameters}
-        flat = torch.cat([p.reshape(-1) for p in held.parameters])
-        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        dtype = kinds.pop() if len(kinds) == 1 else None
-        pending = Pending(self._flow(flat, held.layout, index, step, dtype), self.aggregator.communicator)
+        pending = Pending(self._flow(held.flat(), held.layout, index, step), self.aggregator.communicator)
         self._open.append((self.aggregator.driver.submit(pending), held))
         self._next += 1
         if self._next == len(self._holders):
             self._step, self._next = None, 0
             self._stepped.clear()
 
-    def _flow(
-        self, flat: Tensor, layout: Layout, index: int, step: int, dtype: torch.dtype | None
-    ) -> Task[Tensor | None]:
+    def _flow(self, flat: Tensor, layout: Layout, index: int, step: int) -> Task[Tensor | None]:
         aggregator = self.aggregator
         if aggregator.skipped:
             return None
-        bucket = aggregator.bucket(flat, layout, index, step, dtype)
+        bucket = aggregator.bucket(flat, layout, index, step)
         result = yield from finish(aggregator.policy.after_step(bucket, aggregator.store.part(layout)))
         aggregator.store.merge(layout, result.state, result.update)
         return result.update

@@ -82,6 +82,7 @@ class Aggregator:
         self.after: After | None = None
         self._held_scale = 1.0
         self._blocks = number_blocks({name: tensor.shape for name, tensor in params.items()})
+        self._dtypes = {name: tensor.dtype for name, tensor in params.items()}
         self._pending: list[Pending[Any]] = []
         self._pieces: list[Piece] = []
         self._joint: dict[tuple[Layout, ...], Layout] = {}
@@ -182,12 +183,12 @@ class Aggregator:
             self.weights = None  # should the last step have been skipped, this one is not
         return updates
 
-    def bucket(self, buffer: Tensor, layout: Layout, index: int, step: int, dtype: torch.dtype | None = None) -> Bucket:
+    def bucket(self, buffer: Tensor, layout: Layout, index: int, step: int) -> Bucket:
         """A bucket of this rank."""
         communicator = self.communicator
         return Bucket(
             buffer, layout, index, step, self.seed, communicator.rank, communicator.size, self.weights,
-            blocks=self._blocks, groups=communicator.places(), nodes=communicator.nodes, dtype=dtype,
+            blocks=self._blocks, groups=communicator.places(), nodes=communicator.nodes, dtypes=self._dtypes,
         )  # fmt: skip
 
     def _start_rest(self) -> None:

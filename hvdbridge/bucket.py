@@ -100,6 +100,13 @@ def flatten(tensors: Mapping[str, Tensor], layout: Layout) -> Tensor:
 
 
 @dataclass(eq=False)
+class Mark:
+    """Whether what a bucket's flow sends are shares of a mean. One object for a bucket and all copies made of it."""
+
+    weighted: bool = False
+
+
+@dataclass(eq=False)
 class Bucket:
     """One flat piece of the gradient and all that a policy may know about it.
 
@@ -119,7 +126,10 @@ class Bucket:
         groups: this rank's number in, and the size of, each named group: ``{"node": (1, 4), ...}``.
         nodes: the node that each rank runs on (any numbers, equal within a node); empty: not known.
         scaled: whether :meth:`weighted` was done.
-        dtype: of the gradient as it arrived; a wrapper may have widened ``buffer`` since.
+        dtypes: model-wide type of each parameter's gradient as it arrived; a wrapper may have widened ``buffer``
+            since, as joining parameters of several types does. Empty: that of ``buffer``.
+        mark: for a wrapper that gave the bucket away, and sees what is sent: whether the copy of it that was made or
+            weighted last is weighted.
     """
 
     buffer: Tensor
@@ -135,11 +145,13 @@ class Bucket:
     groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     nodes: tuple[int, ...] = ()
     scaled: bool = False
-    dtype: torch.dtype | None = None
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    mark: Mark = field(default_factory=Mark)
 
     def __post_init__(self) -> None:
-        if self.dtype is None:
-            self.dtype = self.buffer.dtype
+        if not self.dtypes:
+            self.dtypes = dict.fromkeys(self.layout.names, self.buffer.dtype)
+        self.mark.weighted = self.scaled
 
     def place(self, group: str) -> tuple[int, int]:
         """This rank's number in ``group``, and the group's size.
@@ -184,6 +196,7 @@ class Bucket:
             elif factor != 1.0:
                 self.buffer.mul_(factor)
             self.scaled = True
+        self.mark.weighted = True
         return self
 
     def plus(self, tensors: Mapping[str, Tensor]) -> Bucket:

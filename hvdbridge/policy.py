@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -120,11 +120,14 @@ class Slot:
     Attributes:
         local: differs between ranks (an error-feedback residual) instead of being replicated.
         gradient_units: scales with the loss, so it is rescaled when ``sync.loss_scale`` changes.
+        owned: local, and of each element one rank has it, which one is a matter of how many there are: when that
+            changes, its sum goes to the ``residual`` of the feedback around this policy.
         guarded: a parameter keeps its old value where the flow's update is not finite. False: it is replaced always.
     """
 
     local: bool = False
     gradient_units: bool = False
+    owned: bool = False
     guarded: bool = True
 
 
@@ -174,6 +177,16 @@ class Policy:
         wrapper takes the wider of its inners."""
         return "drift" if any(p.replicas == "drift" for p in self.inners().values()) else "same"
 
+    @property
+    def acts_after_step(self) -> bool:
+        """Whether it is ever :meth:`due`: it says so by saying when, or one of its inners does."""
+        return type(self).due is not Policy.due or any(p.acts_after_step for p in self.inners().values())
+
+    @property
+    def anchored(self) -> bool:
+        """Whether it remembers parameters to which later ones are compared, see :meth:`start_from`."""
+        return any(p.anchored for p in self.inners().values())
+
     def inners(self) -> Mapping[str, Policy]:
         """The inner policies of a wrapper, by the key of their state; empty for a leaf."""
         if not is_dataclass(self):
@@ -205,8 +218,29 @@ class Policy:
         for key, inner in self.inners().items():
             if inner.due(bucket.step):
                 result = yield from finish(inner.after_step(bucket, state[key]))
-                bucket, states[key] = bucket.with_buffer(result.update), result.state
+                bucket, states[key] = replace(bucket, buffer=result.update, scaled=False), result.state
         return Aggregated(bucket.buffer, state=states)
+
+    def start_from(self, bucket: Bucket, state: State) -> State:
+        """The state (or what changes of it) of a phase that begins with these parameters, equal on all ranks.
+
+        ``bucket.buffer`` holds them as in :meth:`after_step`; nothing travels, and what is kept is a copy. It is called
+        before the first step, and by a wrapper before a policy takes its turn, where the policy is :attr:`anchored`.
+        """
+        return {key: inner.start_from(bucket, state[key]) for key, inner in self.inners().items()}
+
+    def check_size(self, size: int, nodes: int | None = None) -> None:
+        """Refuse numbers of ranks for which the policy is not defined, before anything is trained.
+
+        Args:
+            size: number of ranks, all of positive weight.
+            nodes: number of their nodes; None: not known.
+
+        Raises:
+            ConfigurationError: names the limits.
+        """
+        for inner in self.inners().values():
+            inner.check_size(size, nodes)
 
     def flush(self, state: State) -> tuple[Mapping[str, Tensor], State]:
         """What is held back for a later step, as updates by name, and the whole state without it.
@@ -265,6 +299,9 @@ class Policy:
         local = min(size if local_size is None else local_size, size)
         nodes = tuple(rank // local for rank in range(size))
         sizes = {"world": size, "node": local, "cross": nodes[-1] + 1}
+        self.check_size(size, sizes["cross"])
+        blocks = number_blocks({name: p.shape for name, p in given.items()})
+        dtypes = {name: p.dtype for name, p in given.items()}
         state = self.init(given)
         sent = 0
 
@@ -272,8 +309,9 @@ class Policy:
             nonlocal sent
             groups = {group: (0, n) for group, n in sizes.items() if group != "world"}
             flat = torch.empty(layout.numel, dtype=dtype, device="meta")
-            blocks = number_blocks({name: p.shape for name, p in given.items()})
-            bucket = Bucket(flat, layout, index, step, size=size, blocks=blocks, groups=groups, nodes=nodes)
+            bucket = Bucket(
+                flat, layout, index, step, size=size, blocks=blocks, groups=groups, nodes=nodes, dtypes=dtypes
+            )
             flow, answer = start(bucket, _part(state, layout)), None
             try:
                 while True:

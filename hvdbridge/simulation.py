@@ -41,6 +41,9 @@ class Simulation:
         buckets: names, bucket by bucket; None = one bucket. Parameters of different types never share one.
         bucket_mb: instead of ``buckets``: cut as on Horovod and MPI, into buckets of that many MiB.
 
+    Raises:
+        ConfigurationError: the policy is none for so many ranks, or ``buckets`` do not name each parameter once.
+
     Attributes:
         stores: each rank's state.
         bytes_sent: bytes that each rank has sent so far, by :meth:`Collective.bytes_sent`.
@@ -84,6 +87,7 @@ class Simulation:
         cross = [[node[i] for node in nodes if i < len(node)] for i in range(min(local, size))]
         self._groups = {"world": [list(range(size))], "node": nodes, "cross": cross}
         self._nodes = tuple(rank // local for rank in range(size))
+        self.policy.check_size(size, len(nodes))
         self.bytes_by_group = [dict.fromkeys(self._groups, 0) for _ in range(size)]
         self._build([])
 
@@ -138,15 +142,13 @@ class Simulation:
         if self.steps == 0 or self.skipped or not self.policy.due(self.steps - 1):
             return given
         layout = Layout({name: p.shape for name, p in self._params.items()})
-        dtypes = {p.dtype for p in self._params.values()}
         flats = []
         for mine in given:
             flat = torch.cat([mine[name].reshape(-1) for name in layout.names])
             flats.append(flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
-        dtype = dtypes.pop() if len(dtypes) == 1 else None
         flows: list[Flow] = []
         for rank, flat in enumerate(flats):
-            bucket = self._bucket(flat, layout, 0, self.steps - 1, rank, dtype)
+            bucket = self._bucket(flat, layout, 0, self.steps - 1, rank)
             flows.append(finish(self.policy.after_step(bucket, self.stores[rank].part(layout))))
         new = []
         for rank, (_, result) in enumerate(self._lockstep(flows)):
@@ -172,6 +174,7 @@ class Simulation:
         self._params = {name: _parameter(name, given, grads_per_rank) for name, given in self._given.items()}
         shapes = {name: p.shape for name, p in self._params.items()}
         self._blocks = number_blocks(shapes)
+        self._dtypes = {name: p.dtype for name, p in self._params.items()}
         self._layouts: list[Layout] = []
         if self._bucket_mb is not None:
             self._buckets = [list(cut.names) for cut in cut_layouts(self._params, self._bucket_mb * 2**20)]
@@ -197,13 +200,11 @@ class Simulation:
                         f"its parameter {p.dtype}{list(p.shape)}"
                     )
 
-    def _bucket(
-        self, flat: Tensor, layout: Layout, index: int, step: int, rank: int, dtype: torch.dtype | None = None
-    ) -> Bucket:
+    def _bucket(self, flat: Tensor, layout: Layout, index: int, step: int, rank: int) -> Bucket:
         groups = {group: _place(rank, lists) for group, lists in self._groups.items() if group != "world"}
         return Bucket(
             flat, layout, index, step, self.seed, rank, self.size, self._weights, blocks=self._blocks, groups=groups,
-            nodes=self._nodes, dtype=dtype,
+            nodes=self._nodes, dtypes=self._dtypes,
         )  # fmt: skip
 
     def _aggregate(self, layout: Layout, index: int, grads_per_rank: Sequence[Gradients]) -> Iterator[Views]:

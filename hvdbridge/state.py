@@ -77,22 +77,32 @@ def slot_of(policy: Policy, path: Path) -> Slot:
 
 def differences(state: State, saved: State) -> list[str]:
     """How ``saved`` differs from ``state`` in leaves, names, shapes and types, one line each; empty where it fits.
+    ``saved`` may be anything.
 
     >>> differences({"residual": {"w": torch.ones(2)}}, {"residual": {"w": torch.ones(3), "v": torch.ones(1)}})
     ['residual/w is float32[3], expected float32[2]', 'residual/v is not expected']
     """
 
-    def flat(tree: State) -> dict[str, str]:
-        return {
-            "/".join((*path, name)): f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
-            for path, leaf in leaves(tree)
-            for name, t in leaf.items()
-        }
+    def flat(tree: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
+        match tree:
+            case Tensor():
+                yield path, f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
+            case Mapping():
+                for key, child in tree.items():
+                    yield from flat(child, (*path, key))
+            case _:
+                yield path, f"of type {type(tree).__name__}"
 
-    expected, found = flat(state), flat(saved)
-    lines = [f"{key} is missing" for key in expected if key not in found]
-    lines += [f"{k} is {found[k]}, expected {e}" for k, e in expected.items() if found.get(k, e) != e]
-    return lines + [f"{key} is not expected" for key in found if key not in expected]
+    def text(path: tuple[Any, ...]) -> str:
+        return "/".join(map(str, path)) or "it"
+
+    expected, found = dict(flat(state)), dict(flat(saved))
+    lines = [f"{text(key)} is missing" for key in expected if key not in found]
+    lines += [f"{text(k)} is {found[k]}, expected {e}" for k, e in expected.items() if found.get(k, e) != e]
+    strange = {key: what for key, what in found.items() if key not in expected}
+    return lines + [
+        f"{text(key)} is {what if what.startswith('of type') else 'not expected'}" for key, what in strange.items()
+    ]
 
 
 OnResize = Literal["raise", "reset", "redistribute"]
@@ -103,7 +113,8 @@ def redistribute(policy: Policy, saved: Sequence[State], size: int, fresh: State
     """The states of ``size`` ranks made from those of another number of ranks.
 
     Rank-local leaves keep their sum: each new rank gets 1/size of it (added in float64); where ``fresh`` is given
-    they are its. Replicated ones are those of rank 0.
+    they are its. Replicated ones are those of rank 0. What belonged to the owners of elements (:attr:`Slot.owned`) goes
+    to the residual around it, since these elements have other owners now.
     """
     if len(saved) == size:
         return list(saved)
@@ -118,12 +129,18 @@ def redistribute(policy: Policy, saved: Sequence[State], size: int, fresh: State
         first = trees[0]
         if not _is_leaf(first):
             new = {key: None if fresh is None else fresh[key] for key in first}
-            return {key: merge([tree[key] for tree in trees], new[key], (*path, key)) for key in first}
+            return {key: merge([tree.get(key, {}) for tree in trees], new[key], (*path, key)) for key in first}
         if not slot_of(policy, path).local:
             return dict(first)
         return {name: average([tree[name] for tree in trees]) for name in first} if fresh is None else dict(fresh)
 
     shared = merge(saved, fresh, ())
+    for path, leaf in list(leaves(shared)) if fresh is None else ():
+        if slot_of(policy, path).owned:
+            *around, _, _ = path  # (..., "inner", slot) stands beside (..., "residual")
+            residual = _at(shared, (*around, "residual"))
+            residual.update({name: residual[name] + tensor for name, tensor in leaf.items()})
+            _at(shared, path).update({name: torch.zeros_like(tensor) for name, tensor in leaf.items()})
     return [to_portable(shared) for _ in range(size)]
 
 
@@ -196,7 +213,7 @@ class StateStore:
         """
         if on_resize not in get_args(OnResize):
             raise ConfigurationError(f"on_resize={on_resize!r}. {nearest(str(on_resize), get_args(OnResize))}")
-        states = [saved] if isinstance(saved, Mapping) else list(saved)
+        states: list[Any] = list(saved) if isinstance(saved, list | tuple) else [saved]
         if not states:
             raise ConfigurationError("there is no state to load")
         for index, state in enumerate(states):
@@ -228,7 +245,7 @@ class StateStore:
         for path, slot in self._slots.items():
             if slot.gradient_units:
                 self._settle(path)
-                node = self._node(path)
+                node = _at(self._tree, path)
                 node.update({name: tensor * factor for name, tensor in node.items()})
 
     def leaf(self, path: Path, layout: Layout) -> Mapping[str, Tensor]:
@@ -237,7 +254,7 @@ class StateStore:
         if layout not in laid:
             if not all(other.sizes.keys().isdisjoint(layout.sizes) for other in laid):
                 self._settle(path)
-            node = self._node(path)
+            node = _at(self._tree, path)
             names = [name for name in layout.names if name in node]
             alike = {(node[name].dtype, node[name].device) for name in names}
             if len(alike) == 1 and all(node[name].shape == layout.shapes[name] for name in names):
@@ -249,20 +266,14 @@ class StateStore:
             node.update({name: torch.empty_like(node[name], device="meta") for name in names})
         return self._laid[path][layout]
 
-    def _node(self, path: Path) -> dict[str, Any]:
-        node = self._tree
-        for key in path:
-            node = node[key]
-        return node
-
     def _put(self, path: Path, leaf: Mapping[str, Tensor]) -> None:
         devices = self._devices[path]
-        self._node(path).update({name: tensor.to(devices[name], copy=True) for name, tensor in leaf.items()})
+        _at(self._tree, path).update({name: tensor.to(devices[name], copy=True) for name, tensor in leaf.items()})
 
     def _settle(self, path: Path) -> None:
         """Take a leaf's tensors back into the tree (views, no copy)."""
         for part in self._laid.pop(path, {}).values():
-            self._node(path).update(part)
+            _at(self._tree, path).update(part)
 
     def _whole(self, path: Path, node: Mapping[str, Any]) -> dict[str, Any]:
         if not _is_leaf(node):
@@ -316,6 +327,12 @@ class _Part(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._children)
+
+
+def _at(tree: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
 def _is_leaf(node: State) -> bool:

@@ -57,7 +57,7 @@ class GradientSynchronizer:
     Raises:
         NotInitialized: ``hb.init()`` is missing.
         RankMismatch: ranks differ in model, policy or options.
-        ConfigurationError: nothing to train, or a policy that does not parse.
+        ConfigurationError: nothing to train, or a policy that does not parse or is not defined for so few ranks.
         Unsupported: the model makes sparse gradients.
     """
 
@@ -86,6 +86,7 @@ class GradientSynchronizer:
         self._communicator, self._control, ranks = open_group(session.communicator, group)
         given = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}
         agree(self._control, describe(model, params, given | {"optimizers": len(originals)}))
+        self.policy.check_size(self._communicator.size, len(set(self._communicator.nodes)) or None)
         tensors = [*model.parameters(), *model.buffers()]
         drive(broadcast_tensors(tensors), self._communicator.execute)
         for each in originals:
@@ -248,6 +249,7 @@ class GradientSynchronizer:
             "size": self._control.size,
             "step": self._aggregator.step,
             "loss_scale": self._aggregator.loss_scale,
+            "state_scale": self._aggregator._held_scale,  # the loss scale may have been set for the next backward
             "state": self._aggregator.store.portable(),
         }
         if not gather:
@@ -266,24 +268,22 @@ class GradientSynchronizer:
 
         Raises:
             ConfigurationError: the state is of another policy, other parameters or shapes, or of another number of
-                ranks where that is refused; nothing is loaded.
+                ranks where that is refused; or it is not what :meth:`state_dict` gives. Nothing is loaded.
         """
-        spec = label(self.policy)
-        if saved.get("policy") != spec:
-            raise ConfigurationError(f"the state is one of policy {saved.get('policy')!r}, this is {spec!r}")
+        numbers = check_saved(saved, label(self.policy))
         aggregator, size = self._aggregator, self._control.size
         aggregator.settle()
         if "ranks" in saved:
             aggregator.store.load(saved["ranks"], self._control.rank, size, on_resize)
         else:
-            resize = saved.get("size", size) != size
+            resize = numbers["size"] != size
             if resize and on_resize != "reset":
-                raise resized(saved["size"], size)
+                raise resized(int(numbers["size"]), size)
             aggregator.store.load(saved["state"], on_resize=on_resize)
             if resize:
                 aggregator.store.reset()
-        aggregator.step = int(saved["step"])
-        aggregator.loss_scale = aggregator._held_scale = float(saved["loss_scale"])
+        aggregator.step = int(numbers["step"])
+        aggregator.loss_scale, aggregator._held_scale = numbers["loss_scale"], numbers["state_scale"]
         self._after.forget()
 
     def close(self) -> None:
@@ -366,7 +366,7 @@ def average_gradients(
         policy: one without state (there is nobody to keep it).
 
     Raises:
-        ConfigurationError: the policy has state.
+        ConfigurationError: the policy has state, or is not defined for so few ranks.
         WeightError: a bad weight, or one on some ranks only.
     """
     session = runtime.current()
@@ -375,6 +375,7 @@ def average_gradients(
     if has_leaves(chosen.init(params)):
         raise ConfigurationError(f"average_gradients: {label(chosen)} keeps state. Use a GradientSynchronizer.")
     communicator, control, driver = averaging(session, group, next(iter(params.values())).device)
+    chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
     aggregator = Aggregator(chosen, params, communicator, control, driver)
     aggregator.weight = weight
     options = Options(session.config.bucket_mb, gradient_as_bucket_view=False)
@@ -394,6 +395,33 @@ def averaging(session: runtime.Session, group: Any, device: torch.device) -> tup
             runtime.at_shutdown(close)
     opened: tuple[Communicator, Communicator, Driver] = session.opened[key]
     return opened
+
+
+def check_saved(saved: Any, spec: str) -> dict[str, float]:
+    """The numbers in what :meth:`GradientSynchronizer.state_dict` gave, checked.
+
+    Raises:
+        ConfigurationError: it is of another policy than ``spec``, or not what that gives.
+    """
+    least = {"size": 1, "step": 0, "loss_scale": 0, "state_scale": 0}
+    if not isinstance(saved, Mapping):
+        raise ConfigurationError(f"a saved state is a dict, not of type {type(saved).__name__}")
+    if not saved:
+        raise ConfigurationError("the state is empty: state_dict(gather=True) is complete on rank 0 alone")
+    if missing := [key for key in ("policy", *least, "state") if key not in saved]:
+        raise ConfigurationError(f"this is no state_dict() of a synchronizer: {', '.join(missing)} missing")
+    if saved["policy"] != spec:
+        raise ConfigurationError(f"the state is one of policy {saved['policy']!r}, this is {spec!r}")
+    numbers: dict[str, float] = {}
+    for key, limit in least.items():
+        value = saved[key]
+        fits = isinstance(value, int | float) and limit <= value < float("inf")
+        if not fits or (value == 0 and key.endswith("scale")) or (value % 1 and not key.endswith("scale")):
+            raise ConfigurationError(f"the state has {key}={value!r}, which cannot be")
+        numbers[key] = value
+    if not isinstance(saved.get("ranks", []), list | tuple):
+        raise ConfigurationError(f"the state has ranks of type {type(saved['ranks']).__name__}, which is a list")
+    return numbers
 
 
 def has_leaves(state: Mapping[str, Any]) -> bool:

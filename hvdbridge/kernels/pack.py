@@ -82,20 +82,6 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
     return unpack(packed, n, 1)
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """``[..., n]`` uint8 0 to 15 -> uint8 ``[..., ceil(n / 2)]``.
-
-    >>> pack_nibbles(torch.tensor([1, 15, 2], dtype=torch.uint8)).tolist()
-    [241, 2]
-    """
-    return pack(codes, 4)
-
-
-def unpack_nibbles(packed: Tensor, n: int) -> Tensor:
-    """The first ``n`` codes of each row; the inverse of :func:`pack_nibbles`."""
-    return unpack(packed, n, 4)
-
-
 def _chunks(words: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Both tensors in pieces that fit into a CPU's cache; whole on other devices."""
     if words.device.type != "cpu" or words.numel() <= CHUNK // 8:

@@ -107,9 +107,13 @@ class AdasumDelta(Policy):
     slots: ClassVar[Mapping[str, Slot]] = {"start": Slot()}
     replicas = "drift"  # of gradients, between backward() and step(); parameters are the same after every step
     unequal_weights = False
+    anchored = True
 
     def init(self, params: Mapping[str, Tensor]) -> State:
         return {"start": {name: p.detach().clone() for name, p in params.items()}}
+
+    def start_from(self, bucket: Bucket, state: State) -> State:
+        return {"start": Views(bucket.layout, bucket.buffer.clone())}
 
     def due(self, step: int) -> bool:
         return True

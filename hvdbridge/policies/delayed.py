@@ -41,7 +41,7 @@ class Delayed(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if _has_delay(self.inner):
+        if has_delay(self.inner):
             raise ConfigurationError("Delayed cannot wrap Delayed: what is one step late already cannot wait once more")
 
     def init(self, params: Mapping[str, Tensor]) -> State:
@@ -63,5 +63,6 @@ class Delayed(Policy):
         return {**held, **inner}, {"held": zeros, "inner": rest}
 
 
-def _has_delay(policy: Policy) -> bool:
-    return isinstance(policy, Delayed) or any(map(_has_delay, policy.inners().values()))
+def has_delay(policy: Policy) -> bool:
+    """Whether a :class:`Delayed` is anywhere in it."""
+    return isinstance(policy, Delayed) or any(map(has_delay, policy.inners().values()))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hvdbridge.bucket import Bucket
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies.sharded import FlatShards, sharded_sum, shards_of, sum_rows
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State, rewrite
 
@@ -111,11 +112,21 @@ class _Half(Policy):
     """A half type on the wire, of the weighted mean or of any inner policy's floating payloads.
 
     Around the mean it is additive. Around another policy it is not, as nobody tells that policy how its payloads were
-    rounded: put error feedback inside, ``fp16(ef(...))``.
+    rounded: put error feedback inside, ``fp16(ef(...))``. A policy that acts after the optimizer's step is refused:
+    ``local_sgd(inner=fp16)``.
     """
 
     inner: Policy = MEAN
     wire: ClassVar[torch.dtype]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.inner.acts_after_step:
+            name = type(self).__name__
+            raise ConfigurationError(
+                f"{name} cannot wrap {type(self.inner).__name__}, which acts after the optimizer's step: it narrows "
+                f"gradients alone. Put it inside, where the policy sends parameters: local_sgd(inner={name.lower()})"
+            )
 
     @property
     def additive(self) -> bool:
@@ -161,7 +172,7 @@ class _Half(Policy):
                 rows = yield AllToAll(self._narrow(tensor, power), request.group)
                 return sum_rows(rows).div_(power).to(tensor.dtype)
             case AllGather() | AllToAll() | Broadcast():
-                if not bucket.scaled:  # a raw gradient is no share of a mean: it needs no lift
+                if not bucket.mark.weighted:  # a raw gradient is no share of a mean: it needs no lift
                     power = 1.0
                 answer = yield _with_tensor(request, self._narrow(tensor, power))
                 return answer.to(tensor.dtype).div_(power)

@@ -40,11 +40,16 @@ class Hierarchical(Policy):
 
     Raises:
         Unsupported: nobody said which ranks share a node, or the inner policy asks for groups of its own.
+        ConfigurationError: the inner policy is none for so many nodes.
         WeightError: the inner policy refuses unequal weights, and those of the nodes are unequal.
     """
 
     inner: Policy = MEAN
     additive = False
+
+    def check_size(self, size: int, nodes: int | None = None) -> None:
+        if nodes is not None:
+            self.inner.check_size(nodes)
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         flat = bucket.buffer

@@ -22,6 +22,7 @@ from hvdbridge.bucket import Bucket, Views, flatten
 from hvdbridge.collectives import AllReduce
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.options import option
+from hvdbridge.policies.delayed import has_delay
 from hvdbridge.policies.dense import MEAN, Mean, own
 from hvdbridge.policy import Aggregated, Flow, Policy, State, finish
 
@@ -40,6 +41,11 @@ class _Local(Policy):
         super().__post_init__()
         if self.inner.replicas == "drift":
             raise ConfigurationError(f"{type(self).__name__}: inner={type(self.inner).__name__} averages nothing")
+        if has_delay(self.inner):
+            raise ConfigurationError(
+                f"{type(self).__name__}: inner={type(self.inner).__name__} is a step late, and an average cannot wait: "
+                "delayed is for gradients"
+            )
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         yield from ()
@@ -58,7 +64,9 @@ class LocalSgd(_Local):
 
     One average travels as ``inner`` sends it: 1/every of the bytes of gradients. With an inner policy other than
     ``mean``, ``theta = a + inner(theta_r - a)`` where the anchor a (state, the size of the parameters) is the last
-    average: ``local_sgd(every=8, inner=bf16)``, ``local_sgd(every=8, inner=ef(bf16))``.
+    average: ``local_sgd(every=8, inner=bf16)``, ``local_sgd(every=8, inner=ef(bf16))``. The first anchor are the
+    parameters with which local steps begin: those before the first step (in a Simulation, those that ``params`` gives
+    as tensors), or after another policy's turn (:class:`~.wrappers.Warmup`). Load the same weights on every rank.
 
     Attributes:
         every: local steps between two averages; the first comes after step ``every - 1``.
@@ -67,14 +75,20 @@ class LocalSgd(_Local):
     every: int = option(8, at_least=1)
 
     def init(self, params: Mapping[str, Tensor]) -> State:
-        exact = isinstance(self.inner, Mean)
-        return {"anchor": {} if exact else copies(params), "inner": self.inner.init(params)}
+        return {"anchor": copies(params) if self.anchored else {}, "inner": self.inner.init(params)}
+
+    @property
+    def anchored(self) -> bool:
+        return not isinstance(self.inner, Mean)
+
+    def start_from(self, bucket: Bucket, state: State) -> State:
+        return {"anchor": Views(bucket.layout, bucket.buffer.clone())} if self.anchored else {}
 
     def due(self, step: int) -> bool:
         return (step + 1) % self.every == 0
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
-        if isinstance(self.inner, Mean):
+        if not self.anchored:
             result = yield from finish(self.inner.aggregate(bucket, state["inner"]))
             return Aggregated(result.update)
         anchor = flatten(state["anchor"], bucket.layout)
@@ -90,7 +104,8 @@ class PostLocalSgd(LocalSgd):
 
     What PyTorch does with ``post_localSGD_hook(start_localSGD_iter=start)`` and
     ``PeriodicModelAverager(warmup_steps=start, period=every)`` together: parameters are averaged over all ranks after
-    steps start, start + every, and so on.
+    steps start, start + every, and so on. Where ``inner`` is not ``mean``, the first anchor are the parameters when
+    local steps begin, after step start - 1.
 
     Attributes:
         start: steps in which gradients are averaged over all ranks.
@@ -101,7 +116,14 @@ class PostLocalSgd(LocalSgd):
     group: Literal["none", "node", "world"] = "node"
 
     def due(self, step: int) -> bool:
-        return step >= self.start and (step - self.start) % self.every == 0
+        if step < self.start:
+            return step == self.start - 1 and self.anchored
+        return (step - self.start) % self.every == 0
+
+    def after_step(self, bucket: Bucket, state: State) -> Flow:
+        if bucket.step < self.start:  # local steps begin here, and so does what they are compared to
+            return Aggregated(bucket.buffer, state=self.start_from(bucket, state))
+        return (yield from super().after_step(bucket, state))
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         if bucket.step < self.start or self.group == "world":
@@ -121,8 +143,8 @@ class DiLoCo(_Local):
     Nesterov momentum, as ``torch.optim.SGD(nesterov=True)``. With ``lr=1, momentum=0`` it is local SGD.
 
     State: ``anchor`` (a) and ``momentum`` (m), each the size of the parameters in float32, replicated. The first
-    anchor are the parameters when the synchronizer is constructed (in a Simulation, those that ``params`` gives as
-    tensors): load weights before, or load the synchronizer's state with them.
+    anchor are the parameters before the first step (in a Simulation, those that ``params`` gives as tensors), or after
+    another policy's turn (:class:`~.wrappers.Warmup`). Load the same weights on every rank.
 
     Attributes:
         every: local steps between two outer steps; the first comes after step ``every - 1``.
@@ -133,11 +155,15 @@ class DiLoCo(_Local):
     every: int = option(500, at_least=1)
     lr: float = option(0.7, above=0)
     momentum: float = option(0.9, at_least=0, below=1)
+    anchored = True
 
     def init(self, params: Mapping[str, Tensor]) -> State:
         anchor = copies(params)
         momentum = {name: torch.zeros_like(tensor) for name, tensor in anchor.items()}
         return {"anchor": anchor, "momentum": momentum, "inner": self.inner.init(params)}
+
+    def start_from(self, bucket: Bucket, state: State) -> State:
+        return {"anchor": Views(bucket.layout, bucket.buffer.clone())}
 
     def due(self, step: int) -> bool:
         return (step + 1) % self.every == 0

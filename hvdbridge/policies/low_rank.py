@@ -2,19 +2,15 @@
 
 Rules:
 
-1. Factors are transposed, ``[rank, length]``: the rows are the columns of P and Q in the papers. So both products
-   read the gradient along its rows.
-2. Each matrix is multiplied at an aligned address and batched by its shape alone, so its factors have the same bits
-   wherever bucket boundaries lie; what is not aligned in the bucket is copied.
-3. What every rank must compute alike (the basis) is made of exact sums (:mod:`hvdbridge.kernels.orthogonal`). The
+1. What is a matrix, where it lies and how it is multiplied is :mod:`.matrices`' affair.
+2. What every rank must compute alike (the basis) is made of exact sums (:mod:`hvdbridge.kernels.orthogonal`). The
    last product, of the two factors, is element-wise but for sums of ``rank`` terms, which a BLAS adds in order.
-4. float16 and bfloat16 gradients are computed in float32.
+3. float16 and bfloat16 gradients are computed in float32.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -29,12 +25,8 @@ from hvdbridge.kernels.orthogonal import orthonormal
 from hvdbridge.kernels.random import generator, hashed, key
 from hvdbridge.options import option
 from hvdbridge.policies.feedback import WithFeedback
+from hvdbridge.policies.matrices import COLS, ROWS, Matrices, Pair, Plan, Square, aligned, as_matrix, product, side_of
 from hvdbridge.policy import Aggregated, Flow, Slot, State
-
-ALIGNED = 16
-"""Elements to which the address of a matrix is aligned: 64 bytes in float32."""
-SMALL = 1 << 16
-"""Matrices of up to so many elements are copied together to be multiplied as one batch."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,7 @@ class PowerSGD(WithFeedback):
             before (ACP-SGD, Zhang 2023, algorithm 2): half the bytes and the arithmetic.
         batched: the whole bucket is one square matrix, padded with zeros. Fast, and less accurate. Its result depends
             on bucket boundaries; so does the meaning of its state, which is still a good start for other ones. Of the
-            padding no error is kept.
+            padding no error is kept. Where any of the factors is not finite, all parameters keep the old ones.
         seed: of the first Q.
         ef: error feedback.
     """
@@ -206,46 +198,8 @@ class PowerSGD(WithFeedback):
         return plan.unpack(normal.to(dtype), COLS)[0]
 
 
-Pair = tuple[list[Tensor], list[Tensor]]
-"""P and Q of each group of matrices, ``[batch, rank, length]``."""
 Factors = Generator[Collective, Tensor, tuple[Pair, Pair, Tensor, "State | None"]]
 """A part of a flow that ends in: the factors of the update, those of what was sent, the dense sum, the new state."""
-ROWS, COLS = 0, 1
-
-
-def as_matrix(shape: torch.Size, rank: int, min_rate: float) -> tuple[int, int, int] | None:
-    """Rows, columns and rank of a parameter that is worth compressing.
-
-    >>> as_matrix(torch.Size((8, 3, 3, 3)), 1, 2.0), as_matrix(torch.Size((8, 3, 3, 3)), 4, 2.0)
-    ((8, 27, 1), None)
-    """
-    if len(shape) < 2 or shape.numel() == 0:
-        return None
-    rows, cols = shape[0], shape.numel() // shape[0]
-    rank = min(rank, rows, cols)
-    return (rows, cols, rank) if (rows + cols) * rank * min_rate < rows * cols else None
-
-
-def slots(batch: int, rows: int, cols: int, like: Tensor) -> Tensor:
-    """Uninitialised matrices, ``[batch, rows, cols]``, each at an aligned address."""
-    pitch = -(-rows * cols // ALIGNED) * ALIGNED
-    return like.new_empty(batch * pitch).as_strided((batch, rows, cols), (pitch, cols, 1))
-
-
-def aligned(matrices: Tensor) -> Tensor:
-    """``[batch, rows, cols]`` at aligned addresses; copied where they are not."""
-    batch, rows, cols = matrices.shape
-    whole = matrices.stride()[1:] == (cols, 1) and (batch == 1 or matrices.stride(0) % ALIGNED == 0)
-    if whole and matrices.data_ptr() % (ALIGNED * matrices.element_size()) == 0:
-        return matrices
-    return slots(batch, rows, cols, matrices).copy_(matrices)
-
-
-def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """Products of matrices, batch by batch. All three are aligned, so that the bits are the same in any batch."""
-    if out is None:
-        out = slots(len(left), left.shape[1], right.shape[2], left)
-    return torch.bmm(left, right, out=out)
 
 
 def _scaled(q: Tensor) -> Tensor:
@@ -257,186 +211,3 @@ def _scaled(q: Tensor) -> Tensor:
 def _revived(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
     """``new``, but a row of zeros, which would remain one for ever, is the old one."""
     return [torch.where(n.abs().amax(dim=-1, keepdim=True) == 0, o, n) for n, o in zip(new, old, strict=True)]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Matrices of one shape that are multiplied together, at ``offsets`` in the bucket."""
-
-    names: tuple[str, ...]
-    rows: int
-    cols: int
-    rank: int
-    offsets: tuple[int, ...]
-
-    def length(self, side: int) -> int:
-        return self.cols if side == COLS else self.rows
-
-    def view(self, flat: Tensor) -> Tensor | None:
-        """All matrices where they lie, if that is at aligned addresses at equal distances."""
-        first, step = self.offsets[0], self.offsets[1] - self.offsets[0] if len(self.offsets) > 1 else 0
-        regular = all(offset == first + i * step for i, offset in enumerate(self.offsets))
-        if not regular or first % ALIGNED or step % ALIGNED or flat.data_ptr() % (ALIGNED * flat.element_size()):
-            return None
-        shape, stride = (len(self.offsets), self.rows, self.cols), (step or self.rows * self.cols, self.cols, 1)
-        return flat.as_strided(shape, stride, flat.storage_offset() + first)
-
-    def pieces(self, flat: Tensor) -> list[Tensor]:
-        numel = self.rows * self.cols
-        return [flat[offset : offset + numel].view(self.rows, self.cols) for offset in self.offsets]
-
-
-class Plan(ABC):
-    """How a bucket is taken apart into matrices and the rest, and put together again."""
-
-    layout: Layout
-    groups: tuple[Group, ...]
-    dense_numel: int = 0
-
-    @abstractmethod
-    def matrices(self, flat: Tensor) -> list[Tensor]:
-        """The matrices of each group, ``[batch, rows, cols]``, aligned; may be views of ``flat``."""
-
-    @abstractmethod
-    def dense(self, flat: Tensor) -> Tensor:
-        """The rest, flat; may be a view of ``flat``."""
-
-    @abstractmethod
-    def build(self, pair: Pair, dense: Tensor, out: Tensor) -> Tensor:
-        """``P Q'`` and the rest, written to ``out``."""
-
-    @abstractmethod
-    def load(self, slot: Mapping[str, Tensor], side: int, dtype: torch.dtype) -> list[Tensor]:
-        """The factors that the state holds, group by group."""
-
-    @abstractmethod
-    def store(self, slot: Mapping[str, Tensor], factors: list[Tensor]) -> dict[str, Tensor]:
-        """The state that holds these factors in the place of those in ``slot``."""
-
-    def pack(self, factors: list[Tensor], dense: Tensor | None = None) -> Tensor:
-        """One message of all factors and the rest."""
-        return torch.cat([f.reshape(-1) for f in factors] + ([] if dense is None else [dense]))
-
-    def unpack(self, message: Tensor, side: int) -> tuple[list[Tensor], Tensor]:
-        """The inverse of :meth:`pack`."""
-        shapes = [(len(g.offsets), g.rank, g.length(side)) for g in self.groups]
-        sizes = [math.prod(shape) for shape in shapes]
-        *parts, rest = message.split([*sizes, message.numel() - sum(sizes)])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)], rest
-
-    def numbers(self, device: torch.device) -> Tensor:
-        """int32: a number for each element of a message of Q that belongs to its parameter."""
-
-        def make() -> Tensor:
-            rows = [
-                key("powersgd", name) % 2**32 + torch.arange(g.rank * g.cols) for g in self.groups for name in g.names
-            ]
-            return ((torch.cat(rows) + 2**31) % 2**32 - 2**31).to(device, torch.int32)
-
-        return self.layout.derive(("numbers", type(self), tuple(self.groups), device), make)
-
-
-class Matrices(Plan):
-    """Each parameter that is worth it is a matrix."""
-
-    def __init__(self, layout: Layout, rank: int, min_rate: float) -> None:
-        self.layout = layout
-        alike: dict[object, tuple[tuple[int, int, int], list[str]]] = {}
-        self.runs: list[tuple[int, int]] = []
-        for name, shape in layout.shapes.items():
-            start, end = layout.offsets[name], layout.offsets[name] + layout.sizes[name]
-            if matrix := as_matrix(shape, rank, min_rate):
-                large = shape.numel() > SMALL
-                alike.setdefault(name if large else matrix, (matrix, []))[1].append(name)
-            elif self.runs and self.runs[-1][1] == start:
-                self.runs[-1] = (self.runs[-1][0], end)
-            elif start < end:
-                self.runs.append((start, end))
-        offsets = layout.offsets
-        self.groups = tuple(
-            Group(tuple(names), *matrix, tuple(offsets[n] for n in names)) for matrix, names in alike.values()
-        )
-        self.dense_numel = sum(end - start for start, end in self.runs)
-
-    def matrices(self, flat: Tensor) -> list[Tensor]:
-        return [self._copied(group, flat) if (m := group.view(flat)) is None else m for group in self.groups]
-
-    def _copied(self, group: Group, flat: Tensor) -> Tensor:
-        made = slots(len(group.offsets), group.rows, group.cols, flat)
-        torch._foreach_copy_(list(made.unbind()), group.pieces(flat))
-        return made
-
-    def dense(self, flat: Tensor) -> Tensor:
-        pieces = [flat[start:end] for start, end in self.runs] or [flat[:0]]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def build(self, pair: Pair, dense: Tensor, out: Tensor) -> Tensor:
-        for group, p, q in zip(self.groups, *pair, strict=True):
-            view = group.view(out)
-            made = product(aligned(p).mT, aligned(q), view)
-            if view is None:
-                torch._foreach_copy_(group.pieces(out), list(made.unbind()))
-        if self.runs:
-            sizes = [end - start for start, end in self.runs]
-            torch._foreach_copy_([out[start:end] for start, end in self.runs], list(dense.split(sizes)))
-        return out
-
-    def load(self, slot: Mapping[str, Tensor], side: int, dtype: torch.dtype) -> list[Tensor]:
-        return [torch.stack([slot[name] for name in group.names]).to(dtype) for group in self.groups]
-
-    def store(self, slot: Mapping[str, Tensor], factors: list[Tensor]) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {}
-        for group, many in zip(self.groups, factors, strict=True):
-            state.update((n, f.to(slot[n].dtype)) for n, f in zip(group.names, many.unbind(), strict=True))
-        return state
-
-
-class Square(Plan):
-    """The whole bucket is one square matrix.
-
-    Its factors are kept by parameter: the first rows of what all parameters of the bucket keep, each as many as the
-    side of a square of its own, which is always enough.
-    """
-
-    def __init__(self, layout: Layout, rank: int) -> None:
-        self.layout = layout
-        self.widths = [side_of(size) for size in layout.sizes.values()]
-        side = side_of(layout.numel)
-        self.groups = (Group(("",), side, side, min(rank, side), (0,)),) if side else ()
-
-    def matrices(self, flat: Tensor) -> list[Tensor]:
-        if not self.groups:
-            return []
-        side, numel = self.groups[0].rows, self.layout.numel
-        padded = flat.new_empty(side * side)
-        padded[:numel].copy_(flat)
-        padded[numel:] = 0
-        return [padded.view(1, side, side)]
-
-    def dense(self, flat: Tensor) -> Tensor:
-        return flat[:0]
-
-    def build(self, pair: Pair, dense: Tensor, out: Tensor) -> Tensor:
-        ((p,), (q,)) = pair
-        return out.copy_(product(aligned(p).mT, aligned(q)).view(-1)[: self.layout.numel])
-
-    def load(self, slot: Mapping[str, Tensor], side: int, dtype: torch.dtype) -> list[Tensor]:
-        group = self.groups[0]
-        return [self._joined(slot)[None, : group.rank, : group.rows].to(dtype)]
-
-    def store(self, slot: Mapping[str, Tensor], factors: list[Tensor]) -> dict[str, Tensor]:
-        group, whole = self.groups[0], self._joined(slot)
-        whole[: group.rank, : group.rows] = factors[0][0]
-        return dict(zip(self.layout.names, whole.split(self.widths, dim=1), strict=True))
-
-    def _joined(self, slot: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([slot[name] for name in self.layout.names], dim=1)
-
-
-def side_of(numel: int) -> int:
-    """The side of the smallest square that holds so many elements.
-
-    >>> [side_of(n) for n in (0, 1, 2, 4, 5)]
-    [0, 1, 2, 2, 3]
-    """
-    return math.isqrt(numel - 1) + 1 if numel else 0

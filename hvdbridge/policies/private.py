@@ -22,13 +22,11 @@ from torch import Tensor
 from hvdbridge.bucket import Bucket
 from hvdbridge.collectives import AllReduce
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels.norm import global_norm
 from hvdbridge.kernels.random import uniform
 from hvdbridge.options import option
 from hvdbridge.policies.combining import participants, raw
 from hvdbridge.policy import Aggregated, Flow, Policy, State
-
-CHUNK = 1 << 18
-"""Elements that are widened at a time."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,9 @@ class DifferentiallyPrivate(Policy):
     - Noise is made of floating-point numbers by a statistical generator (Philox), with a key from the operating system
       for every step: not by a cryptographic one, and without Mironov's (2012) snapping.
 
+    - Nothing is promised about what others aggregate: the steps of a ``warmup`` before dp are not private. Nor would be
+      the parts of a model that the other rules of a ``partition`` take, and so dp for a part is refused.
+
     A gradient that is not finite makes the update not finite on every rank, which tells that there was one. Unequal
     positive weights are refused: the bound on one rank's contribution would not hold. Gradients count as they arrive,
     so under a GradScaler ``norm`` is in units of its scale.
@@ -63,6 +64,9 @@ class DifferentiallyPrivate(Policy):
         noise: the noise multiplier, the standard deviation of the sum's noise over ``norm``. 0: clips only.
         test_seed: for tests alone: noise that is a function of this number, the rank and the step, and so protects
             nothing. None: secret.
+
+    Raises:
+        ConfigurationError: it is to aggregate a part of the gradient, as within ``partition``.
     """
 
     norm: float = option(1.0, above=0)
@@ -78,13 +82,19 @@ class DifferentiallyPrivate(Policy):
             raise ConfigurationError(f"DifferentiallyPrivate: norm={self.norm}, noise={self.noise} must be finite")
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        if bucket.blocks and set(bucket.blocks) != set(bucket.layout.names):
+            held, all_names = len(bucket.layout.names), len(bucket.blocks)
+            raise ConfigurationError(
+                f"dp bounds the whole gradient; this bucket holds a part of it ({held} of {all_names} parameters). "
+                "It cannot stand within partition(...): the other parts would tell what it hides."
+            )
         count, flat = len(participants(bucket)), raw(bucket)
         if bucket.weight == 0:
             mine = torch.zeros_like(flat)
         else:
             private = flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
             # in the type of the gradient: a tensor without dimensions does not widen it
-            private.mul_((self.norm / _norm(flat, bucket)).clamp(max=1.0))
+            private.mul_((self.norm / global_norm(flat, bucket.layout)).clamp(max=1.0))
             if self.noise:
                 private.add_(self._normal(bucket, private), alpha=self.noise * self.norm / math.sqrt(count))
             # Rounding to a half type comes after the noise, so it cannot tell more than the noise lets through.
@@ -130,18 +140,6 @@ class DifferentiallyPrivate(Policy):
                 if (error.name or "").partition(".")[0] not in ("dp_accounting", "opacus"):
                     raise
         raise ImportError("epsilon needs an accountant. Run: pip install dp-accounting   (or: pip install opacus)")
-
-
-def _norm(flat: Tensor, bucket: Bucket) -> Tensor:
-    """The L2 norm of all parameters, float64 without dimensions; added in the order of their names."""
-    layout = bucket.layout
-    total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for name in sorted(layout.names):
-        start = layout.offsets[name]
-        for part in flat[start : start + layout.sizes[name]].split(CHUNK):
-            wide = part.to(torch.float64)
-            total = total + torch.dot(wide, wide)
-    return total.sqrt()
 
 
 def _dp_accounting(noise: float, steps: int, delta: float) -> float:

@@ -2,7 +2,8 @@
 
 Rules:
 
-1. ``f`` is checked against the ranks of positive weight in every step, before anything is sent.
+1. ``f`` is checked against the number of ranks at construction of whatever trains with it, and against the ranks of
+   positive weight in every step, before anything is sent.
 2. A rank that sends NaN or inf counts as faulty and is left out: per element in ``median`` and ``trimmed_mean``,
    the whole rank in the others. Where more than f are faulty in this way the update is NaN on every rank.
 3. Raw gradients travel, in their own type; arithmetic is in float32 (float64 for float64), dot products in float64.
@@ -47,6 +48,9 @@ class _Elementwise(Policy):
             ConfigurationError: ranks of these (positive) weights cannot outvote f of them.
         """
         raise NotImplementedError
+
+    def check_size(self, size: int, nodes: int | None = None) -> None:
+        self.check_ranks([1.0] * size)
 
     def reduce(self, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """One result of all rows, in float32 or wider."""
@@ -125,6 +129,9 @@ class _Whole(Policy):
             ConfigurationError: ranks of these (positive) weights cannot outvote f of them.
         """
         raise NotImplementedError
+
+    def check_size(self, size: int, nodes: int | None = None) -> None:
+        self.check_ranks([1.0] * size)
 
     def coefficients(self, products: Tensor, good: Tensor, weights: Sequence[float]) -> Tensor:
         """Float64, one per row; NaN where too many rows are not good.

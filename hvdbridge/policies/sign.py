@@ -159,9 +159,9 @@ class OneBit(WithFeedback):
         v = sum_r C(p_r) + e_server;  send C(v);  e_server = v - C(v)
 
     The server's error is added to the sum as it is, while :class:`EfSign` sends it through the owner's next signs.
-    Updates, residuals and servers' errors sum to the inputs, but for two cases: a rank of weight 0 keeps both as they
-    are, so what it fails to send as a server in that step is lost; and when the number of ranks changes, a server's
-    errors in blocks that have another owner then.
+    Updates, residuals and servers' errors sum to the inputs, but for one case: a rank of weight 0 keeps both as they
+    are, so what it fails to send as a server in that step is lost. When the number of ranks changes, blocks have other
+    owners: the servers' errors become part of the residuals.
 
     On the wire: 1 bit per element and 4 bytes per block, in each of an all-to-all and an all-gather.
 
@@ -172,7 +172,7 @@ class OneBit(WithFeedback):
 
     block: int = BLOCK
     ef: bool = True
-    slots: ClassVar[Mapping[str, Slot]] = {"server": Slot(local=True, gradient_units=True)}
+    slots: ClassVar[Mapping[str, Slot]] = {"server": Slot(local=True, gradient_units=True, owned=True)}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels.norm import global_norm
 from hvdbridge.options import option
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.feedback import RESIDUAL, feedback, residuals
@@ -58,7 +59,14 @@ class ErrorFeedback(Policy):
 
 @dataclass(frozen=True)
 class Warmup(Policy):
-    """``first`` for ``steps`` steps, ``then`` from there on. The state of both is kept."""
+    """``first`` for ``steps`` steps, ``then`` from there on. The state of both is kept.
+
+    After the last of these steps ``then`` is told the parameters with which its turn begins, if it remembers any
+    (:attr:`Policy.anchored <hvdbridge.policy.Policy.anchored>`). Where ranks have drifted apart under ``first``
+    (``local_sgd``, ``noop``), parameters become their weighted mean then, once: an all-reduce of the model. Momenta of
+    the optimizer are its own: where these differ, replicas under ``then=mean`` differ by what is left of them.
+    A switch at a step that is skipped, because its weights add up to zero, does neither.
+    """
 
     then: Policy
     steps: int = option(100, at_least=0)
@@ -69,13 +77,27 @@ class Warmup(Policy):
         result = yield from self.inners()[key].aggregate(bucket, state[key])
         return Aggregated(result.update, result.sent, {key: result.state})
 
+    @property
+    def acts_after_step(self) -> bool:
+        return self.first.replicas == "drift" or any(p.acts_after_step for p in (self.first, self.then))
+
     def due(self, step: int) -> bool:
+        if step == self.steps - 1 and (self.first.replicas == "drift" or self.then.anchored):
+            return True
         return (self.first if step < self.steps else self.then).due(step)
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
         key = "first" if bucket.step < self.steps else "then"
-        result = yield from self.inners()[key].after_step(bucket, state[key])
-        return Aggregated(result.update, state={key: result.state})
+        inner, states = self.inners()[key], dict[str, State | None]()
+        if inner.due(bucket.step):
+            result = yield from finish(inner.after_step(bucket, state[key]))
+            bucket, states[key] = replace(bucket, buffer=result.update, scaled=False), result.state
+        if bucket.step == self.steps - 1:
+            if self.first.replicas == "drift":
+                result = yield from finish(MEAN.aggregate(bucket, {}))
+                bucket = replace(bucket, buffer=result.update, scaled=False)
+            states["then"] = self.then.start_from(bucket, state["then"])
+        return Aggregated(bucket.buffer, state=states)
 
 
 @dataclass(frozen=True)
@@ -94,11 +116,15 @@ class Clip(Policy):
     additive = False
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        norm = length(bucket.buffer)
+        norm = global_norm(bucket.buffer, bucket.layout)
         factor = (self.norm / norm).clamp(max=1.0)  # a norm of 0 gives inf, and 1
         bucket.buffer.mul_(torch.where(norm.isfinite(), factor, 1.0).to(bucket.buffer.dtype))
         result = yield from self.inner.aggregate(bucket, state["inner"])
         return Aggregated(result.update, state={"inner": result.state})
+
+
+Plan = tuple[dict[str, Layout], list[tuple[str, int, int]]]
+"""The layout of each rule's part, and the bucket as runs ``(rule, start, end)`` in those parts."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +135,7 @@ class Partition(Policy):
 
     - a number of elements: ``<1024``, ``<=1024``, ``>1024``, ``>=1024``;
     - a number of dimensions: ``1d``, or compared, ``>=2d``;
-    - the gradient's type: ``float16``, ``bfloat16``, ``float32``, ``float64``;
+    - the type of the parameter's gradient: ``float16``, ``bfloat16``, ``float32``, ``float64``;
     - else a pattern of the parameter's name, as in :mod:`fnmatch`: ``*.bias``, ``layers.[0-3].*``.
 
     Each part of a bucket is a bucket of its own. State is keyed by the text of the rule.
@@ -133,7 +159,7 @@ class Partition(Policy):
     def inners(self) -> Mapping[str, Policy]:
         return {**dict(self.rules), "rest": self.rest}
 
-    def rule_of(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> str:
+    def rule_of(self, name: str, shape: torch.Size, dtype: torch.dtype) -> str:
         """The text of the rule that a parameter falls under."""
         return next((text for text, _ in self.rules if _matcher(text)(name, shape, dtype)), "rest")
 
@@ -151,10 +177,14 @@ class Partition(Policy):
         inners = self.inners()
         return self._each(bucket, state, lambda key: inners[key].after_step if inners[key].due(bucket.step) else keep)
 
+    def start_from(self, bucket: Bucket, state: State) -> State:
+        parts, _ = self._plan(bucket)
+        inners = self.inners()
+        return {key: inners[key].start_from(bucket.select(names), state[key]) for key, names in parts.items()}
+
     def _each(self, bucket: Bucket, state: State, start: Callable[[str], Callable[[Bucket, State], Flow]]) -> Flow:
         """Run each part's flow, one after the other; where one is early, the rest of them after all have begun."""
-        layout, dtype = bucket.layout, bucket.dtype
-        parts, runs = layout.derive((self, dtype), lambda: self._divide(layout, dtype))
+        layout, (parts, runs) = bucket.layout, self._plan(bucket)
         flows: dict[str, Flow] = {}
         ends: dict[str, Early | Aggregated] = {}
         for key, names in parts.items():
@@ -179,11 +209,14 @@ class Partition(Policy):
             return only
         return torch.cat([tensors[key][start:end] for key, start, end in runs])
 
-    def _divide(
-        self, layout: Layout, dtype: torch.dtype | None
-    ) -> tuple[dict[str, Layout], list[tuple[str, int, int]]]:
-        """The layout of each rule's part, and the bucket as runs ``(rule, start, end)`` in those parts."""
-        rules = {name: self.rule_of(name, shape, dtype) for name, shape in layout.shapes.items()}
+    def _plan(self, bucket: Bucket) -> Plan:
+        layout = bucket.layout
+        dtypes = tuple(bucket.dtypes[name] for name in layout.names)
+        return layout.derive((self, dtypes), lambda: self._divide(layout, dtypes))
+
+    def _divide(self, layout: Layout, dtypes: Sequence[torch.dtype]) -> Plan:
+        kinds = zip(layout.shapes.items(), dtypes, strict=True)
+        rules = {name: self.rule_of(name, shape, dtype) for (name, shape), dtype in kinds}
         keys = [key for key in self.inners() if key in rules.values()] or ["rest"]
         parts = {key: layout.part(name for name, rule in rules.items() if rule == key) for key in keys}
         runs: list[tuple[str, int, int]] = []
@@ -197,31 +230,13 @@ class Partition(Policy):
         return parts, runs
 
 
-def length(flat: Tensor) -> Tensor:
-    """The L2 norm of a vector, in float64, where no square of a float32 number overflows.
-
-    >>> length(torch.tensor([3e30, 4e30])) / 1e30
-    tensor(5.0000, dtype=torch.float64)
-    """
-    if flat.device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)
-        return norm
-    # A CPU does that one number after the other; pieces that stay in its cache are seven times as fast.
-    spare = torch.empty(1 << 15, dtype=torch.float64)
-    total = torch.zeros((), dtype=torch.float64)
-    for some in flat.split(spare.numel()):
-        wide = spare[: some.numel()].copy_(some)
-        total += torch.dot(wide, wide)
-    return total.sqrt()
-
-
 def keep(bucket: Bucket, state: State) -> Flow:
     """The flow that changes nothing."""
     yield from ()
     return Aggregated(bucket.buffer)
 
 
-Matcher = Callable[[str, torch.Size, "torch.dtype | None"], bool]
+Matcher = Callable[[str, torch.Size, torch.dtype], bool]
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "": operator.eq}
 _TYPES = ("float16", "bfloat16", "float32", "float64")
 

@@ -152,6 +152,7 @@ CASES = [
     Case("powersgd:rank=2"),
     Case("powersgd:rank=2,alternate=true"),
     Case("powersgd:rank=2,batched=true", flat=True),
+    Case("powersgd:rank=2,batched=true,alternate=true", flat=True),
     Case("powersgd:rank=2,warm_start=false"),
     # Combining and robust
     Case("adasum", order_matters=True),

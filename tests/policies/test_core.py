@@ -89,7 +89,7 @@ def test_most_policies_do_nothing_after_the_step() -> None:
 
 
 def test_wrappers_take_the_wider_of_their_inners() -> None:
-    for spec in ("clip(local_sgd)", "warmup(steps=5, then=local_sgd)", "partition(a=noop)", "fp16(diloco)"):
+    for spec in ("clip(local_sgd)", "warmup(steps=5, then=local_sgd)", "partition(a=noop)", "hierarchical(diloco)"):
         assert from_spec(spec).replicas == "drift"
     assert from_spec("clip(mean)").scope == "step"
     assert from_spec("warmup(clip, first=mean)").scope == "step"
@@ -103,6 +103,11 @@ def test_wrappers_are_due_when_an_inner_is(spec: str) -> None:
 def test_warmup_is_due_as_the_one_that_runs() -> None:
     policy = from_spec("warmup(steps=4, first=local_sgd:every=2, then=local_sgd:every=3)")
     assert [step for step in range(9) if policy.due(step)] == [1, 3, 5, 8]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_who_acts_after_a_step_is_due_after_some(case: Case) -> None:
+    assert case.policy.acts_after_step == (case.first_due is not None)
 
 
 def test_after_step_reaches_inners_and_their_part_of_the_parameters() -> None:
@@ -125,6 +130,27 @@ def test_after_step_reaches_inners_and_their_part_of_the_parameters() -> None:
         for name in PARAMS:
             assert torch.equal(new[name], doubled[name] if name in changed else PARAMS[name]), (policy, name)
     assert torch.equal(given[0]["a"], PARAMS["a"]), "what was given is left alone"
+
+
+@dataclass(frozen=True)
+class Both(Policy):
+    """Two policies after the step, one after the other, as the base class does it."""
+
+    a: Policy
+    b: Policy
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        yield from ()
+        return Aggregated(bucket.buffer)
+
+
+def test_each_inner_of_an_after_step_scales_by_itself() -> None:
+    """The second gets parameters, not shares of them: powers of two keep their bits."""
+    policy = Both(from_spec("local_sgd:every=1"), from_spec("local_sgd:every=1"))
+    simulation = Simulation(policy, PARAMS, 2)
+    simulation.step(ones(2))
+    for mine in simulation.after_step([{n: torch.full_like(p, v) for n, p in PARAMS.items()} for v in (1.0, 3.0)]):
+        assert all(torch.equal(p, torch.full_like(p, 2.0)) for p in mine.values())
 
 
 def test_a_skipped_step_has_no_after_step() -> None:
@@ -335,6 +361,36 @@ def test_each_optimizer_is_followed_by_its_part() -> None:
         assert trained.values == (2.0, 2.0)
 
 
+def test_what_training_starts_from_are_the_parameters_of_the_first_backward() -> None:
+    with Harness(from_spec("diloco:every=100")) as harness:
+        trained = Trained(harness)
+
+        def anchors() -> list[float]:
+            anchor = harness.aggregator.store.portable()["anchor"]
+            return [*anchor["w"].tolist(), *anchor["v"].tolist()]
+
+        with torch.no_grad():
+            trained.model.w.fill_(5.0)  # weights are loaded
+        harness.step(1.0)
+        assert anchors() == [5.0] * 3 + [1.0] * 2
+        with torch.no_grad():
+            trained.model.w.fill_(7.0)  # the optimizer's step
+        assert anchors() == [5.0] * 3 + [1.0] * 2
+        harness.step(1.0)
+        assert anchors() == [5.0] * 3 + [1.0] * 2
+
+
+def test_buckets_know_the_types_of_all_gradients() -> None:
+    params = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(2)}
+    driver, communicator = ThreadDriver(), Gated()
+    try:
+        aggregator = Aggregator(from_spec("mean"), params, communicator, communicator, driver)
+        bucket = aggregator.bucket(torch.zeros(4), Layout({"b": (2,), "a": (2,)}), 0, 0)
+        assert bucket.dtypes == {"a": torch.bfloat16, "b": torch.float32}
+    finally:
+        driver.close()
+
+
 def test_optimizers_come_in_one_order() -> None:
     with Harness(Doubling()) as harness:
         trained = Trained(harness)
@@ -508,6 +564,28 @@ def test_bytes_of_shapes_types_and_steps() -> None:
     for wrong in ({"size": 0}, {"size": 2, "bucket_mb": 0}, {"size": 2, "local_size": 0}):
         with pytest.raises(ConfigurationError):
             mean.bytes_per_step({"w": (3,)}, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spec", "size", "message"),
+    [
+        ("krum", 4, r"Krum: f=1 faulty ranks need N >= 2 f \+ 3 = 5"),
+        ("multi_krum:f=1,m=6", 6, "m=6 must be at most N - f = 5"),
+        ("trimmed_mean", 2, r"N >= 2 f \+ 1 = 3"),
+        ("median:f=2", 4, r"N >= 2 f \+ 1 = 5"),
+        ("geometric_median:f=1", 2, "N >= 2 f"),
+        ("clipped_mean:f=1", 2, "N >= 2 f"),
+        ("warmup(steps=5, then=krum)", 4, "Krum"),
+        ("partition(a=trimmed_mean, rest=mean)", 2, "TrimmedMean"),
+        ("local_sgd(inner=krum)", 4, "Krum"),
+    ],
+)
+def test_an_impossible_number_of_ranks_is_found_before_the_first_step(spec: str, size: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Simulation(spec, PARAMS, size)
+    with pytest.raises(ConfigurationError, match=message):
+        from_spec(spec).bytes_per_step(PARAMS, size)
+    Simulation(spec, PARAMS, size + 1)
 
 
 def test_buckets_are_cut_from_the_end_by_type() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
-from hvdbridge.errors import Unsupported, WeightError
+from hvdbridge.errors import ConfigurationError, Unsupported, WeightError
 from hvdbridge.policies import Hierarchical, Mean, from_spec
 from hvdbridge.policy import Aggregated, Flow, Policy, State
 from hvdbridge.simulation import Simulation, simulate
@@ -196,6 +196,15 @@ def test_nodes_of_unequal_weight_where_that_means_nothing() -> None:
     for size, weights in ((5, None), (4, [1, 1, 1, 0])):
         with pytest.raises(WeightError, match="Equal gives unequal weights no meaning"):
             Simulation(policy, {"w": (3,)}, size, 2).step(grads[:size], weights)
+
+
+def test_a_number_of_nodes_that_the_inner_policy_is_not_for() -> None:
+    with pytest.raises(ConfigurationError, match=r"Krum: f=1 faulty ranks need .* there are 4"):
+        Simulation("hierarchical(krum)", SHAPES, 8, 2)
+    with pytest.raises(ConfigurationError, match="there are 4"):
+        from_spec("hierarchical(krum)").bytes_per_step(SHAPES, 8, local_size=2)
+    Simulation("hierarchical(krum)", SHAPES, 10, 2)
+    from_spec("hierarchical(krum)").check_size(8)  # on how many nodes is not known
 
 
 def test_after_the_step_nodes_average_as_ranks_do() -> None:

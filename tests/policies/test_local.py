@@ -286,6 +286,67 @@ def test_the_anchor_is_a_copy_of_the_parameters_at_the_start() -> None:
     assert simulation.stores[0].nbytes == 2 * 4 * sum(p.numel() for p in params.values())
 
 
+# Switching
+
+
+SWITCHES = [
+    "post_local_sgd(start=3, every=2, inner=topk(ratio=0.01))",
+    "post_local_sgd(start=3, every=2, inner=int8)",
+    "warmup(steps=3, then=local_sgd(every=2, inner=topk(ratio=0.01)))",
+    "warmup(steps=3, then=diloco(every=2))",
+    "warmup(steps=3, then=adasum_delta)",
+    "warmup(steps=3, then=partition(*.weight=diloco(every=2), scale=mean, rest=local_sgd(every=2, inner=bf16)))",
+    "warmup(steps=2, then=warmup(steps=3, then=clip(diloco(every=2))))",
+    "hierarchical(warmup(steps=3, then=diloco(every=2)))",
+    "warmup(steps=3, first=local_sgd(every=2, inner=bf16), then=diloco(every=2))",
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", SWITCHES)
+def test_a_switch_throws_nothing_away(spec: str, dtype: torch.dtype) -> None:
+    """Replicas that are equal at the switch and stand still after it stay where they are, however little of a
+    difference the inner policy sends. Equal ones at two ranks are averaged exactly."""
+    simulation = Simulation(spec, {name: p.to(dtype) for name, p in start().items()}, 2, local_size=1)
+    params = [{name: p.to(dtype) for name, p in start().items()} for _ in range(2)]
+    for step in range(8):
+        grads = {name: (g if step < 3 else torch.zeros_like(g)).to(dtype) for name, g in numbers(step).items()}
+        updates = simulation.step([grads, grads])
+        params = [{n: p - u[n] for n, p in mine.items()} for mine, u in zip(params, updates, strict=True)]
+        if step == 2:
+            learned = params[0]
+        params = simulation.after_step(params)
+        assert all(torch.equal(params[0][n], params[1][n]) for n in SHAPES)
+    assert not torch.equal(learned["fc.weight"], start()["fc.weight"].to(dtype))
+    assert all(torch.equal(params[0][name], learned[name]) for name in SHAPES)
+
+
+def test_an_exact_average_needs_no_anchor() -> None:
+    for spec in ("post_local_sgd(start=3, every=2)", "warmup(steps=3, then=local_sgd(every=4))"):
+        assert not from_spec(spec).anchored
+        assert not from_spec(spec).due(2)
+        assert Simulation(spec, start(), 2).stores[0].nbytes == 0
+    assert from_spec("post_local_sgd(start=3, every=2, inner=bf16)").due(2)
+
+
+@pytest.mark.parametrize("first", ["local_sgd:every=4", "noop", "partition(fc.*=noop, rest=mean)"])
+@pytest.mark.parametrize("weights", [None, [3.0, 0.0, 1.0]])
+def test_after_a_drifting_warmup_replicas_are_the_same(first: str, weights: list[float] | None) -> None:
+    """At the switch they become their mean, of three numbers below 16; from there on updates are equal."""
+    training = Training(f"warmup(steps=3, first={first}, then=mean)", 3)
+    assert [step for step in range(9) if training.simulation.policy.due(step)] == [2]
+    control = Training(first, 3)
+    for step in range(6):
+        training.step(weights)
+        if step < 3:
+            control.step(weights)
+        alike = [all(torch.equal(p[n], training.params[0][n]) for p in training.params) for n in SHAPES if n != "empty"]
+        assert all(alike) == (step >= 2)
+        if step == 2:
+            want = mean([wide(p) for p in control.params], weights or [1.0] * 3)
+            training.close([want] * 3, 4)
+
+
 # All
 
 
@@ -329,6 +390,12 @@ def test_bad_options() -> None:
         ("local_sgd(inner=noop)", "inner=Noop averages nothing"),
         ("diloco(inner=local_sgd)", "inner=LocalSgd averages nothing"),
         ("ef(local_sgd)", "cannot wrap LocalSgd"),
+        ("local_sgd(inner=delayed)", "LocalSgd: inner=Delayed is a step late"),
+        ("diloco(inner=clip(delayed))", "DiLoCo: inner=Clip is a step late"),
+        ("fp16(local_sgd)", r"Fp16 cannot wrap LocalSgd, .*local_sgd\(inner=fp16\)"),
+        ("bf16(partition(a=mean, rest=diloco))", "Bf16 cannot wrap Partition"),
+        ("fp16(warmup(first=noop, then=mean))", "Fp16 cannot wrap Warmup"),
+        ("fp16(adasum_delta)", "Fp16 cannot wrap AdasumDelta"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             from_spec(spec)

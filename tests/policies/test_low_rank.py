@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.orthogonal import orthonormal
 from hvdbridge.policies import PowerSGD, from_spec
-from hvdbridge.policies.low_rank import SMALL
+from hvdbridge.policies.matrices import SMALL
 from hvdbridge.simulation import Simulation, simulate
 
 SIZES = [1, 2, 3, 4, 8]
@@ -388,6 +388,23 @@ def test_non_finite_travels_and_the_state_stays(spec: str, bad: float) -> None:
             assert all(torch.equal(new["inner"][slot]["b"], old["inner"][slot]["b"]) for slot in new["inner"])
             assert not torch.equal(new["residual"]["a"], old["residual"]["a"])
     assert all(t.isfinite().all() for t in simulation.step(gradients(3, 9))[0].values())
+
+
+@pytest.mark.parametrize("at", [("a", 3), ("b", 5), ("b", 60), ("b", 99), ("c", 0)])
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("alternate", ["true", "false"])
+def test_one_bad_number_in_a_square_passes(alternate: str, step: int, at: tuple[str, int]) -> None:
+    """A row of the square lies anywhere in the parameters, and its factors are kept under other names."""
+    shapes = {"a": (100,), "b": (100,), "c": (5,)}
+    simulation = Simulation(f"powersgd:batched=true,alternate={alternate}", shapes, 2)
+    for now in range(6):
+        grads = gradients(2, now, shapes)
+        if now == step:
+            grads[0][at[0]][at[1]] = math.nan
+        finite = [all(t.isfinite().all() for t in mine.values()) for mine in simulation.step(grads)]
+        assert finite == [now != step] * 2
+        state = simulation.stores[0].portable()["inner"]
+        assert all(t.isfinite().all() for leaf in state.values() for t in leaf.values())
 
 
 @pytest.mark.parametrize("scale", [1e30, 1e-30])

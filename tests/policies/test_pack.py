@@ -8,15 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdbridge.kernels import pack as packing
-from hvdbridge.kernels.pack import (
-    pack,
-    pack_bits,
-    pack_nibbles,
-    packed_bytes,
-    unpack,
-    unpack_bits,
-    unpack_nibbles,
-)
+from hvdbridge.kernels.pack import pack, pack_bits, packed_bytes, unpack, unpack_bits
 
 
 def reference(codes: list[int], bits: int) -> list[int]:
@@ -51,7 +43,7 @@ def test_shapes(shape: tuple[int, ...]) -> None:
     assert packed.shape == (*shape[:-1], -(-shape[-1] // 8))
     assert torch.equal(unpack_bits(packed, shape[-1]).view(torch.bool), bits)
     nibbles = torch.full(shape, 11, dtype=torch.uint8)
-    assert torch.equal(unpack_nibbles(pack_nibbles(nibbles), shape[-1]), nibbles)
+    assert torch.equal(unpack(pack(nibbles, 4), shape[-1], 4), nibbles)
 
 
 def test_views_and_spare_bytes_are_read_right() -> None:

@@ -63,6 +63,44 @@ def test_no_rank_moves_the_sum_by_more_than_the_norm() -> None:
         assert abs(3 * np.linalg.norm(a - b) - 2) <= 1e-5
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "partition(w=dp(norm=1.0,noise=0), rest=dp(norm=1.0,noise=0))",
+        "partition(w=mean, rest=dp(norm=1.0))",
+        "fp16(partition(w=mean, rest=dp(norm=1.0)))",
+    ],
+)
+def test_a_part_of_the_gradient_is_refused(spec: str) -> None:
+    """Two parts of norm 1 each have one of 1.4 together."""
+    with pytest.raises(ConfigurationError, match="a part of it"):
+        simulate(spec, gradients(2))
+    with pytest.raises(ConfigurationError, match="a part of it"):
+        from_spec(spec).bytes_per_step(SHAPES, 2)
+
+
+def test_all_of_the_gradient_is_not_a_part() -> None:
+    grads = gradients(2)
+    expected = simulate("dp:norm=1.0,test_seed=3", grads)[0]
+    for spec in ("partition(*=dp(norm=1.0,test_seed=3))", "warmup(steps=0, then=dp(norm=1.0,test_seed=3))"):
+        update = Simulation(spec, SHAPES, 2, buckets=[[name] for name in SHAPES]).step(grads)[0]
+        assert all(torch.equal(update[n], expected[n]) for n in SHAPES)
+
+
+@pytest.mark.parametrize("spec", ["clip(norm=0.5)", "dgc(ratio=1.0,clip=0.5)", "dp(norm=0.5,noise=0.0)"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_bits_of_a_clipped_gradient_do_not_depend_on_where_parameters_lie(spec: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {f"p{i}": (1000 + 37 * i,) for i in range(12)} | {"long": (100_001,)}
+    for _ in range(10):
+        grads = [{n: torch.randn(s, generator=generator, dtype=dtype) for n, s in sizes.items()} for _ in range(2)]
+        params = {n: torch.zeros(s, dtype=dtype) for n, s in sizes.items()}
+        names = torch.randperm(len(sizes), generator=generator).tolist()
+        one = Simulation(spec, params, 2).step(grads)[0]
+        other = Simulation(spec, {n: params[n] for n in (list(sizes)[i] for i in names)}, 2).step(grads)[0]
+        assert all(torch.equal(one[n], other[n]) for n in sizes)
+
+
 def standardised(spec: str, size: int, weights: list[float] | None, scale: float, dtype: torch.dtype) -> np.ndarray:
     """The noise in the sum over ranks in units of ``noise * norm``: gradients are zero."""
     simulation = Simulation(spec, {"w": torch.zeros(MANY, dtype=dtype)}, size)

@@ -66,7 +66,7 @@ def test_plus_widens_and_remembers_the_gradients_type() -> None:
     wider = bucket.plus({"b": torch.full((1,), 0.001), "a": torch.zeros(2)})
     assert wider.buffer.dtype == torch.float32
     assert wider.buffer[2] == torch.tensor(1.001)
-    assert wider.dtype == torch.bfloat16
+    assert wider.dtypes == {"a": torch.bfloat16, "b": torch.bfloat16}
 
 
 def test_select_copies_in_the_order_of_the_part() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from hvdbridge.bucket import Bucket, Layout, Views
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies import from_spec
 from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
+from hvdbridge.runtime import session
 from hvdbridge.simulation import Simulation
 from hvdbridge.state import StateStore, _Finite, leaves, redistribute, select, to_portable
+from hvdbridge.synchronizer import GradientSynchronizer, average_gradients
 
 PARAMS = {"w": torch.zeros(4, 3), "b": torch.zeros(4), "e": torch.zeros(0), "s": torch.zeros(())}
 ALL = Layout({name: p.shape for name, p in PARAMS.items()})
@@ -255,3 +259,130 @@ def test_a_policy_without_state_costs_nothing() -> None:
     assert store.part(ALL) is store.part(Layout({"w": (4, 3)}))
     assert store.portable() == {}
     store.load({})
+
+
+STRANGE = [
+    {"residual": None}, {"residual": {"w": 1}}, {"residual": torch.zeros(3)}, {"residual/w": torch.zeros(4, 3)},
+    {1: {2: torch.zeros(1)}}, 3, "text", None, torch.zeros(2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("strange", STRANGE, ids=lambda s: str(s)[:20])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_no_state_at_all_is_refused_with_its_differences(strange: Any, size: int) -> None:
+    store = store_of()
+    fill(store, ALL, 5.0)
+    good = store.portable()
+    for given in (strange, [strange], (good, strange)):
+        with pytest.raises(ConfigurationError, match=r"residual/w is missing|of type|not expected"):
+            store.load(given, 0, size)
+    for branch in ({"inner": None}, {"inner": 3}, {"inner": {"q": []}}, {"more": "text"}):
+        with pytest.raises(ConfigurationError, match=r"(inner|inner/q|more) is of type"):
+            store.load([good | branch], 0, size)
+    assert store.part(ALL)["residual"].flat.eq(5).all()
+
+
+def test_a_branch_without_leaves_may_be_missing() -> None:
+    store = store_of()
+    fill(store, ALL, 6.0)
+    whole = store.portable()
+    bare = {"residual": whole["residual"]}
+    for saved in ([whole, bare], [bare, whole]):
+        store.load(saved, 0, 4)
+        assert store.part(ALL)["residual"].flat.eq(3).all()
+
+
+class Run:
+    """One rank's synchronizer around a small model."""
+
+    def __init__(self, policy: str = "topk(ratio=0.3)") -> None:
+        self.model = torch.nn.Linear(8, 4)
+        with torch.no_grad():
+            for i, p in enumerate(self.model.parameters()):
+                p.copy_(torch.linspace(-1, 1 + i, p.numel()).view(p.shape))
+        self.sync = GradientSynchronizer(self.model, torch.optim.SGD(self.model.parameters(), lr=0.0), policy=policy)
+
+    def backward(self, scale: float) -> list[Tensor]:
+        self.sync.optimizer.zero_grad()
+        (self.sync.model(torch.linspace(-1, 1, 24).view(3, 8)).square().sum() * scale).backward()
+        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with session(backend="torch", rank=0, size=1):
+        yield
+
+
+@pytest.mark.parametrize("set_again", [True, False])
+@pytest.mark.parametrize("scale", [512.0, 700.0])
+def test_a_state_knows_the_scale_that_it_is_in(scale: float, set_again: bool, alone: None) -> None:
+    one, other = Run(), Run()
+    one.sync.loss_scale = 1024.0
+    one.backward(1024.0)
+    one.sync.loss_scale = scale  # as a GradScaler's update says; the residual is still in units of 1024
+    saved = one.sync.state_dict()
+    other.sync.load_state_dict(saved)
+    assert other.sync.loss_scale == scale
+    if set_again:
+        other.sync.loss_scale = scale
+    for run in (one, other):
+        run.found = [run.backward(scale), run.backward(scale)]  # type: ignore[attr-defined]
+        run.state = run.sync.state_dict()  # type: ignore[attr-defined]
+    for a, b in zip(one.found, other.found, strict=True):  # type: ignore[attr-defined]
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    residuals = (run.state["state"]["residual"] for run in (one, other))  # type: ignore[attr-defined]
+    mine, theirs = residuals
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert all(t.any() for t in mine.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("loss_scale"), "loss_scale missing"),
+        (lambda s: s.pop("state_scale"), "state_scale missing"),
+        (lambda s: s.pop("step"), "step missing"),
+        (lambda s: s.pop("state"), "state missing"),
+        (lambda s: s.pop("policy"), "policy missing"),
+        (lambda s: s.clear(), "complete on rank 0 alone"),
+        (lambda s: s.update(policy="mean"), "one of policy 'mean'"),
+        (lambda s: s.update(step="ten"), "step='ten'"),
+        (lambda s: s.update(step=1.5), "step=1.5"),
+        (lambda s: s.update(loss_scale=0.0), "loss_scale=0.0"),
+        (lambda s: s.update(state_scale=math.nan), "state_scale=nan"),
+        (lambda s: s.update(size=None), "size=None"),
+        (lambda s: s.update(size=2), "saved by 2 ranks"),
+        (lambda s: s.update(state=None), "of type NoneType"),
+        (lambda s: s.update(state={"residual": 1}), "residual is of type int"),
+        (lambda s: s.update(ranks={}), "ranks of type dict"),
+        (lambda s: s.update(ranks=[]), "no state to load"),
+        (lambda s: s.update(ranks=[s["state"], {}]), "of rank 1 does not fit"),
+    ],
+)
+def test_a_synchronizer_takes_all_of_a_state_or_nothing(change: Any, message: str, alone: None) -> None:
+    run = Run("ef(bf16)")
+    run.sync.loss_scale = 8.0
+    run.backward(8.0)
+    before = run.sync.state_dict()
+    bad = {"loss_scale": 2.0, "state_scale": 2.0, "step": 7, "size": 1, "policy": before["policy"]}
+    bad["state"] = {"residual": {n: t + 1 for n, t in before["state"]["residual"].items()}, "inner": {}}
+    change(bad)
+    with pytest.raises(ConfigurationError, match=message):
+        run.sync.load_state_dict(bad)
+    after = run.sync.state_dict()
+    assert {k: v for k, v in after.items() if k != "state"} == {k: v for k, v in before.items() if k != "state"}
+    assert all(torch.equal(t, before["state"]["residual"][n]) for n, t in after["state"]["residual"].items())
+
+
+def test_a_policy_that_is_not_defined_for_one_rank_is_refused_at_once(alone: None) -> None:
+    with pytest.raises(ConfigurationError, match="Krum: f=1"):
+        Run("krum")
+    with pytest.raises(ConfigurationError, match="Krum: f=1"):
+        average_gradients(torch.nn.Linear(2, 2), policy="krum")
+
+
+@pytest.mark.parametrize("strange", [None, [], 3])
+def test_a_synchronizer_takes_dicts_alone(strange: Any, alone: None) -> None:
+    with pytest.raises(ConfigurationError, match="is a dict"):
+        Run().sync.load_state_dict(strange)

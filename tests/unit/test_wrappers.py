@@ -186,6 +186,69 @@ def test_the_first_rule_wins_and_types_are_those_of_the_gradient() -> None:
     assert not updates["b"].any()
 
 
+MIXED = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(3), "c": torch.ones(3, dtype=torch.float16)}
+
+
+@pytest.mark.parametrize("around", ["", "clip", "local_sgd", "diloco"])
+def test_a_partition_by_type_of_parameters_that_come_together(around: str) -> None:
+    """Joined for a policy of scope "step", and after the optimizer's step, they are widened; rules see their types."""
+    spec = "partition(bfloat16=sum, float16=clip(ef(bf16), norm=100.0), rest=clip(ef(mean), norm=100.0))"
+    for size in (1, 2):
+        text = {"": spec, "clip": f"clip({spec}, norm=1000.0)"}.get(around, f"{around}(every=1, inner={spec})")
+        simulation = Simulation(text, MIXED, size)
+        updates = simulation.step([MIXED] * size)
+        moved = simulation.after_step([{n: p * 2 for n, p in MIXED.items()}] * size)
+        if around in ("", "clip"):
+            assert {n: float(u[0]) for n, u in updates[0].items()} == {"a": float(size), "b": 1.0, "c": 1.0}
+        elif around == "local_sgd":  # from 1, by the inner policy of 2 - 1
+            assert {n: float(p[0]) for n, p in moved[0].items()} == {"a": 1.0 + size, "b": 2.0, "c": 2.0}
+        assert simulation.policy.bytes_per_step(MIXED, size) == simulation.bytes_sent[0]
+
+
+def test_parts_may_act_after_the_step_by_type() -> None:
+    simulation = Simulation("partition(bfloat16=mean, rest=local_sgd(every=1, inner=ef(bf16)))", MIXED, 2)
+    simulation.step([MIXED] * 2)
+    moved = simulation.after_step([{n: p * k for n, p in MIXED.items()} for k in (2, 4)])
+    assert [{n: float(p[0]) for n, p in mine.items()} for mine in moved] == [
+        {"a": 2.0, "b": 3.0, "c": 3.0},
+        {"a": 4.0, "b": 3.0, "c": 3.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "mean(exact=true)", "partition(w=mean(exact=true), rest=mean)", "partition(w=mean, rest=mean(exact=true))",
+        "warmup(steps=0, then=partition(w=mean(exact=true), rest=mean))", "clip(partition(w=mean(exact=true)))",
+    ],
+)  # fmt: skip
+def test_small_shares_of_a_mean_are_lifted_in_any_part_of_a_bucket(inner: str) -> None:
+    """At 8 ranks a share of 1e-7 is below half of fp16's smallest number 6e-8; lifted it is 1e-7, off by half of it."""
+    grads = [{"w": torch.full((4,), 1e-7), "v": torch.full((4,), 1e-7)}] * 8
+    for update in simulate(f"fp16({inner})", grads):
+        for name in ("w", "v"):
+            assert bool(((update[name] - 1e-7).abs() <= 2.0**-25 + 1e-12).all()), name
+
+
+def test_a_raw_gradient_beside_a_lifted_share_is_not_lifted() -> None:
+    """20000 fits into fp16, 8 times that does not."""
+    grads = [{"w": torch.full((4,), 1e-7), "v": torch.full((4,), 2e4)}] * 8
+    for spec in (
+        "fp16(partition(w=mean(exact=true), rest=median))",
+        "fp16(partition(v=median, rest=mean(exact=true)))",
+    ):
+        update = simulate(spec, grads)[0]
+        assert torch.equal(update["v"], grads[0]["v"])
+        assert update["w"].all()
+
+
+def test_small_shares_that_wait_are_lifted() -> None:
+    simulation = Simulation("fp16(delayed(mean(exact=true)))", {"w": (4,)}, 8)
+    for _ in range(2):
+        update = simulation.step([{"w": torch.full((4,), 1e-7)}] * 8)[0]
+    assert update["w"].all()
+
+
 def test_state_of_a_partition_is_keyed_by_rule() -> None:
     simulation = Simulation("ef(partition(*.bias=mean, rest=bf16))", SHAPES, 2)
     assert set(simulation.stores[0].portable()) == {"residual", "inner"}
