@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-ch
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types parity bench docs ci clean
+.PHONY: help install demo test lint types parity convergence bench docs ci clean
 
 help:
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -42,6 +42,9 @@ types: $(STAMP)  ## mypy --strict
 
 parity: $(STAMP)  ## ResNet18, bit-equal to DistributedDataParallel on every backend
 	@$(BIN)/python benchmarks/parity.py
+
+convergence: $(STAMP)  ## what every policy does to the loss, written to docs/policies.md
+	@$(BIN)/python benchmarks/convergence.py
 
 bench: $(STAMP)  ## step times against each backend's native way
 	@$(BIN)/python benchmarks/overhead.py
