@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hvdbridge.broadcast import broadcast_tensors
+from hvdbridge.replicate import broadcast_tensors
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.config import Config
 from hvdbridge.driver import drive

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hvdbridge import runtime
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.agreement import agree, describe, open_group, trainable
-from hvdbridge.broadcast import broadcast_optimizer, broadcast_tensors
+from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.driver import Driver, drive, open_driver
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from hvdbridge.aggregator import Aggregator, Piece
-from hvdbridge.broadcast import broadcast_tensors
+from hvdbridge.replicate import broadcast_tensors
 from hvdbridge.bucket import Layout, Views
 from hvdbridge.collectives import AllGather, AllReduce, Collective
 from hvdbridge.driver import Pending
