@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 HOME = {
+    "bridges.foreign_hook": "from_comm_hook",
     "bucket": "Bucket",
     "collectives": "AllGather AllReduce AllToAll Broadcast Collective ReduceScatter",
     "errors": (
@@ -40,6 +41,7 @@ HOME = {
 
 if TYPE_CHECKING:
     from hvdbridge import policies as policies
+    from hvdbridge.bridges.foreign_hook import from_comm_hook as from_comm_hook
     from hvdbridge.bucket import Bucket as Bucket
     from hvdbridge.collectives import AllGather as AllGather
     from hvdbridge.collectives import AllReduce as AllReduce

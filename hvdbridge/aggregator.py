@@ -71,6 +71,7 @@ class Aggregator:
         self._blocks = number_blocks({name: tensor.shape for name, tensor in params.items()})
         self._pending: list[Pending[Any]] = []
         self._pieces: list[Piece] = []
+        self._index = 0  # of the next bucket
         self._joint: dict[tuple[Layout, ...], Layout] = {}
 
     @property
@@ -87,6 +88,7 @@ class Aggregator:
         self.driver.traffic = Traffic()
         self._pending.clear()
         self._pieces.clear()
+        self._index = 0
         if self.loss_scale != self._held_scale:
             self.store.rescale(self.loss_scale / self._held_scale)
             self._held_scale = self.loss_scale
@@ -104,11 +106,11 @@ class Aggregator:
     def submit(self, piece: Piece, last: bool) -> None:
         """Hand in the next bucket; flows start here for policies of scope "bucket"."""
         if self.policy.scope == "bucket":
-            self._start([piece])
+            self._start([piece], last)
             return
         self._pieces.append(piece)
         if last:
-            self._start(self._pieces)
+            self._start(self._pieces, last)
             self._pieces = []
 
     def end(self) -> None:
@@ -127,22 +129,23 @@ class Aggregator:
         self.last_traffic = self.driver.traffic
         self.step += 1
 
-    def _start(self, pieces: Sequence[Piece]) -> None:
+    def _start(self, pieces: Sequence[Piece], last: bool) -> None:
         def settled(pending: Pending[list[Tensor]]) -> None:
             for i, piece in enumerate(pieces):
                 piece.deliver(None if pending.result is None else pending.result[i])
 
         pieces = list(pieces)
-        flow = self._aggregate(pieces, self.step, len(self._pending))
+        flow = self._aggregate(pieces, self.step, self._index, last)
+        self._index += 1
         self._pending.append(self.driver.submit(Pending(flow, self.communicator, overlaps=True, settled=settled)))
 
-    def _aggregate(self, pieces: list[Piece], step: int, index: int) -> Task[list[Tensor]]:
+    def _aggregate(self, pieces: list[Piece], step: int, index: int, last: bool) -> Task[list[Tensor]]:
         if self.skipped:
             return [piece.buffer.zero_() for piece in pieces]
         layout, buffer = self._join(pieces)
         bucket = Bucket(
             buffer, layout, index, step, self.seed, self.communicator.rank, self.communicator.size,
-            self.weights, blocks=self._blocks, groups=self.communicator.places(),
+            self.weights, blocks=self._blocks, groups=self.communicator.places(), last=last,
         )  # fmt: skip
         result = yield from self.policy.aggregate(bucket, self.store.part(layout))
         if result.state is not None:

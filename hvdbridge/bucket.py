@@ -119,6 +119,7 @@ class Bucket:
         groups: this rank's number in, and the size of, each named group: ``{"node": (1, 4), ...}``.
         scaled: whether :meth:`weighted` was done.
         dtype: of the gradient as it arrived; a wrapper may have widened ``buffer`` since.
+        last: whether no bucket of this step follows.
     """
 
     buffer: Tensor
@@ -134,6 +135,7 @@ class Bucket:
     groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     scaled: bool = False
     dtype: torch.dtype | None = None
+    last: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype is None:

@@ -106,6 +106,8 @@ class DdpSource(Source):
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
 
         def deliver(update: Tensor | None) -> None:
+            if update is not None and update.storage_offset():  # DDP takes views at offsets of the storage, not of it
+                update = update.clone()
             future.set_result(buffer if update is None else update)
 
         self.aggregator.submit(Piece(self._layout(bucket.parameters()), buffer, deliver), last=bucket.is_last())
