@@ -27,9 +27,15 @@ HOME = {
         "NotInitialized RankFailed RankMismatch RendezvousError SpecError StepError Unsupported "
         "WeightError"
     ),
+    "launching": "launch",
     "policy": "Aggregated Flow Policy Slot State",
+    "primitives": (
+        "Group Handle P2POp ReduceOp all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier "
+        "batch_isend_irecv broadcast gather irecv isend new_group recv reduce reduce_scatter reduce_scatter_tensor "
+        "scatter send"
+    ),
     "runtime": (
-        "Session backend barrier broadcast_object broadcast_parameters current device init "
+        "Session backend broadcast_object broadcast_parameters current device init "
         "is_initialized launcher local_rank local_size node_rank num_nodes rank session shutdown size"
     ),
     "sampler": "DistributedSampler",
@@ -62,14 +68,36 @@ if TYPE_CHECKING:
     from hvdbridge.errors import StepError as StepError
     from hvdbridge.errors import Unsupported as Unsupported
     from hvdbridge.errors import WeightError as WeightError
+    from hvdbridge.launching import launch as launch
     from hvdbridge.policy import Aggregated as Aggregated
     from hvdbridge.policy import Flow as Flow
     from hvdbridge.policy import Policy as Policy
     from hvdbridge.policy import Slot as Slot
     from hvdbridge.policy import State as State
+    from hvdbridge.primitives import Group as Group
+    from hvdbridge.primitives import Handle as Handle
+    from hvdbridge.primitives import P2POp as P2POp
+    from hvdbridge.primitives import ReduceOp as ReduceOp
+    from hvdbridge.primitives import all_gather as all_gather
+    from hvdbridge.primitives import all_gather_into_tensor as all_gather_into_tensor
+    from hvdbridge.primitives import all_reduce as all_reduce
+    from hvdbridge.primitives import all_to_all as all_to_all
+    from hvdbridge.primitives import all_to_all_single as all_to_all_single
+    from hvdbridge.primitives import barrier as barrier
+    from hvdbridge.primitives import batch_isend_irecv as batch_isend_irecv
+    from hvdbridge.primitives import broadcast as broadcast
+    from hvdbridge.primitives import gather as gather
+    from hvdbridge.primitives import irecv as irecv
+    from hvdbridge.primitives import isend as isend
+    from hvdbridge.primitives import new_group as new_group
+    from hvdbridge.primitives import recv as recv
+    from hvdbridge.primitives import reduce as reduce
+    from hvdbridge.primitives import reduce_scatter as reduce_scatter
+    from hvdbridge.primitives import reduce_scatter_tensor as reduce_scatter_tensor
+    from hvdbridge.primitives import scatter as scatter
+    from hvdbridge.primitives import send as send
     from hvdbridge.runtime import Session as Session
     from hvdbridge.runtime import backend as backend
-    from hvdbridge.runtime import barrier as barrier
     from hvdbridge.runtime import broadcast_object as broadcast_object
     from hvdbridge.runtime import broadcast_parameters as broadcast_parameters
     from hvdbridge.runtime import current as current

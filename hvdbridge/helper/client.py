@@ -177,6 +177,10 @@ class Monitor:
         """Forget all keys and counters that start with ``prefix``."""
         self._link.ask({"op": "delete", "prefix": prefix})
 
+    def own_address(self) -> str:
+        """An address of this host by which the other ranks reach it: where it talks to the job's helper from."""
+        return self._link.own_address()
+
     def agree(self, name: str, value: str, timeout: float | None = None) -> None:
         """Return when every rank posted the same ``value`` under ``name``; a barrier, too.
 
