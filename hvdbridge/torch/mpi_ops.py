@@ -4,8 +4,8 @@ Rules:
 
 1. Names, arguments, defaults and results are those of ``horovod.torch`` 0.28; what Horovod rejects is rejected with the
    same type of exception. Where Horovod itself is wrong or refuses without need, docs/horovod.md says what is done here.
-2. Operations without a name get running numbers per kind and process set; their gradients take the name of the forward
-   operation, so that backward passes that run in another order on each rank match all the same.
+2. Operations without a name get running numbers per kind and process set. A gradient takes the name of its forward
+   operation, so that it never meets the gradient of another one.
 3. ``Average`` sums first and divides after, with the postscale factor in one multiplication; so the bits are Horovod's.
 """
 
@@ -52,7 +52,11 @@ class ReduceOp(int):
         return self.name
 
     def __reduce__(self) -> Any:
-        return _OPS.__getitem__, (int(self),)
+        return _op_of, (int(self),)
+
+
+def _op_of(value: int) -> ReduceOp:
+    return _OPS[value]
 
 
 Average = ReduceOp(0, "Average")
