@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hvdbridge import runtime
@@ -113,7 +114,7 @@ class Settings:
 class Reducer:
     """Carries one optimizer's gradients through a policy, among the ranks of a process set, for one session."""
 
-    def __init__(self, params: Mapping[str, Tensor], settings: Settings, process_set: ProcessSet) -> None:
+    def __init__(self, params: Mapping[str, Parameter], settings: Settings, process_set: ProcessSet) -> None:
         session = runtime.current()
         self.session = session
         self._monitor = session.monitor
@@ -161,8 +162,8 @@ class Reducer:
         """Buckets of the usual size, or one (per type and device) for each group that the user made."""
         options = Options(self.session.config.bucket_mb)
         if settings.groups is None or settings.groups == 0:
-            return make_buckets(self.dense, options)  # type: ignore[arg-type]
-        names = {p: name for name, p in self.dense.items()}
+            return make_buckets(self.dense, options)
+        names: dict[Tensor, str] = {p: name for name, p in self.dense.items()}
         if isinstance(settings.groups, int):
             parts = split_list(list(self.dense), settings.groups)
         else:
@@ -172,7 +173,7 @@ class Reducer:
         whole = replace(options, bucket_mb=float("inf"))
         found = []
         for part in reversed([part for part in parts if part]):
-            found += make_buckets({name: self.dense[name] for name in part}, whole)  # type: ignore[arg-type]
+            found += make_buckets({name: self.dense[name] for name in part}, whole)
         return found
 
     @property
@@ -309,7 +310,7 @@ class _Distributed(Optimizer):
         self._names = names
         self._settings = settings
         self._reducer: Reducer | None = None
-        self._delay: dict[Tensor, int] = {}
+        self._delay: dict[Parameter, int] = {}
         self._arrived: set[Tensor] = set()  # a gradient came since the last synchronize()
         self._handed: set[Tensor] = set()  # ... for the last time of this step
         self._final = False  # p.grad holds what synchronize() promises
@@ -323,7 +324,7 @@ class _Distributed(Optimizer):
         alone = mpi_ops.size() == 1 and isinstance(self._settings.policy, Reduction)
         return not alone and bool(self.process_set.included())
 
-    def _follow(self) -> list[Tensor]:
+    def _follow(self) -> list[Parameter]:
         """Hook parameters that require gradients and did not before; returns them."""
         found = []
         for i, group in enumerate(self.param_groups):
@@ -335,7 +336,7 @@ class _Distributed(Optimizer):
                     found.append(p)
         return found
 
-    def _gradient(self, p: Tensor) -> None:
+    def _gradient(self, p: Any) -> None:
         """Called by autograd when the gradient of ``p`` was accumulated."""
         if not self._active:
             return
@@ -544,8 +545,8 @@ class _DistributedAdasumOptimizer(_Distributed):
 
 
 # Step hooks of torch run in the user's own step(), which these call; they would else run in these as well.
-for _kind in (_DistributedOptimizer, _DistributedAdasumOptimizer):
-    _kind.step.hooked = True  # type: ignore[attr-defined]
+for _step in (_DistributedOptimizer.step, _DistributedAdasumOptimizer.step):
+    setattr(_step, "hooked", True)  # noqa: B010
 
 
 def DistributedOptimizer(

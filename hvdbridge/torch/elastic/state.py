@@ -160,6 +160,8 @@ class TorchState(ObjectState):
         kwargs: become attributes.
     """
 
+    _handlers: dict[str, StateHandler]
+
     def __init__(self, model: torch.nn.Module | None = None, optimizer: Any = None, **kwargs: Any) -> None:
         found = {name: get_handler(value) for name, value in {**kwargs, "model": model, "optimizer": optimizer}.items()}
         object.__setattr__(self, "_handlers", {name: handler for name, handler in found.items() if handler is not None})
