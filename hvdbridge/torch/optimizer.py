@@ -688,5 +688,9 @@ def internal_errors() -> Iterator[None]:
     """The failure of another rank as what Horovod's users catch."""
     try:
         yield
-    except (RankFailed, CollectiveTimeout) as cause:
-        raise internal_error(str(cause)) from cause
+    except Exception as error:
+        # A library below says in its own words that a peer is gone; the monitor knows why.
+        cause = runtime.current().monitor.cause_of(error)
+        if isinstance(cause, (RankFailed, CollectiveTimeout)):
+            raise internal_error(str(cause)) from error
+        raise
