@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 HOME = {
+    "bridges.comm_hook": "to_comm_hook",
+    "bridges.compression": "from_horovod_compression to_horovod_compression",
+    "bridges.ddp": "DistributedDataParallel",
     "bridges.foreign_hook": "from_comm_hook",
     "bucket": "Bucket",
     "collectives": "AllGather AllReduce AllToAll Broadcast Collective ReduceScatter",
@@ -47,6 +50,10 @@ HOME = {
 
 if TYPE_CHECKING:
     from hvdbridge import policies as policies
+    from hvdbridge.bridges.comm_hook import to_comm_hook as to_comm_hook
+    from hvdbridge.bridges.compression import from_horovod_compression as from_horovod_compression
+    from hvdbridge.bridges.compression import to_horovod_compression as to_horovod_compression
+    from hvdbridge.bridges.ddp import DistributedDataParallel as DistributedDataParallel
     from hvdbridge.bridges.foreign_hook import from_comm_hook as from_comm_hook
     from hvdbridge.bucket import Bucket as Bucket
     from hvdbridge.collectives import AllGather as AllGather

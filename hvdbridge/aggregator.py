@@ -23,7 +23,7 @@ from hvdbridge.bucket import Bucket, Layout, join_layouts, number_blocks
 from hvdbridge.collectives import AllGather
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.driver import Driver, Pending, Task, Traffic
-from hvdbridge.errors import WeightError
+from hvdbridge.errors import StepError, WeightError
 from hvdbridge.policy import Policy, check_weights
 from hvdbridge.state import StateStore
 
@@ -64,6 +64,7 @@ class Aggregator:
         self.weighted = weighted
         self.joining = False  # within join(): exchange always
         self.joined = False  # this rank has run out of data and shadows the others
+        self.joined_weight = 0.0  # what it then counts for; other than 0, its gradients are zeros
         self.weights: tuple[float, ...] | None = None
         self.loss_scale = 1.0
         self.last_traffic = Traffic()
@@ -73,6 +74,16 @@ class Aggregator:
         self._pieces: list[Piece] = []
         self._index = 0  # of the next bucket
         self._joint: dict[tuple[Layout, ...], Layout] = {}
+
+    def use(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
+        """Take another policy, before the first step.
+
+        Raises:
+            StepError: a step has been made.
+        """
+        if self.step or self._pending:
+            raise StepError("a policy cannot be replaced after the first step: its state would be lost")
+        self.policy, self.store = policy, StateStore(policy, params)
 
     @property
     def skipped(self) -> bool:
@@ -143,6 +154,8 @@ class Aggregator:
         if self.skipped:
             return [piece.buffer.zero_() for piece in pieces]
         layout, buffer = self._join(pieces)
+        if self.joined:
+            buffer.zero_()
         bucket = Bucket(
             buffer, layout, index, step, self.seed, self.communicator.rank, self.communicator.size,
             self.weights, blocks=self._blocks, groups=self.communicator.places(), last=last,
@@ -168,7 +181,7 @@ class Aggregator:
 
     def _exchange(self) -> Task[Tensor]:
         if self.joined:
-            mine = [JOINED, 0.0]
+            mine = [JOINED, self.joined_weight]
         else:
             mine = [UNSET, 1.0] if self.weight is None else [SET, float(self.weight)]
         return (yield AllGather(torch.tensor(mine, dtype=torch.float64)))
