@@ -27,7 +27,15 @@ from functools import partial
 from hvdbridge.errors import RendezvousError
 from hvdbridge.helper.client import Monitor
 from hvdbridge.helper.wire import (
-    GUEST_FRAME, LENGTH, MEMBER_FRAME, FrameError, Message, keep_alive, length_of, pack, unpack,
+    GUEST_FRAME,
+    LENGTH,
+    MEMBER_FRAME,
+    FrameError,
+    Message,
+    keep_alive,
+    length_of,
+    pack,
+    unpack,
 )  # fmt: skip
 from hvdbridge.torch.coordinator import Coordinator, Request
 

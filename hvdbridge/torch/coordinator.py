@@ -201,7 +201,7 @@ class Coordinator:
     def tick(self, now: float) -> None:
         """Let time pass: report what stalls, end what is too old."""
         if self.failure:
-            return
+            return None
         for entry in list(self._entries.values()):
             age = now - entry.since
             if age >= self._timeout:

@@ -56,13 +56,13 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the state and the options of rank ``root_rank``'s optimizer.
 
-    Unlike Horovod's this makes no step to create state that is missing: parameters never move, and ranks take what the
-    root has, though it be nothing.
+    An optimizer without state first makes a step with gradients of zero, as under Horovod: scripts that are moved here
+    go on bit by bit (Adam counts that step, weight decay acts on it). Call it after the state was loaded, not before.
 
     Args:
         optimizer: an optimizer, wrapped by ``DistributedOptimizer`` or not.
         root_rank: a rank of the job.
-        model: not used.
+        model: tells which parameters have sparse gradients.
         process_set: the ranks that take part.
 
     Raises:
@@ -71,6 +71,9 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state: use broadcast_object(optimizer.state_dict())")
     mine = optimizer.state_dict()
+    if not mine["state"]:
+        _step_on_zeros(optimizer, model)
+        mine = optimizer.state_dict()
     tensors: list[Tensor] = []
     structure = _without_tensors(mine, tensors) if rank() == root_rank else None
     structure = broadcast_object(structure, root_rank, "broadcast_optimizer_state", process_set)
@@ -85,6 +88,16 @@ def broadcast_optimizer_state(
         synchronize(handle)
     if rank() != root_rank:
         optimizer.load_state_dict(_with_tensors(structure, iter(tensors)))
+
+
+def _step_on_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    modules = [] if model is None else [m for m in model.modules() if getattr(m, "sparse", False)]
+    sparse = {p for module in modules for p in module.parameters()}
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        p.grad = torch.zeros_like(p)
+        if isinstance(optimizer, torch.optim.SparseAdam) or (isinstance(optimizer, torch.optim.SGD) and p in sparse):
+            p.grad = p.grad.to_sparse()
+    getattr(optimizer, "step_alone", optimizer.step)()  # a DistributedOptimizer's step() would be collective
 
 
 class _Place:

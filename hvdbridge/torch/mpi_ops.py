@@ -3,7 +3,7 @@
 Rules:
 
 1. Names, arguments, defaults and results are those of ``horovod.torch`` 0.28; what Horovod rejects is rejected with the
-   same type of exception. Where Horovod itself is wrong or refuses without need, docs/horovod.md says what is done here.
+   same type of exception. Where Horovod is wrong or refuses without need, docs/horovod.md says what is done here.
 2. Operations without a name get running numbers per kind and process set. A gradient takes the name of its forward
    operation, so that it never meets the gradient of another one.
 3. ``Average`` sums first and divides after, with the postscale factor in one multiplication; so the bits are Horovod's.
@@ -264,7 +264,7 @@ def nccl_built() -> int:
     """NCCL's version as an integer (21805 is 2.18.5), 0 without NCCL."""
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available() and torch.cuda.is_available()):
         return 0
-    major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]
+    major, minor, patch = (int(part) for part in (*torch.cuda.nccl.version(), 0, 0)[:3])
     return major * 10000 + minor * 100 + patch
 
 
@@ -588,9 +588,7 @@ def grouped_allgather_async(
     _check_tensors(tensors)
     operations = _current()
     number = _number(process_set)
-    return _handle(
-        operations.submit("allgather", "grouped_allgather", name, tensors, grouped=True, process_set=number)
-    )
+    return _handle(operations.submit("allgather", "grouped_allgather", name, tensors, grouped=True, process_set=number))
 
 
 def grouped_allgather(
@@ -602,9 +600,7 @@ def grouped_allgather(
     )
 
 
-def _broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool
-) -> int:
+def _broadcast_async(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool) -> int:
     _check_tensors([tensor])
     if in_place:
         _check_targets([tensor])
@@ -809,11 +805,12 @@ class HorovodAllreduce(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        before, after = ctx.factors
         if ctx.op in _PICKING:
             picked = _picked_gradient(ctx.op, ctx.factors, ctx.saved_tensors[0], gradient, ctx.name, ctx.members)
         else:
-            picked = allreduce(gradient, None, ctx.name, Compression.none, ctx.op, *ctx.factors, ctx.members)
+            picked = allreduce(gradient, None, ctx.name, Compression.none, ctx.op, before, after, ctx.members)
         return picked, None, None, None, None, None
 
 
@@ -833,15 +830,14 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        before, after = ctx.factors
         if ctx.op in _PICKING:
             answer = [
                 _picked_gradient(ctx.op, ctx.factors, tensor, gradient, f"{ctx.name}.{i}", ctx.members)
                 for i, (tensor, gradient) in enumerate(zip(ctx.saved_tensors, gradients, strict=True))
             ]
         else:
-            answer = grouped_allreduce(
-                gradients, None, ctx.name, Compression.none, ctx.op, *ctx.factors, ctx.members
-            )  # fmt: skip
+            answer = grouped_allreduce(gradients, None, ctx.name, Compression.none, ctx.op, before, after, ctx.members)
         return None, None, None, None, None, *answer
 
 
@@ -875,7 +871,7 @@ class HorovodAllgather(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         mean = allreduce(gradient, None, ctx.name, Compression.none, Average, process_set=ctx.members)
         return mean.split(ctx.rows)[ctx.members.rank()], None, None
 
@@ -906,7 +902,7 @@ class HorovodBroadcast(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         mean = allreduce(gradient, None, ctx.name, Compression.none, Average, process_set=ctx.members)
         return (mean if rank() == ctx.root else torch.zeros_like(mean)), None, None, None
 
@@ -916,7 +912,7 @@ class HorovodAlltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, members: ProcessSet) -> Any:
-        pending, (result, received) = _carried_out(ctx, alltoall_async(tensor, splits, name, members))
+        _, (result, received) = _carried_out(ctx, alltoall_async(tensor, splits, name, members))
         ctx.members, ctx.received = members, received
         ctx.rows = tensor.shape[0]
         if splits is None:
@@ -927,7 +923,7 @@ class HorovodAlltoall(torch.autograd.Function):
         return result, received
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
         mine, _ = alltoall(gradient, ctx.received, ctx.name, ctx.members)
         unsent = mine.new_zeros(ctx.rows - mine.shape[0], *mine.shape[1:])
         return torch.cat([mine, unsent]) if len(unsent) else mine, None, None, None
@@ -945,7 +941,7 @@ class HorovodReducescatter(torch.autograd.Function):
         return _carried_out(ctx, handle)[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return allgather(gradient * ctx.factor, ctx.name, ctx.members), None, None, None, None, None
 
 
@@ -971,5 +967,3 @@ def _scatter_factor(op: int, members: ProcessSet, before: float, after: float) -
     count_ = members.size() if op == Sum else 1
     assert count_ is not None
     return count_ * before * after
-
-

@@ -441,7 +441,9 @@ class Operations:
                 if job.targets is not None:
                     _write(job.targets[index], part.view(tensor.shape))
                 elif job.results:
-                    job.results[index] = part.view(tensor.shape) if len(pieces) == 1 else part.view(tensor.shape).clone()
+                    job.results[index] = (
+                        part.view(tensor.shape) if len(pieces) == 1 else part.view(tensor.shape).clone()
+                    )
 
     def _adasum(self, decision: Decision, jobs: list[Pending]) -> None:
         for job in jobs:

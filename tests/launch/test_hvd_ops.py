@@ -19,7 +19,9 @@ def test_every_operation(backend: str, size: int) -> None:
     assert all(len(record) > 20 for record in job.records)
 
 
-@pytest.mark.parametrize(("launcher", "backend"), [("mpiexec", "torch"), ("horovodrun", "mpi"), ("torchrun", "horovod")])
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [("mpiexec", "torch"), ("horovodrun", "mpi"), ("torchrun", "horovod")]
+)
 def test_under_another_launcher(launcher: str, backend: str) -> None:
     jobs.run(launcher, backend, 2, [str(SCRIPTS / "hvd_ops.py")], timeout=120).check()
 

@@ -60,7 +60,7 @@ def check_queries() -> None:
     assert hvd.gloo_enabled() != mpi
     assert hvd.mpi_built() in (True, False)
     assert hvd.gloo_built() is True
-    assert not (hvd.ddl_built() or hvd.ccl_built() or hvd.rocm_built())
+    assert [hvd.ddl_built(), hvd.ccl_built(), hvd.rocm_built()] == [False] * 3
     assert isinstance(hvd.nccl_built(), int)
     assert isinstance(hvd.cuda_built(), bool)
     if mpi:
@@ -292,7 +292,10 @@ def check_reducescatter() -> None:
     uneven = torch.arange(size + 1.0)
     expected = uneven[:2] if rank == 0 else uneven[rank + 1 : rank + 2]
     equal(hvd.reducescatter(uneven, op=hvd.Sum), expected * size)
-    equal(hvd.synchronize(hvd.reducescatter_async(torch.ones(1, 2), op=hvd.Sum)), torch.full((int(rank == 0), 2), 1.0 * size))
+    equal(
+        hvd.synchronize(hvd.reducescatter_async(torch.ones(1, 2), op=hvd.Sum)),
+        torch.full((int(rank == 0), 2), 1.0 * size),
+    )
     raises(ValueError, lambda: hvd.reducescatter(torch.tensor(1.0)))
     raises(hvd.HorovodInternalError, lambda: hvd.reducescatter(torch.ones(size), op=hvd.Max))
 
@@ -457,7 +460,9 @@ def check_join() -> None:
         for step in range(rank + 1):
             active = [other for other in range(size) if other >= step]
             equal(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum), float(len(active)))
-            equal(hvd.allreduce(torch.full((2,), float(size)), name=f"mean{step}"), torch.full((2,), float(len(active))))
+            equal(
+                hvd.allreduce(torch.full((2,), float(size)), name=f"mean{step}"), torch.full((2,), float(len(active)))
+            )
             grouped = hvd.grouped_allreduce([torch.ones(2), torch.ones(1, dtype=torch.int64)], op=hvd.Sum)
             equal(grouped[1], torch.tensor([len(active)]))
         last = hvd.join()
@@ -470,7 +475,7 @@ def check_join() -> None:
         assert "Allgather is not supported with Join" in text, text
         assert "rank 0" in text
         raises(hvd.HorovodInternalError, lambda: hvd.broadcast(torch.ones(1), 1))
-        others = [other for other in range(1, size)]
+        others = list(range(1, size))
         equal(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum, name="after"), float(len(others)))
         if rank == size - 1:
             time.sleep(0.3)
@@ -549,7 +554,9 @@ def check_timeline() -> None:
             assert word in text, text
         assert "untraced" not in text
         spans = [event for event in json.loads(text) if event["ph"] == "X"]
-        assert {span["name"] for span in spans} == {f"{n}{k}" for n in ("", "NEGOTIATE_") for k in ("ALLREDUCE", "ALLGATHER")}
+        assert {span["name"] for span in spans} == {
+            f"{n}{k}" for n in ("", "NEGOTIATE_") for k in ("ALLREDUCE", "ALLGATHER")
+        }
         assert all(span["dur"] >= 0 for span in spans)
 
 
