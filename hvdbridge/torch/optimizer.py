@@ -389,6 +389,10 @@ class _Distributed(Optimizer):
         if hasattr(self, "_delay"):
             self._follow()
 
+    def step_alone(self) -> None:
+        """The optimizer's own step on what ``p.grad`` holds: nothing is reduced."""
+        super().step()
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         if self._reducer is not None and self._reducer.running:
             self._reducer.finish()
