@@ -100,7 +100,11 @@ class Hub(Control):
         self._lost: dict[int, float] = {}
         self._closed = False
         self._wake, self._woken = socket.socketpair()
-        self._accept(time.monotonic() + seconds)
+        try:
+            self._accept(time.monotonic() + seconds)
+        except BaseException:
+            self._free()
+            raise
         self._thread = threading.Thread(target=self._serve, name="hvdbridge-coordinator", daemon=True)
         self._thread.start()
 
@@ -197,8 +201,11 @@ class Hub(Control):
             self._closed = True
             self._wake.send(b"\0")
             self._thread.join(1.0)
-            for sock in (self._wake, self._woken, *self._socks.values()):
-                sock.close()
+            self._free()
+
+    def _free(self) -> None:
+        for sock in (self._listener, self._wake, self._woken, *self._socks.values()):
+            sock.close()
 
 
 class Spoke(Control):

@@ -56,8 +56,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the state and the options of rank ``root_rank``'s optimizer.
 
-    An optimizer without state first makes a step with gradients of zero, as under Horovod: scripts that are moved here
-    go on bit by bit (Adam counts that step, weight decay acts on it). Call it after the state was loaded, not before.
+    Where the root's optimizer has no state yet, every rank without one first makes a step with gradients of zero, as
+    under Horovod, so that scripts that are moved here go on bit by bit (Adam counts that step, weight decay acts on
+    it). Where the root's has, nobody steps: parameters that were broadcast before do not drift apart.
 
     Args:
         optimizer: an optimizer, wrapped by ``DistributedOptimizer`` or not.
@@ -71,7 +72,8 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state: use broadcast_object(optimizer.state_dict())")
     mine = optimizer.state_dict()
-    if not mine["state"]:
+    fresh = broadcast_object(not mine["state"], root_rank, None, process_set)
+    if fresh and not mine["state"]:
         _step_on_zeros(optimizer, model)
         mine = optimizer.state_dict()
     tensors: list[Tensor] = []

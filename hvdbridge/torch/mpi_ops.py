@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -107,8 +108,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             "use hvd.ProcessSet for operations of some of them"
         )
     settings = Settings.from_environment(session.config.stall_seconds, session.config.timeout_seconds)
-    if session.backend != "horovod":
+    if session.backend != "horovod":  # the real Horovod below heeds its own variables
         report_unheeded(session.world.rank)
+    elif not owns and settings.timeline:  # and writes this file already
+        settings = replace(settings, timeline="")
     _operations = operations = Operations(session, settings)
     _owns_session = owns
     runtime.at_shutdown(_close)

@@ -105,8 +105,9 @@ class Operations:
         self._left = False
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._sets: dict[int, list[int]] = {0: list(range(self.size))}
-        self._comms: dict[int, Communicator | None] = {0: session.communicator.split([range(self.size)])}
-        self._control = self._open_control()
+        with session.monitor.watch("hvd.init()"):
+            self._comms: dict[int, Communicator | None] = {0: session.communicator.split([range(self.size)])}
+            self._control = self._open_control()
         if settings.timeline:
             self.start_timeline(settings.timeline, settings.mark_cycles)
         session.monitor.on_failure(self._job_failed)
