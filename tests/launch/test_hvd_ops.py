@@ -26,6 +26,14 @@ def test_under_another_launcher(launcher: str, backend: str) -> None:
     jobs.run(launcher, backend, 2, [str(SCRIPTS / "hvd_ops.py")], timeout=120).check()
 
 
+def test_at_two_ranks_the_bits_are_the_real_horovods() -> None:
+    script = str(SCRIPTS / "hvd_parity.py")
+    native = jobs.run("horovodrun", None, 2, [script, "horovod.torch"]).check()
+    for backend in jobs.BACKENDS:
+        ours = jobs.run(jobs.NATIVE[backend], backend, 2, [script, "hvdbridge.torch"]).check()
+        assert ours.records == native.records, backend
+
+
 def fault(way: str, backend: str = "torch") -> jobs.Job:
     return jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "hvd_faults.py"), way], env=LIMITS)
 

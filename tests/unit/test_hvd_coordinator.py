@@ -100,6 +100,16 @@ def test_joined_ranks_are_told_what_they_know_nothing_of() -> None:
     assert coordinator.take() == [], "the join is over: all must come again"
 
 
+def test_a_joined_rank_is_with_zeros_in_its_process_sets_too() -> None:
+    coordinator = Coordinator(3)
+    for rank in range(3):
+        coordinator.submit(rank, [Request("add_set", "add_set.1", ranks=(0, 2))], 0.0)
+    coordinator.submit(2, [Request("join", "join")], 0.0)
+    coordinator.take()
+    coordinator.submit(0, [allreduce(process_set=1)], 0.0)
+    assert decisions(coordinator)[2][0].requests == [allreduce(process_set=1)]
+
+
 def test_a_join_makes_ready_what_waits_for_that_rank() -> None:
     coordinator = Coordinator(2)
     coordinator.submit(0, [allreduce()], 0.0)
