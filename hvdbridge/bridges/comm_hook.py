@@ -40,9 +40,7 @@ class CommHookState:
         weight: this rank's weight of the next step; all ranks set one, or none does.
     """
 
-    def __init__(
-        self, policy: Policy, model: Module | None, weighted: bool | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, policy: Policy, model: Module | None, weighted: bool | None = None, seed: int = 0) -> None:
         self.policy = policy
         self.weight: float | None = None
         self._weighted, self._seed = weighted, seed

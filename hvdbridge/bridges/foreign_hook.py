@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import ref
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from hvdbridge.bridges.fiber import flow_of
 from hvdbridge.bridges.process_group import FlowGroup, HookWorld, inside
@@ -134,6 +134,8 @@ class ForeignHook(Policy):
         parameters = [p for p in found if p is not None]
         world, mine = self._world(bucket)
         seen = GradBucket(flat, layout, parameters, bucket.index, bucket.last)
+        if isinstance(mine, PostLocalSGDState) and mine.subgroup is None:  # a host's ranks; torch asks CUDA for them
+            mine.subgroup = FlowGroup.named("node", bucket.place("node"))
         result = yield from flow_of(lambda: inside(world, lambda: _call(self.hook, _adopted(mine, world), seen)))
         if not isinstance(result, Tensor) or result.numel() != layout.numel:
             what = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
@@ -152,7 +154,7 @@ class ForeignHook(Policy):
             first = not worlds or known is not None
             if not first and self._memory.spare is _NO_COPY:
                 raise Unsupported(f"{self!r}: its state cannot be copied, which a simulation of several ranks needs")
-            mine = self.state if first else copy.deepcopy(self._memory.spare)
+            mine = self.state if first else _copy(self._memory.spare)
             worlds[bucket.rank] = known = HookWorld(FlowGroup(bucket.rank, bucket.size)), mine
         return known
 
@@ -277,18 +279,30 @@ def _nobody() -> None:
 
 
 def _copy(state: Any) -> Any:
+    """A state of its own for another rank; torch's PowerSGDState copies itself only where a default group is."""
     try:
-        return copy.deepcopy(state)
+        if not hasattr(state, "process_group"):
+            return copy.deepcopy(state)
+        new = object.__new__(type(state))
+        for name in _attributes(state):
+            if hasattr(state, name):
+                value = getattr(state, name)
+                setattr(new, name, value if isinstance(value, dist.ProcessGroup) else copy.deepcopy(value))
+        return new
     except Exception:  # whatever a state may hold; only simulations need the copy, and say so
         return _NO_COPY
+
+
+def _attributes(state: Any) -> set[str]:
+    slots = (name for cls in type(state).__mro__ for name in getattr(cls, "__slots__", ()))
+    return {*getattr(state, "__dict__", ()), *slots}
 
 
 def _adopted(state: Any, world: HookWorld) -> Any:
     """``state`` with groups of ours in the place of others: itself, or its attributes."""
     if (group := _stand_in(state, world)) is not None:
         return group
-    names = {*getattr(state, "__dict__", ()), *(n for c in type(state).__mro__ for n in getattr(c, "__slots__", ()))}
-    for name in names:
+    for name in _attributes(state):
         if (group := _stand_in(getattr(state, name, None), world)) is not None:
             setattr(state, name, group)
     return state
@@ -296,8 +310,7 @@ def _adopted(state: Any, world: HookWorld) -> Any:
 
 def _stand_in(value: Any, world: HookWorld) -> FlowGroup | None:
     if isinstance(value, FlowGroup):
-        known = value in world.pg_map
-        return value if known and value.whole == world.default_pg.whole else None
+        return None
     if isinstance(value, dist.ProcessGroup):
         ranks = _ranks_of(value)
     elif hasattr(value, "ranks") and hasattr(value, "communicator"):  # hvdbridge.new_group()
@@ -311,9 +324,7 @@ def _stand_in(value: Any, world: HookWorld) -> FlowGroup | None:
         raise ConfigurationError(
             f"rank {whole.rank()}: the hook's state holds a group of the ranks {ranks}, which this rank is not in"
         )
-    return next((g for g in world.pg_map if g.ranks == ranks), None) or world.add(
-        FlowGroup(*whole.whole, ranks)
-    )
+    return next((g for g in world.pg_map if g.ranks == ranks), None) or world.add(FlowGroup(*whole.whole, ranks))
 
 
 def _ranks_of(group: Any) -> list[int]:

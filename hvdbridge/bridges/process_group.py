@@ -45,6 +45,13 @@ class FlowGroup(dist.ProcessGroup):
         self._place = (mine, len(self.ranks))
         self._name = "world" if len(self.ranks) == size else ""
 
+    @classmethod
+    def named(cls, name: str, place: tuple[int, int]) -> FlowGroup:
+        """A group that communicators know by name, in which this rank has ``place``: its number, and how many."""
+        group = cls(*place)
+        group._name = name
+        return group
+
     def size(self) -> int:
         return self._place[1]
 
@@ -54,7 +61,7 @@ class FlowGroup(dist.ProcessGroup):
     def name(self) -> str:
         return BACKEND
 
-    getBackendName = name  # noqa: N815  # torch's name
+    getBackendName = name  # torch's name
 
     def shutdown(self) -> None:
         """There is nothing to shut down."""

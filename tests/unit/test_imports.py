@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "aggregator": VOCABULARY | {"state", "driver", "communicators"},
     "replicate": {"errors", "collectives", "communicators"},
     "sources": VOCABULARY | {"driver", "aggregator", "replicate", "sources"},
+    "messages": {"errors", "communicators", "messages"},
     "helper": {"errors", "config", "helper"},
     "world": {"errors"},
     "rendezvous": {"errors", "config", "world", "helper", "communicators", "rendezvous"},
@@ -49,9 +50,9 @@ MAY_IMPORT = {
 
 LIBRARIES = ("torch.distributed", "torch.nn.parallel", "mpi4py", "horovod")
 SPEAKS = {
-    "torch.distributed": ("communicators.torch", "rendezvous", "sources", "torch", "synchronizer"),
-    "torch.nn.parallel": ("sources", "synchronizer"),
-    "mpi4py": ("communicators.mpi", "rendezvous.mpi", "cli"),
+    "torch.distributed": ("bridges", "communicators.torch", "rendezvous", "sources", "torch", "synchronizer"),
+    "torch.nn.parallel": ("bridges", "sources", "synchronizer"),
+    "mpi4py": ("communicators.mpi", "messages.mpi", "rendezvous.mpi", "cli"),
     "horovod": ("communicators.horovod", "rendezvous.horovod", "sources.horovod", "cli"),
 }
 """Library -> the modules that may know it; above all no policy, no kernel, no driver."""

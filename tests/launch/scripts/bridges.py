@@ -327,9 +327,7 @@ def compression() -> str:
     found = []
     for each in (Half, Top()):
         model = mlp()
-        sync = hb.GradientSynchronizer(
-            model, sgd(model), policy=hb.from_horovod_compression(each), bucket_mb=BUCKET_MB
-        )
+        sync = hb.GradientSynchronizer(model, sgd(model), policy=hb.from_horovod_compression(each), bucket_mb=BUCKET_MB)
         for step in range(4):
             sync.optimizer.zero_grad()
             loss_of(sync.model, step).backward()

@@ -38,7 +38,7 @@ def own_group() -> Any:
     """A group of this rank alone, from whoever is there to make it."""
     if PLAIN:
         return [dist.new_group([rank]) for rank in range(SIZE)][RANK]
-    return None if not hasattr(hb, "new_group") else [hb.new_group([rank]) for rank in range(SIZE)][RANK]
+    return [hb.new_group([rank]) for rank in range(SIZE)][RANK]
 
 
 def power(**options: Any) -> PowerSGDState:
@@ -81,6 +81,7 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "per channel": lambda: (None, quantization_hooks.quantization_perchannel_hook),
     "noop": lambda: (None, debugging_hooks.noop_hook),
     "local SGD": lambda: (PostLocalSGDState(None, own_group(), 3), post_localSGD_hook),
+    "local SGD by host": lambda: (PostLocalSGDState(None, None if not PLAIN else dist.new_group(), 3), post_localSGD_hook),
     "own": lambda: ({"steps": 0, "parameters": set()}, halves),
 }  # fmt: skip
 
@@ -123,7 +124,7 @@ def train(case: str) -> str:
     if isinstance(state, dict):
         assert (state["steps"], len(state["parameters"])) == (STEPS, 10), state
     sha = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
-    return sha.hexdigest()[:16] + (f" {[p.detach().double().sum().item() for p in model.parameters()][:3]}" if chosen else "")
+    return sha.hexdigest()[:16]
 
 
 results = {}
@@ -131,8 +132,10 @@ chosen = [case for case in sys.argv[1:] if case in CASES]
 for case in chosen or CASES:
     try:
         results[case] = train(case) if PLAIN or case != "allreduce of WORLD" or hb.backend() == "torch" else "n/a"
-    except Exception:
-        results[case] = traceback.format_exc()
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        in_torch = "ddp_comm_hooks" in last.filename  # a hook that does not run in this version of torch
+        results[case] = f"{type(error).__name__} in {last.name}" if in_torch else traceback.format_exc()
 record(RANK, results)
 if chosen:
     print(results)

@@ -110,7 +110,7 @@ def reduce() -> str:
     for root in (0, LAST):
         tensor = of(RANK, dtype=torch.int32)
         hb.reduce(tensor, dst=root)
-        if RANK == root:
+        if root == RANK:
             equal(tensor, folded([of(rank, dtype=torch.int32) for rank in range(SIZE)], "SUM").int())
         else:
             equal(tensor, of(RANK, dtype=torch.int32))
