@@ -32,9 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from hvdbridge.errors import ConfigurationError, RankFailed, Unsupported
+from hvdbridge.run import stand_in, stands_in
 
 GRACE_SECONDS = 5.0
 """After the first failure the others have this time to find out by themselves."""
+
+STAND_IN = "HVDBRIDGE_INTERNAL_STAND_IN"
+"""Set for ranks of a script under ``hvdbridge.run``: their Horovod is ours, too."""
 
 LOCAL = ("localhost", "127.0.0.1")
 IGNORED = {
@@ -119,6 +123,7 @@ def _run_ranks(task: Path, size: int, environment: dict[str, str], executable: s
     try:
         for rank in range(size):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+            place |= {STAND_IN: "1"} if stands_in() else {}
             streams = _streams(output, rank)
             command = [executable, "-m", "hvdbridge.launching", str(task), str(rank), origin or "", sys.argv[0]]
             ranks.append(subprocess.Popen(command, env={**environment, **place}, **streams))
@@ -208,6 +213,8 @@ def _pack(value: Any) -> bytes:
 def _rank(task: Path, rank: int, origin: str, program: str) -> None:
     """The process of one rank."""
     sys.argv[:] = [program]
+    if os.environ.pop(STAND_IN, None):
+        stand_in()
     try:
         if origin and not find_spec("cloudpickle"):  # what the launching script defines is found in it by name
             from multiprocessing import spawn

@@ -191,6 +191,11 @@ def stand_in() -> None:
     builtins.__import__ = Imports(_finder)
 
 
+def stands_in() -> bool:
+    """Whether :func:`stand_in` was called."""
+    return _finder is not None
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a script, or with ``-m`` a module, as ``__main__``."""
     words = list(sys.argv[1:] if argv is None else argv)

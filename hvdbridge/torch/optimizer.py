@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -566,8 +567,8 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     policy: str | Policy | None = None,
 ) -> Any:
-    """An optimizer of the same class over the same parameter groups (and with the same state) that combines gradients
-    over the ranks of ``process_set`` before it steps.
+    """An optimizer of the same class over the same parameter groups that combines gradients over the ranks of
+    ``process_set`` before it steps. As Horovod's it begins without state: load a checkpoint into the result.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``; use the result in its place.
@@ -611,6 +612,7 @@ def DistributedOptimizer(
     kind: Any = type(type(optimizer).__name__, (parent, type(optimizer)), {"__module__": type(optimizer).__module__})
     made = kind.__new__(kind)
     made.__dict__.update(optimizer.__dict__)
+    made.state = defaultdict(dict)
     made.__dict__.pop("step", None)  # a scheduler's wrapper around the step of what is wrapped here
     made.op, made.compression, made.process_set = op, compression, process_set
     made.gradient_predivide_factor, made.sparse_as_dense = gradient_predivide_factor, sparse_as_dense
