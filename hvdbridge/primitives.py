@@ -639,7 +639,8 @@ def _list_on_root(values: Any, mine: bool, group: Group, like: Tensor, what: str
 def _check_whole(whole: Tensor, part: Tensor, size: int, what: str) -> None:
     if whole.dtype != part.dtype or whole.numel() != size * part.numel():
         raise ConfigurationError(
-            f"{what} must have {size} times {part.numel()} elements of {part.dtype}, got {list(whole.shape)} {whole.dtype}"
+            f"{what} must have {size} times {part.numel()} elements of {part.dtype}, "
+            f"got {list(whole.shape)} {whole.dtype}"
         )
 
 

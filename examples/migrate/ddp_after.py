@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node 2 examples/migrate/ddp_after.py, or mpiexec -n 2 python ..., or horovodrun -np 2 python ..."""
+"""torchrun --nproc-per-node 2 examples/migrate/ddp_after.py, or mpiexec -n 2 python ..., or horovodrun ..."""
 
 import hashlib
 

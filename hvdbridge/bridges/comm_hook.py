@@ -230,7 +230,7 @@ class CommHookState:
             ranks = dist.get_process_group_ranks(model.process_group)
             group = None if len(ranks) == session.world.size else ranks
         self._communicator, self._control, ranks_or_none = open_group(session.communicator, group)
-        lines = describe(torch.nn.Module(), params, {"policy": label(self.policy), "weighted": self._weighted})  # type: ignore[arg-type]
+        lines = describe(torch.nn.Module(), params, {"policy": label(self.policy), "weighted": self._weighted})
         agree(self._control, lines)
         device = next(iter(params.values())).device
         driver = open_driver(self._communicator, device, session.check(ranks_or_none))

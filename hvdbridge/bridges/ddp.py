@@ -59,7 +59,7 @@ class DistributedDataParallel(Module):
             return super().__new__(cls)
         synchronizer = _synchronizer(module, *args, **options)
         made: Any = synchronizer.model
-        if isinstance(made, TorchDDP):
+        if issubclass(type(made), TorchDDP):
             made.__class__ = _OnTorch
             made.__dict__["synchronizer"] = synchronizer
             return made  # type: ignore[no-any-return]
@@ -144,8 +144,7 @@ class DistributedDataParallel(Module):
 class _OnTorch(DistributedDataParallel, TorchDDP):
     """A DistributedDataParallel of torch; nothing here shadows its own."""
 
-    def join(self, *args: Any, **options: Any) -> AbstractContextManager[None]:
-        return DistributedDataParallel.join(self, *args, **options)
+    join: Any = DistributedDataParallel.join
 
 
 class _Elsewhere(DistributedDataParallel):

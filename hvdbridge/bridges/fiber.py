@@ -28,7 +28,7 @@ _idle: list[_Fiber] = []
 
 class _Fiber(threading.Thread):
     def __init__(self) -> None:
-        super().__init__(name="hvdbridge-hook", daemon=True)
+        super().__init__(name="fiber", daemon=True)
         self.inbox: queue.SimpleQueue[tuple[Callable[[], Any] | None, Any]] = queue.SimpleQueue()
         self.outbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.abandoned = False

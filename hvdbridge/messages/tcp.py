@@ -20,6 +20,8 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -57,7 +59,7 @@ class _Posted(_Event):
 
     def __init__(self, data: Tensor, wanted: int | None, group: int, tag: int) -> None:
         super().__init__()
-        self.memory = memoryview(data.numpy())
+        self.memory = _memory(data)
         self.wanted, self.group, self.tag = wanted, group, tag
 
     def takes(self, source: int, group: int, tag: int) -> bool:
@@ -97,15 +99,15 @@ class Exchange:
             if to not in self._writers:
                 self._writers[to] = queue.SimpleQueue()
                 _thread(f"to {to}", lambda: self._write(to, self._writers[to]))
-            self._writers[to].put((event, group, tag, memoryview(data.numpy())))
+            self._writers[to].put((event, group, tag, _memory(data)))
         return event
 
     def receive(self, data: Tensor, source: int | None, group: int, tag: int) -> Receipt:
         posted = _Posted(data, source, group, tag)
         with self._lock:
-            for i, (sender, their_group, their_tag, payload) in enumerate(self._arrived):
+            for i, (sender, their_group, their_tag, _) in enumerate(self._arrived):
                 if posted.takes(sender, their_group, their_tag):
-                    del self._arrived[i]
+                    payload = self._arrived.pop(i)[3]
                     break
             else:
                 if source in self._broken:
@@ -171,7 +173,7 @@ class Exchange:
                 sock, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            _thread("from", lambda sock=sock: self._read(sock))
+            _thread("from", partial(self._read, sock))
 
     def _read(self, sock: socket.socket) -> None:
         with sock:
@@ -267,6 +269,11 @@ class _InGroup(Receipt):
     def wait(self) -> None:
         self._receipt.wait()
         self.source = self._ranks.index(self._receipt.source)
+
+
+def _memory(data: Tensor) -> memoryview:
+    array: Any = data.numpy()
+    return memoryview(array)
 
 
 def _thread(what: str, run: Callable[[], None]) -> None:

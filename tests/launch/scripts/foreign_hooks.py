@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 
 PLAIN = "plain" in sys.argv
 STEPS = 6
+POWER = powerSGD_hook
 
 if PLAIN:
     dist.init_process_group("gloo")
@@ -72,7 +73,7 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "bf16": lambda: (None, default_hooks.bf16_compress_hook),
     "power": lambda: (power(), powerSGD_hook),
     "power, cold": lambda: (power(warm_start=False, use_error_feedback=False), powerSGD_hook),
-    "power, stacked": lambda: (power(batch_tensors_with_same_shape=True, orthogonalization_epsilon=1e-8), powerSGD_hook),
+    "power, stacked": lambda: (power(batch_tensors_with_same_shape=True, orthogonalization_epsilon=1e-8), POWER),
     "batched power": lambda: (power(matrix_approximation_rank=1), batched_powerSGD_hook),
     "fp16 of power": lambda: (power(), default_hooks.fp16_compress_wrapper(powerSGD_hook)),
     "fp16 of allreduce": lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
@@ -81,7 +82,7 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "per channel": lambda: (None, quantization_hooks.quantization_perchannel_hook),
     "noop": lambda: (None, debugging_hooks.noop_hook),
     "local SGD": lambda: (PostLocalSGDState(None, own_group(), 3), post_localSGD_hook),
-    "local SGD by host": lambda: (PostLocalSGDState(None, None if not PLAIN else dist.new_group(), 3), post_localSGD_hook),
+    "local SGD by host": lambda: (PostLocalSGDState(None, dist.new_group() if PLAIN else None, 3), post_localSGD_hook),
     "own": lambda: ({"steps": 0, "parameters": set()}, halves),
 }  # fmt: skip
 

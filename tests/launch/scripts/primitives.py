@@ -393,7 +393,7 @@ def sizes_differ() -> str:
         hb.send(torch.ones(4), 1, tag=50)
         hb.send(torch.ones(3), 1, tag=51)
     else:
-        with pytest.raises(ValueError, match="has (16|more than 12) bytes.* 12"):
+        with pytest.raises(ValueError, match=r"has (16|more than 12) bytes.* 12"):
             hb.recv(torch.ones(3), 0, tag=50)
         got = torch.zeros(3)
         hb.recv(got, 0, tag=51)
