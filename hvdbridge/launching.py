@@ -157,8 +157,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
 def _raise(task: Path, ranks: Sequence[subprocess.Popen[bytes]], failed: int) -> None:
     errors = {rank: task / f"error.{rank}" for rank in range(len(ranks))}
     named = [rank for rank in errors if errors[rank].exists()]
-    # A rank that raised tells more than one that was ended because of it.
-    first = failed if failed in named or not named else min(named, key=lambda rank: errors[rank].stat().st_mtime_ns)
+    # The first error is the cause, whichever process ended first.
+    first = min(named, key=lambda rank: errors[rank].stat().st_mtime_ns) if named else failed
     status = ranks[first].returncode
     how = f"was ended by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
     text = errors[first].read_text() if first in named else ""

@@ -6,11 +6,13 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENTS ...] | -m MODULE [ARGUMENTS ...]")
+    rest = argparse.REMAINDER
+    parser.add_argument("-m", dest="module", nargs=rest, metavar="MODULE ...", help="run a module, with its arguments")
+    parser.add_argument("script", nargs=rest, metavar="SCRIPT ...", help="run a script, with its arguments")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from hvdbridge import run
 
-    run.main(arguments.words)
+    run.main(arguments.script if arguments.module is None else ["-m", *arguments.module])
     return 0

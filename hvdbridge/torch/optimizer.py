@@ -441,32 +441,29 @@ class _DistributedOptimizer(_Distributed):
             HorovodInternalError: a rank failed, or took too long.
             RankMismatch: at the first call: ranks have other parameters, or other options.
         """
-        if self._active and not self._final:
+        if self._active:
             with internal_errors():
                 self._reduce()
         self._new_step()
         self._final = self._synchronized = True
 
     def _reduce(self) -> None:
-        running = self._reducer if self._reducer is not None and self._reducer.running else None
         late = self._follow()
-        if running is None:
-            reducer = self._open()
-            for p in self._handed:
-                reducer.arrive(p)
+        begun = self._final or (self._reducer is not None and self._reducer.running)
+        if not self._final:
+            reducer = self._reducer if begun and self._reducer is not None else self._open()
+            if not begun:
+                for parameter in self._handed:
+                    reducer.arrive(parameter)
             sparse = [self._send_sparse(reducer, name) for name in reducer.sparse]
             reducer.finish()
-        else:
-            sparse = [self._send_sparse(running, name) for name in running.sparse]
-            running.finish()
-            if late:  # unfrozen after zero_grad(): by themselves this time, with the others from the next step on
-                alone = Reducer(
-                    {self._names[p]: p for p in late}, replace(self._settings, groups=None), self.process_set
-                )
-                alone.finish()
-                alone.close()
-        for p, handle in sparse:
-            p.grad = handle() if callable(handle) else mpi_ops.synchronize(handle)
+            for p, handle in sparse:
+                p.grad = handle() if callable(handle) else mpi_ops.synchronize(handle)
+        if late and begun:  # unfrozen after zero_grad(): by themselves this time, with the others from the next step on
+            params = {self._names[p]: p for p in late}
+            alone = Reducer(params, replace(self._settings, groups=None), self.process_set)
+            alone.finish()
+            alone.close()
 
     def _send_sparse(self, reducer: Reducer, name: str) -> tuple[Tensor, Any]:
         p, dims = reducer.params[name], reducer.sparse[name]
@@ -495,6 +492,8 @@ class _DistributedOptimizer(_Distributed):
             if self._synchronized:
                 warnings.warn(TWICE, stacklevel=2)
             self.synchronize()
+        if self._final:
+            self._new_step()
         self._final = self._synchronized = False
         if closure is None:
             return super().step()
@@ -603,7 +602,7 @@ def DistributedOptimizer(
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is a DistributedOptimizer already")
     check_groups(groups)
-    delta = op == Adasum and mpi_ops.size() > 1
+    delta = mpi_ops.size() > 1 and op == Adasum
     if delta and process_set is not global_process_set:
         raise NotImplementedError("Adasum takes the global process set only")
     chosen = adasum() if delta else choose_policy(policy, op, compression, gradient_predivide_factor)
