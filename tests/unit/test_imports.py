@@ -53,7 +53,7 @@ SPEAKS = {
     "torch.distributed": ("bridges", "communicators.torch", "rendezvous", "sources", "torch", "synchronizer"),
     "torch.nn.parallel": ("bridges", "sources", "synchronizer"),
     "mpi4py": ("communicators.mpi", "messages.mpi", "rendezvous.mpi", "cli"),
-    "horovod": ("communicators.horovod", "rendezvous.horovod", "sources.horovod", "cli"),
+    "horovod": ("communicators.horovod", "rendezvous.horovod", "sources.horovod", "torch.elastic.restart", "cli"),
 }
 """Library -> the modules that may know it; above all no policy, no kernel, no driver."""
 
