@@ -19,6 +19,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 HOME = {
+    "bridges.comm_hook": "to_comm_hook",
+    "bridges.compression": "from_horovod_compression to_horovod_compression",
+    "bridges.ddp": "DistributedDataParallel",
+    "bridges.foreign_hook": "from_comm_hook",
     "bucket": "Bucket",
     "collectives": "AllGather AllReduce AllToAll Broadcast Collective ReduceScatter",
     "errors": (
@@ -26,9 +30,15 @@ HOME = {
         "NotInitialized RankFailed RankMismatch RendezvousError SpecError StepError Unsupported "
         "WeightError"
     ),
+    "launching": "launch",
     "policy": "Aggregated Flow Policy Slot State",
+    "primitives": (
+        "Group Handle P2POp ReduceOp all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier "
+        "batch_isend_irecv broadcast gather irecv isend new_group recv reduce reduce_scatter reduce_scatter_tensor "
+        "scatter send"
+    ),
     "runtime": (
-        "Session backend barrier broadcast_object broadcast_parameters current device init "
+        "Session backend broadcast_object broadcast_parameters current device init "
         "is_initialized launcher local_rank local_size node_rank num_nodes rank session shutdown size"
     ),
     "sampler": "DistributedSampler",
@@ -40,6 +50,11 @@ HOME = {
 
 if TYPE_CHECKING:
     from hvdbridge import policies as policies
+    from hvdbridge.bridges.comm_hook import to_comm_hook as to_comm_hook
+    from hvdbridge.bridges.compression import from_horovod_compression as from_horovod_compression
+    from hvdbridge.bridges.compression import to_horovod_compression as to_horovod_compression
+    from hvdbridge.bridges.ddp import DistributedDataParallel as DistributedDataParallel
+    from hvdbridge.bridges.foreign_hook import from_comm_hook as from_comm_hook
     from hvdbridge.bucket import Bucket as Bucket
     from hvdbridge.collectives import AllGather as AllGather
     from hvdbridge.collectives import AllReduce as AllReduce
@@ -60,14 +75,36 @@ if TYPE_CHECKING:
     from hvdbridge.errors import StepError as StepError
     from hvdbridge.errors import Unsupported as Unsupported
     from hvdbridge.errors import WeightError as WeightError
+    from hvdbridge.launching import launch as launch
     from hvdbridge.policy import Aggregated as Aggregated
     from hvdbridge.policy import Flow as Flow
     from hvdbridge.policy import Policy as Policy
     from hvdbridge.policy import Slot as Slot
     from hvdbridge.policy import State as State
+    from hvdbridge.primitives import Group as Group
+    from hvdbridge.primitives import Handle as Handle
+    from hvdbridge.primitives import P2POp as P2POp
+    from hvdbridge.primitives import ReduceOp as ReduceOp
+    from hvdbridge.primitives import all_gather as all_gather
+    from hvdbridge.primitives import all_gather_into_tensor as all_gather_into_tensor
+    from hvdbridge.primitives import all_reduce as all_reduce
+    from hvdbridge.primitives import all_to_all as all_to_all
+    from hvdbridge.primitives import all_to_all_single as all_to_all_single
+    from hvdbridge.primitives import barrier as barrier
+    from hvdbridge.primitives import batch_isend_irecv as batch_isend_irecv
+    from hvdbridge.primitives import broadcast as broadcast
+    from hvdbridge.primitives import gather as gather
+    from hvdbridge.primitives import irecv as irecv
+    from hvdbridge.primitives import isend as isend
+    from hvdbridge.primitives import new_group as new_group
+    from hvdbridge.primitives import recv as recv
+    from hvdbridge.primitives import reduce as reduce
+    from hvdbridge.primitives import reduce_scatter as reduce_scatter
+    from hvdbridge.primitives import reduce_scatter_tensor as reduce_scatter_tensor
+    from hvdbridge.primitives import scatter as scatter
+    from hvdbridge.primitives import send as send
     from hvdbridge.runtime import Session as Session
     from hvdbridge.runtime import backend as backend
-    from hvdbridge.runtime import barrier as barrier
     from hvdbridge.runtime import broadcast_object as broadcast_object
     from hvdbridge.runtime import broadcast_parameters as broadcast_parameters
     from hvdbridge.runtime import current as current

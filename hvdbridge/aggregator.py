@@ -26,7 +26,7 @@ from hvdbridge.bucket import Bucket, Layout, join_layouts, number_blocks
 from hvdbridge.collectives import AllGather
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.driver import Driver, Pending, Task, Traffic
-from hvdbridge.errors import WeightError
+from hvdbridge.errors import StepError, WeightError
 from hvdbridge.policy import Early, Flow, Policy, advance, check_weights, finish
 from hvdbridge.state import StateStore
 
@@ -76,6 +76,7 @@ class Aggregator:
         self.weighted = weighted
         self.joining = False  # within join(): exchange always
         self.joined = False  # this rank has run out of data and shadows the others
+        self.joined_weight = 0.0  # what it then counts for; other than 0, its gradients are zeros
         self.weights: tuple[float, ...] | None = None
         self.loss_scale = 1.0
         self.last_traffic = Traffic()
@@ -85,10 +86,21 @@ class Aggregator:
         self._dtypes = {name: tensor.dtype for name, tensor in params.items()}
         self._pending: list[Pending[Any]] = []
         self._pieces: list[Piece] = []
+        self._index = 0  # of the next bucket
         self._joint: dict[tuple[Layout, ...], Layout] = {}
         self._counted = -1  # the step that the driver's traffic is that of
         self._unfinished: list[tuple[int, Flow, Layout]] = []  # early ones, by index
         self._rest: Pending[None] | None = None
+
+    def use(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
+        """Take another policy, before the first step.
+
+        Raises:
+            StepError: a step has been made.
+        """
+        if self.step or self._pending:
+            raise StepError("a policy cannot be replaced after the first step: its state would be lost")
+        self.policy, self.store = policy, StateStore(policy, params)
 
     @property
     def skipped(self) -> bool:
@@ -105,6 +117,7 @@ class Aggregator:
             self.after.before_backward()
         self._pending.clear()
         self._pieces.clear()
+        self._index = 0
         if self.loss_scale != self._held_scale:
             self.settle()
             self.store.rescale(self.loss_scale / self._held_scale)
@@ -123,11 +136,11 @@ class Aggregator:
     def submit(self, piece: Piece, last: bool) -> None:
         """Hand in the next bucket; flows start here for policies of scope "bucket"."""
         if self.policy.scope == "bucket":
-            self._start([piece])
+            self._start([piece], last)
             return
         self._pieces.append(piece)
         if last:
-            self._start(self._pieces)
+            self._start(self._pieces, last)
             self._pieces = []
 
     def end(self) -> None:
@@ -183,12 +196,12 @@ class Aggregator:
             self.weights = None  # should the last step have been skipped, this one is not
         return updates
 
-    def bucket(self, buffer: Tensor, layout: Layout, index: int, step: int) -> Bucket:
+    def bucket(self, buffer: Tensor, layout: Layout, index: int, step: int, last: bool = True) -> Bucket:
         """A bucket of this rank."""
         communicator = self.communicator
         return Bucket(
             buffer, layout, index, step, self.seed, communicator.rank, communicator.size, self.weights,
-            blocks=self._blocks, groups=communicator.places(), nodes=communicator.nodes, dtypes=self._dtypes,
+            blocks=self._blocks, groups=communicator.places(), nodes=communicator.nodes, dtypes=self._dtypes, last=last,
         )  # fmt: skip
 
     def _start_rest(self) -> None:
@@ -206,21 +219,24 @@ class Aggregator:
             self._counted = step
             self.driver.traffic = Traffic()
 
-    def _start(self, pieces: Sequence[Piece]) -> None:
+    def _start(self, pieces: Sequence[Piece], last: bool) -> None:
         def settled(pending: Pending[list[Tensor]]) -> None:
             for i, piece in enumerate(pieces):
                 piece.deliver(None if pending.result is None else pending.result[i])
 
         pieces = list(pieces)
-        flow = self._aggregate(pieces, self.step, len(self._pending))
+        flow = self._aggregate(pieces, self.step, self._index, last)
+        self._index += 1
         self._pending.append(self.driver.submit(Pending(flow, self.communicator, overlaps=True, settled=settled)))
 
-    def _aggregate(self, pieces: list[Piece], step: int, index: int) -> Task[list[Tensor]]:
+    def _aggregate(self, pieces: list[Piece], step: int, index: int, last: bool) -> Task[list[Tensor]]:
         self._count(step)
         if self.skipped:
             return [piece.buffer.zero_() for piece in pieces]
         layout, buffer = self._join(pieces)
-        flow = self.policy.aggregate(self.bucket(buffer, layout, index, step), self.store.part(layout))
+        if self.joined:
+            buffer.zero_()
+        flow = self.policy.aggregate(self.bucket(buffer, layout, index, step, last), self.store.part(layout))
         end = yield from advance(flow)
         if isinstance(end, Early):
             self._unfinished.append((index, flow, layout))
@@ -245,7 +261,7 @@ class Aggregator:
     def _exchange(self, step: int) -> Task[Tensor]:
         self._count(step)
         if self.joined:
-            mine = [JOINED, 0.0]
+            mine = [JOINED, self.joined_weight]
         else:
             mine = [UNSET, 1.0] if self.weight is None else [SET, float(self.weight)]
         return (yield AllGather(torch.tensor(mine, dtype=torch.float64)))

@@ -130,6 +130,7 @@ class Bucket:
             since, as joining parameters of several types does. Empty: that of ``buffer``.
         mark: for a wrapper that gave the bucket away, and sees what is sent: whether the copy of it that was made or
             weighted last is weighted.
+        last: whether no bucket of this step follows.
     """
 
     buffer: Tensor
@@ -147,6 +148,7 @@ class Bucket:
     scaled: bool = False
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     mark: Mark = field(default_factory=Mark)
+    last: bool = True
 
     def __post_init__(self) -> None:
         if not self.dtypes:

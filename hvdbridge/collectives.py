@@ -5,7 +5,8 @@ Rules:
 1. One request, one tensor back.
 2. The tensor of a request is given away: whoever answers may reduce into it and send it back.
 3. ``group`` names who takes part: ``"world"`` (the synchronizer's ranks), ``"node"`` (those on this
-   host), ``"cross"`` (the same local rank on every host), or a name that the communicator was given.
+   host), ``"cross"`` (the same local rank on every host), a division of all ranks, ``"ranks:0,1|2,3"``, of which this
+   rank's part is meant, or a name that the communicator was given.
    A wrapper may re-label the requests of its inner policy with :func:`dataclasses.replace`.
 """
 

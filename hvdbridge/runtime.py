@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hvdbridge.broadcast import broadcast_tensors
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.config import Config
 from hvdbridge.driver import drive
@@ -31,6 +30,7 @@ from hvdbridge.errors import ConfigurationError, NotInitialized
 from hvdbridge.helper.client import Monitor
 from hvdbridge.rendezvous.start import Started, start
 from hvdbridge.rendezvous.starter import LATER
+from hvdbridge.replicate import broadcast_tensors
 from hvdbridge.world import World
 
 if TYPE_CHECKING:

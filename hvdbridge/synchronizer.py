@@ -14,12 +14,12 @@ from hvdbridge import runtime
 from hvdbridge.after import AfterStep
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.agreement import agree, describe, open_group, trainable
-from hvdbridge.broadcast import broadcast_optimizer, broadcast_tensors
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.driver import Driver, drive, open_driver
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
+from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors
 from hvdbridge.sources import attach
 from hvdbridge.sources.base import Options
 from hvdbridge.sources.hooks import HookSource

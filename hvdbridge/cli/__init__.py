@@ -16,6 +16,7 @@ from hvdbridge.errors import HvdbridgeError
 COMMANDS = {
     "doctor": ("hvdbridge.cli.doctor", "what is installed, and what each launcher and backend would do here"),
     "install-horovod": ("hvdbridge.cli.install_horovod", "build Horovod against the torch that is installed"),
+    "run": ("hvdbridge.cli.run", "run an unmodified Horovod script, without Horovod"),
 }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from importlib.util import find_spec
 from typing import NamedTuple
 
 from hvdbridge.communicators.base import Communicator
@@ -41,7 +41,11 @@ def installed(name: str) -> bool:
     >>> installed("torch")
     True
     """
-    return find_spec(entry(name).library) is not None
+    library = entry(name).library
+    if library in sys.modules and sys.modules[library] is None:
+        return False
+    finders = [finder for finder in sys.meta_path if not getattr(finder, "stands_in", False)]  # hvdbridge.run's
+    return any(finder.find_spec(library, None) is not None for finder in finders)
 
 
 def entry(name: str) -> Entry:

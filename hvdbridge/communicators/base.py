@@ -136,6 +136,10 @@ class Communicator(ABC):
         self.nodes = tuple(nodes)
 
     def _named(self, group: str) -> Communicator:
+        if group not in self.groups and group.startswith("ranks:"):
+            made = self.split([[int(rank) for rank in part.split(",")] for part in group[6:].split("|")])
+            assert made is not None, "every rank is in a part"
+            self.groups[group] = made
         if group not in self.groups and group in ("node", "cross") and self.nodes:
             # Made on first use: all ranks execute the same requests, so all ranks are here.
             made = self.split(node_groups(self.nodes) if group == "node" else cross_groups(self.nodes))

@@ -95,12 +95,14 @@ class Monitor:
     Attributes:
         rank: this process's rank.
         size: number of ranks in the job.
+        host: an address of rank 0's host that every rank reaches.
         failure: why the job ends (the same first cause on every rank), or None while all is well.
     """
 
     def __init__(self, rank: int, size: int, config: Config) -> None:
         self.rank = rank
         self.size = size
+        self.host = "127.0.0.1"
         self.failure: HvdbridgeError | None = None
         self._config = config
         self._link: Link = LocalLink(config.timeout_seconds, config.stall_seconds)
@@ -112,6 +114,7 @@ class Monitor:
         self._failing = threading.Lock()
         self._said = False
         self._failed_at = 0.0
+        self._spared = False
         self._callbacks: list[OnFailure] = []
         self._hooks: ExitHooks | None = None
 
@@ -136,6 +139,7 @@ class Monitor:
         sock = join(address, pack(hello), rank, config.timeout_seconds)
         link = SocketLink(sock, monitor._hear, monitor._tick, monitor._helper_gone)
         monitor._link = link
+        monitor.host = address.host
         link.start()
         return monitor
 
@@ -172,6 +176,10 @@ class Monitor:
     def store_delete(self, prefix: str) -> None:
         """Forget all keys and counters that start with ``prefix``."""
         self._link.ask({"op": "delete", "prefix": prefix})
+
+    def own_address(self) -> str:
+        """An address of this host by which the other ranks reach it: where it talks to the job's helper from."""
+        return self._link.own_address()
 
     def agree(self, name: str, value: str, timeout: float | None = None) -> None:
         """Return when every rank posted the same ``value`` under ``name``; a barrier, too.
@@ -291,6 +299,10 @@ class Monitor:
         with self._failing:
             self._callbacks = [c for c in self._callbacks if c != callback]
 
+    def spare(self) -> None:
+        """From now on a failure does not end this process: the caller starts it anew (elastic training)."""
+        self._spared = True
+
     def _fail(self, failure: HvdbridgeError) -> None:
         with self._failing:
             if self.failure is not None or self._closed:
@@ -332,7 +344,7 @@ class Monitor:
     def _tick(self) -> None:
         now = time.monotonic()
         if self.failure is not None:
-            if now >= self._failed_at + UNWIND and not self._closed:
+            if now >= self._failed_at + UNWIND and not (self._closed or self._spared):
                 self._say(self.failure)
                 end_process(1)
             return
@@ -344,8 +356,9 @@ class Monitor:
         """Print the cause, once, and at once: a launcher ends the other ranks within moments of the first."""
         if not (self._said or self._closed):
             self._said = True
+            verb = "starts over" if self._spared else "ends"
             with suppress(OSError):
-                os.write(2, f"hvdbridge: rank {self.rank} ends: {failure}\n".encode())
+                os.write(2, f"hvdbridge: rank {self.rank} {verb}: {failure}\n".encode())
 
     def _helper_gone(self) -> None:
         self._fail(RankFailed("hvdbridge's helper process, on rank 0's host, ended before the job did (killed?)"))

@@ -43,6 +43,9 @@ class Link(Protocol):
     def fail(self, cause: BaseException) -> None:
         """End every open request, and every later one, with ``cause``."""
 
+    def own_address(self) -> str:
+        """This host's address on the connection."""
+
     def close(self) -> None:
         """End the connection."""
 
@@ -67,6 +70,9 @@ class LocalLink:
     def tell(self, message: Message) -> None: ...
 
     def fail(self, cause: BaseException) -> None: ...
+
+    def own_address(self) -> str:
+        return "127.0.0.1"
 
     def close(self) -> None: ...
 
@@ -111,6 +117,9 @@ class SocketLink:
         for future in list(self._open.values()):
             with suppress(Exception):  # answered in the same moment
                 future.set_exception(cause)
+
+    def own_address(self) -> str:
+        return str(self._sock.getsockname()[0])
 
     def close(self) -> None:
         self._closed = True

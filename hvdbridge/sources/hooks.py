@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from hvdbridge.aggregator import Aggregator, Piece
-from hvdbridge.broadcast import broadcast_tensors
 from hvdbridge.bucket import Layout, Views, cut_layouts
 from hvdbridge.collectives import AllGather, AllReduce, Collective
 from hvdbridge.driver import Pending
 from hvdbridge.errors import StepError, Unsupported
+from hvdbridge.replicate import broadcast_tensors
 from hvdbridge.sources.base import Options, Source, at_end_of_backward, refuse_reentrant
 
 

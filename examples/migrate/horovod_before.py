@@ -1,0 +1,26 @@
+"""horovodrun -np 2 python examples/migrate/horovod_before.py"""
+
+import hashlib
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+hvd.init()
+rank = hvd.rank()
+torch.set_num_threads(1)
+torch.manual_seed(7)
+model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+for step in range(10):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+parameters = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+print(f"rank {rank} digest {hashlib.sha256(parameters).hexdigest()[:16]}", flush=True)
+hvd.shutdown()

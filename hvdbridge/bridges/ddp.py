@@ -1,0 +1,212 @@
+"""DistributedDataParallel's own signature on every backend.
+
+Rules:
+
+1. Under torch it is a DistributedDataParallel; elsewhere a module around the user's, whose gradients our reducer
+   aggregates. Both are made by a :class:`~hvdbridge.synchronizer.GradientSynchronizer` without an optimizer.
+2. ``state_dict()`` has the bare module's keys.
+3. An option of DDP's either does here what it does there, or is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch.nn import Module
+
+from hvdbridge.bridges.foreign_hook import from_comm_hook
+from hvdbridge.errors import Unsupported
+from hvdbridge.policies import from_spec, label
+from hvdbridge.policy import Policy
+from hvdbridge.sources.ddp import DistributedDataParallel as TorchDDP
+from hvdbridge.synchronizer import GradientSynchronizer
+
+
+class DistributedDataParallel(Module):
+    """``model = hb.DistributedDataParallel(model)``: gradients are aggregated when ``backward()`` returns.
+
+    All ranks of the job construct it alike. Rank 0's parameters and buffers are copied to all.
+
+    Args:
+        module: the module to train.
+        device_ids, output_device: None, or the one device that the module is on already.
+        dim: 0.
+        broadcast_buffers, find_unused_parameters, static_graph: as in torch's.
+        init_sync: must be True.
+        process_group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
+        bucket_cap_mb: size of a bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or 25.
+        check_reduction: without effect, as in torch's.
+        gradient_as_bucket_view: as in torch's, but True by default.
+        policy: a spec string, a policy, or None for what ``hb.init`` was given.
+        weighted: as for ``GradientSynchronizer``; the weights are set by :attr:`weight`.
+
+    Attributes:
+        module: the user's module.
+        synchronizer: what aggregates: its ``stats()``, ``state_dict()`` (the policy's state), ``close()``.
+
+    Raises:
+        NotInitialized: ``hb.init()`` is missing.
+        RankMismatch: ranks differ in model, policy or options.
+        Unsupported: an option that has no meaning here.
+    """
+
+    synchronizer: GradientSynchronizer
+
+    def __new__(cls, module: Module | None = None, *args: Any, **options: Any) -> DistributedDataParallel:
+        if module is None or cls not in (DistributedDataParallel, _OnTorch, _Elsewhere):  # pickle, or a subclass
+            return super().__new__(cls)
+        synchronizer = _synchronizer(module, *args, **options)
+        made: Any = synchronizer.model
+        if issubclass(type(made), TorchDDP):
+            made.__class__ = _OnTorch
+            made.__dict__["synchronizer"] = synchronizer
+            return made  # type: ignore[no-any-return]
+        made = super().__new__(_Elsewhere)
+        made.__dict__["synchronizer"] = synchronizer
+        return made  # type: ignore[no-any-return]
+
+    def __init__(
+        self,
+        module: Module,
+        device_ids: list[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        policy: str | Policy | None = None,
+        weighted: bool | None = None,
+    ) -> None:
+        """See the class; ``__new__`` has done it."""
+
+    @property
+    def weight(self) -> float | None:
+        """This rank's weight of the next step; see ``GradientSynchronizer.weight``."""
+        return self.synchronizer.weight
+
+    @weight.setter
+    def weight(self, value: float | None) -> None:
+        self.synchronizer.weight = value
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Aggregate by a communication hook of DDP's, on whatever backend; before the first backward, on every rank.
+
+        Raises:
+            Unsupported: see :func:`~hvdbridge.bridges.foreign_hook.from_comm_hook`; or the policy is no plain mean.
+            StepError: a step has been made.
+        """
+        synchronizer = self.synchronizer
+        if label(synchronizer.policy) != "mean":
+            raise Unsupported(
+                f"register_comm_hook beside policy={label(synchronizer.policy)!r}: a hook takes the place of a policy. "
+                "Give one of the two."
+            )
+        chosen = from_comm_hook(state, hook)
+        synchronizer._aggregator.use(chosen, synchronizer._params)
+        synchronizer.policy = chosen
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """For ranks with unequal numbers of steps; see ``GradientSynchronizer.join``.
+
+        Args:
+            divide_by_initial_world_size: a rank that is through counts as zeros; False: it does not count.
+            enable: False: do nothing.
+            throw_on_early_termination: must be False.
+
+        Raises:
+            Unsupported: ``throw_on_early_termination=True``, or the model has a SyncBatchNorm.
+        """
+        if throw_on_early_termination:
+            raise Unsupported("join(throw_on_early_termination=True): ranks cannot be interrupted here. Leave it out.")
+        aggregator = self.synchronizer._aggregator
+        before = aggregator.joined_weight
+        aggregator.joined_weight = 1.0 if divide_by_initial_world_size else 0.0
+        try:
+            with self.synchronizer.join() if enable else nullcontext():
+                yield
+        finally:
+            aggregator.joined_weight = before
+
+
+class _OnTorch(DistributedDataParallel, TorchDDP):
+    """A DistributedDataParallel of torch; nothing here shadows its own."""
+
+    join: Any = DistributedDataParallel.join
+
+
+class _Elsewhere(DistributedDataParallel):
+    """A module around the user's."""
+
+    def __init__(self, module: Module, *args: Any, **options: Any) -> None:
+        synchronizer = self.__dict__["synchronizer"]
+        Module.__init__(self)
+        self.__dict__["synchronizer"] = synchronizer
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's module's."""
+        return self.synchronizer.model(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Gradients accumulate locally; the next backward outside aggregates them."""
+        return self.synchronizer.no_sync()
+
+    def _bare(self) -> Any:
+        return getattr(self.module, "_orig_mod", self.module)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The bare module's."""
+        return self._bare().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Into the bare module."""
+        return self._bare().load_state_dict(*args, **kwargs)
+
+
+def _synchronizer(
+    module: Module,
+    device_ids: list[Any] | None = None,
+    output_device: Any = None,
+    dim: int = 0,
+    broadcast_buffers: bool = True,
+    init_sync: bool = True,
+    process_group: Any = None,
+    bucket_cap_mb: float | None = None,
+    find_unused_parameters: bool = False,
+    check_reduction: bool = False,
+    gradient_as_bucket_view: bool = True,
+    static_graph: bool = False,
+    policy: str | Policy | None = None,
+    weighted: bool | None = None,
+) -> GradientSynchronizer:
+    if not isinstance(module, Module):
+        raise Unsupported(f"DistributedDataParallel wraps a module, got {type(module).__name__}")
+    if dim != 0 or not init_sync:
+        raise Unsupported(f"DistributedDataParallel(dim={dim}, init_sync={init_sync}): only dim=0 and init_sync=True")
+    if device_ids is not None and len(device_ids) > 1:
+        raise Unsupported(f"device_ids={device_ids}: one process drives one device. Start a process for each.")
+    return GradientSynchronizer(
+        module,
+        None,
+        None if policy is None else from_spec(policy),
+        bucket_mb=bucket_cap_mb,
+        group=process_group,
+        find_unused_parameters=find_unused_parameters,
+        weighted=weighted,
+        static_graph=static_graph,
+        broadcast_buffers=broadcast_buffers,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )

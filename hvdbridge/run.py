@@ -1,0 +1,235 @@
+"""``python -m hvdbridge.run train.py ...``: an unmodified Horovod script, without Horovod.
+
+::
+
+    python -m hvdbridge.run train.py --epochs 3
+    torchrun --nproc-per-node 2 -m hvdbridge.run train.py --epochs 3
+    mpiexec -n 2 python -m hvdbridge.run train.py --epochs 3
+    horovodrun -np 2 python -m hvdbridge.run -m my_package.train
+
+Rules:
+
+1. The script's ``import horovod.torch`` is :mod:`hvdbridge.torch`, with the submodules of :data:`STANDS_FOR`; other
+   frameworks' are refused by name.
+2. An installed Horovod is hidden from the script and from what it imports, but not from itself and from hvdbridge
+   (whose backend ``horovod`` it is): who imports, decides. Its modules leave ``sys.modules`` between their own imports.
+   Only ``horovod.runner.*`` below the launcher's API remains visible: it unpickles its own messages by name.
+3. The script runs as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``.
+
+Processes that the script starts anew (``multiprocessing`` by ``spawn``) do not know of this; forked ones do.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.util
+import os
+import runpy
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any
+
+VERSION = "0.28.1"
+"""Of the Horovod whose API this is."""
+
+STANDS_FOR = {
+    "horovod.torch": "hvdbridge.torch",
+    "horovod.torch.compression": "hvdbridge.torch.compression",
+    "horovod.torch.elastic": "hvdbridge.torch.elastic",
+    "horovod.torch.elastic.sampler": "hvdbridge.torch.elastic.sampler",
+    "horovod.torch.elastic.state": "hvdbridge.torch.elastic.state",
+    "horovod.torch.functions": "hvdbridge.torch.functions",
+    "horovod.torch.mpi_ops": "hvdbridge.torch.mpi_ops",
+    "horovod.torch.optimizer": "hvdbridge.torch.optimizer",
+    "horovod.torch.sync_batch_norm": "hvdbridge.torch.sync_batch_norm",
+    "horovod.common.elastic": "hvdbridge.torch.elastic.state",
+    "horovod.common.exceptions": "hvdbridge.torch.exceptions",
+    "horovod.common.process_sets": "hvdbridge.torch.process_sets",
+    "horovod.common.util": "hvdbridge.torch.util",
+}
+"""Horovod's module -> ours."""
+
+PACKAGES: Mapping[str, Mapping[str, str]] = {
+    "horovod": {"run": "hvdbridge.launching:launch"},
+    "horovod.common": {},
+    "horovod.runner": {"run": "hvdbridge.launching:launch"},
+}
+"""Packages that are made up, with what they hold."""
+
+USAGE = "usage: python -m hvdbridge.run [-m MODULE | SCRIPT] [ARGUMENTS ...]"
+
+
+def of_horovod(name: str) -> bool:
+    """
+    >>> of_horovod("horovod.torch"), of_horovod("horovod_tools")
+    (True, False)
+    """
+    return name == "horovod" or name.startswith("horovod.")
+
+
+class Package(ModuleType):
+    """One of :data:`PACKAGES`; what it holds is imported on first use."""
+
+    def __getattr__(self, name: str) -> Any:
+        target = PACKAGES[self.__name__].get(name)
+        if target is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} under hvdbridge.run")
+        module, _, attribute = target.partition(":")
+        value = getattr(importlib.import_module(module), attribute)
+        setattr(self, name, value)
+        return value
+
+
+class StandIn(MetaPathFinder, Loader):
+    """Finds and loads our modules under Horovod's names, as long as it is ``on``."""
+
+    stands_in = True
+
+    def __init__(self) -> None:
+        self.on = True
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        if not (self.on and of_horovod(name)):
+            return None
+        if name in PACKAGES or name in STANDS_FOR:
+            return ModuleSpec(name, self, is_package=name in PACKAGES)
+        raise ModuleNotFoundError(
+            f"No module named {name!r} under hvdbridge.run, which stands in for horovod.torch: "
+            f"it knows {', '.join(sorted([*PACKAGES, *STANDS_FOR]))}",
+            name=name,
+        )
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        if spec.name not in PACKAGES:
+            module = importlib.import_module(STANDS_FOR[spec.name])
+            spec.loader_state = module.__spec__  # importlib puts its own in its place
+            return module
+        package = Package(spec.name)
+        if spec.name == "horovod":
+            package.__version__ = VERSION  # type: ignore[attr-defined]
+        return package
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        if spec is not None and spec.name in STANDS_FOR:
+            module.__spec__ = spec.loader_state
+
+
+class Imports:
+    """``import`` that gives the real Horovod to itself and to hvdbridge, and ours to everybody else."""
+
+    def __init__(self, finder: StandIn) -> None:
+        self._finder = finder
+        self._import = builtins.__import__
+        self._real: dict[str, ModuleType] = {}
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    def __call__(
+        self,
+        name: str,
+        globals: Mapping[str, object] | None = None,
+        locals: Mapping[str, object] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        importer = str((globals or {}).get("__name__", ""))
+        if not (of_horovod(importer) if level else of_horovod(name)):
+            return self._import(name, globals, locals, fromlist or (), level)
+        with self._lock:
+            if self._depth or not (of_horovod(importer) or importer.startswith("hvdbridge.")):
+                return self._import(name, globals, locals, fromlist or (), level)
+            ours = self._swap({})
+            try:
+                return self._import(name, globals, locals, fromlist or (), level)
+            finally:
+                self._swap(ours)
+
+    def _swap(self, ours: dict[str, ModuleType]) -> dict[str, ModuleType]:
+        """Exchange what stands under Horovod's names; returns what stood there."""
+        begins = self._depth == 0
+        self._depth = int(begins)
+        self._finder.on = not begins
+        there = {name: module for name, module in sys.modules.items() if of_horovod(name)}
+        for name in there:
+            del sys.modules[name]
+        if begins:
+            sys.modules.update({**{n: m for n, m in there.items() if n not in known()}, **self._real})
+            return {name: module for name, module in there.items() if name in known()}
+        self._real = there
+        sys.modules.update({name: m for name, m in there.items() if name.startswith("horovod.runner.")})
+        sys.modules.update(ours)
+        return there
+
+
+def known() -> set[str]:
+    """The names that are ours while a script runs."""
+    return {*PACKAGES, *STANDS_FOR}
+
+
+_finder: StandIn | None = None
+
+
+def stand_in() -> None:
+    """From now on this process's ``import horovod.torch`` is hvdbridge's. Harmless when repeated.
+
+    Raises:
+        ImportError: the real Horovod was imported before.
+    """
+    global _finder
+    if _finder is not None:
+        return
+    if "horovod" in sys.modules:
+        raise ImportError("hvdbridge.run: horovod is imported already in this process; stand_in() comes first")
+    _finder = StandIn()
+    sys.meta_path.insert(0, _finder)
+    builtins.__import__ = Imports(_finder)
+
+
+def stands_in() -> bool:
+    """Whether :func:`stand_in` was called."""
+    return _finder is not None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a script, or with ``-m`` a module, as ``__main__``."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] in ([], ["-h"], ["--help"]) or words == ["-m"]:
+        print(USAGE, file=sys.stderr)
+        raise SystemExit(0 if words[:1] in (["-h"], ["--help"]) else 2)
+    stand_in()
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    script = words[0]
+    sys.argv[:] = words
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    module = ModuleType("__main__")
+    module.__file__ = script
+    module.__builtins__ = builtins  # type: ignore[attr-defined]
+    code = compiled(script)
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def compiled(script: str) -> CodeType:
+    try:
+        with open(script, "rb") as file:
+            return compile(file.read(), script, "exec", dont_inherit=True)
+    except OSError as error:
+        print(f"hvdbridge.run: cannot read {script}: {error.strerror}\n{USAGE}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    # Under its own name, not as the module __main__, whose place the script takes.
+    from hvdbridge.run import main as run
+
+    run()

@@ -1,0 +1,69 @@
+"""What ``hvdbridge.torch`` raises: Horovod's own types, also where Horovod is not installed.
+
+::
+
+    HorovodInternalError (HvdbridgeError, RuntimeError)   an operation failed; elastic training restores
+    └── DuplicateNameError (ValueError)                   a name that is in flight already
+    HostsUpdatedInterrupt (RuntimeError)                  the set of hosts changed; elastic training goes on
+    HorovodVersionMismatchError (ImportError)             never raised by hvdbridge; there for except clauses
+
+Where the real Horovod is imported (``HVDBRIDGE_BACKEND=horovod``), what is raised is an instance of its
+``HorovodInternalError``, too, so that either name in an ``except`` clause catches it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from hvdbridge.errors import HvdbridgeError
+
+
+class HorovodInternalError(HvdbridgeError):
+    """A collective operation failed, here or on another rank. Elastic training restores the last commit."""
+
+
+class DuplicateNameError(HorovodInternalError, ValueError):
+    """A second operation of a name was started on this rank before the first was complete.
+
+    Horovod raises a ValueError here; this is one.
+    """
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """The set of hosts of an elastic job changed; no state is lost.
+
+    Attributes:
+        skip_sync: whether the state needs no broadcast afterwards, because no host was added.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of the job changed")
+        self.skip_sync = skip_sync
+
+
+class HorovodVersionMismatchError(ImportError):
+    """Horovod was built for another version of the framework. hvdbridge has nothing that is built for one."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(f"{name} {version} is installed, and Horovod was built for {installed_version}")
+        self.name = name
+        self.version = version
+        self.installed_version = installed_version
+
+
+_both: dict[tuple[type, type], type[HorovodInternalError]] = {}
+
+
+def internal_error(text: str, kind: type[HorovodInternalError] = HorovodInternalError) -> HorovodInternalError:
+    """A ``kind`` with this text, which the real Horovod's ``except`` clauses catch as well where it is imported.
+
+    >>> str(internal_error("allreduce 'a' failed"))
+    "allreduce 'a' failed"
+    """
+    real: Any = getattr(sys.modules.get("horovod.common.exceptions"), "HorovodInternalError", None)
+    if real is None or issubclass(kind, real) or issubclass(real, HorovodInternalError):
+        return kind(text)
+    if (kind, real) not in _both:
+        _both[kind, real] = type(kind.__name__, (kind, real), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return _both[kind, real](text)

@@ -1,0 +1,199 @@
+"""Broadcasts of parameters, optimizer state and objects, made of the raw operations.
+
+Rules:
+
+1. Where only one rank knows a structure, it is sent before what it describes; nothing is inferred from what the others
+   have, so that their state may be empty, older or of another shape.
+2. Objects travel by ``cloudpickle`` where it is installed, else by ``pickle``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdbridge.torch.mpi_ops import _current, _number, allgather_async, broadcast_async_, rank, synchronize
+from hvdbridge.torch.process_sets import ProcessSet, global_process_set
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Copy rank ``root_rank``'s values into ``params`` in place.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()``, or lists of them. Values
+            that are no tensors are left as they are.
+        root_rank: a rank of the job.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: ``params`` is neither; ``root_rank`` is not in the process set.
+        HorovodInternalError: ranks have other names, shapes or dtypes.
+    """
+    if isinstance(params, Mapping):
+        pairs: list[tuple[str | None, Any]] = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, Tensor)):
+        pairs = [each if isinstance(each, tuple) else (None, each) for each in params]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}: a state dict or (named) parameters are expected")
+    tensors = [(name, value) for name, value in pairs if isinstance(value, Tensor)]
+    for handle in [broadcast_async_(value, root_rank, name, process_set) for name, value in tensors]:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Give every rank the state and the options of rank ``root_rank``'s optimizer.
+
+    Where the root's optimizer has no state yet, every rank without one first makes a step with gradients of zero, as
+    under Horovod, so that scripts that are moved here go on bit by bit (Adam counts that step, weight decay acts on
+    it). Where the root's has, nobody steps: parameters that were broadcast before do not drift apart.
+
+    Args:
+        optimizer: an optimizer, wrapped by ``DistributedOptimizer`` or not.
+        root_rank: a rank of the job.
+        model: tells which parameters have sparse gradients.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: LBFGS, as under Horovod; ``root_rank`` is not in the process set.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state: use broadcast_object(optimizer.state_dict())")
+    mine = optimizer.state_dict()
+    fresh = broadcast_object(not mine["state"], root_rank, None, process_set)
+    if fresh and not mine["state"]:
+        _step_on_zeros(optimizer, model)
+        mine = optimizer.state_dict()
+    tensors: list[Tensor] = []
+    structure = _without_tensors(mine, tensors) if rank() == root_rank else None
+    structure = broadcast_object(structure, root_rank, "broadcast_optimizer_state", process_set)
+    devices = [parameter.device for group in optimizer.param_groups for parameter in group["params"]]
+    if rank() != root_rank:
+        tensors = [each.empty(devices) for each in _places(structure)]
+    names = [f"broadcast_optimizer_state.{number}" for number in range(len(tensors))]
+    handles = [
+        broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in zip(names, tensors, strict=True)
+    ]
+    for handle in handles:
+        synchronize(handle)
+    if rank() != root_rank:
+        optimizer.load_state_dict(_with_tensors(structure, iter(tensors)))
+
+
+def _step_on_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    modules = [] if model is None else [m for m in model.modules() if getattr(m, "sparse", False)]
+    sparse = {p for module in modules for p in module.parameters()}
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        p.grad = torch.zeros_like(p)
+        if isinstance(optimizer, torch.optim.SparseAdam) or (isinstance(optimizer, torch.optim.SGD) and p in sparse):
+            p.grad = p.grad.to_sparse()
+    getattr(optimizer, "step_alone", optimizer.step)()  # a DistributedOptimizer's step() would be collective
+
+
+class _Place:
+    """Stands where a tensor was."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self.shape, self.cuda = tensor.dtype, tuple(tensor.shape), tensor.is_cuda
+
+    def empty(self, devices: list[torch.device]) -> Tensor:
+        """A tensor for it: on this rank's device, where it was on the root's."""
+        device = next((each for each in devices if each.type == "cuda"), None) if self.cuda else None
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().contiguous())
+        return _Place(value)
+    if isinstance(value, dict):
+        return {key: _without_tensors(each, tensors) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_without_tensors(each, tensors) for each in value)
+    return value
+
+
+def _places(value: Any) -> list[_Place]:
+    if isinstance(value, _Place):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [place for each in inner for place in _places(each)]
+
+
+def _with_tensors(value: Any, tensors: Any) -> Any:
+    if isinstance(value, _Place):
+        return next(tensors)
+    if isinstance(value, dict):
+        return {key: _with_tensors(each, tensors) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_with_tensors(each, tensors) for each in value)
+    return value
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Rank ``root_rank``'s object on every rank; there it is ``obj`` itself.
+
+    Args:
+        obj: what can be pickled; on other ranks it is not looked at.
+        root_rank: a rank of the job.
+        name: by which ranks match operations.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: ``root_rank`` is not in the process set; this rank is not.
+        HorovodInternalError: ranks disagree about the root; another rank failed.
+    """
+    operations, number = _current(), _number(process_set)
+    if root_rank not in operations.members(number):
+        raise ValueError(
+            f"broadcast_object received invalid root rank {root_rank}: the process set is {operations.members(number)}"
+        )
+    mine = _dump(obj) if operations.rank == root_rank else torch.empty(0, dtype=torch.uint8)
+    pending = operations.submit(
+        "broadcast_object", "broadcast_object", name, [mine], process_set=number, root=int(root_rank)
+    )
+    data = operations.wait(pending)
+    return obj if operations.rank == root_rank else _load(data)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[Any], Any]:
+    """A function that broadcasts the object that it is given; see :func:`broadcast_object`."""
+
+    def broadcast(obj: Any) -> Any:
+        return broadcast_object(obj, root_rank, name, process_set)
+
+    return broadcast
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Every rank's object, in rank order; see :func:`broadcast_object`."""
+    mine = _dump(obj)
+    handle = allgather_async(mine, f"object.{name}" if name else None, process_set)
+    lengths = allgather_async(torch.tensor([mine.numel()]), f"object.{name}.length" if name else None, process_set)
+    data = synchronize(handle)
+    return [_load(part) for part in data.split(synchronize(lengths).tolist())]
+
+
+def _dump(obj: Any) -> Tensor:
+    pickler: Any = import_module("cloudpickle") if find_spec("cloudpickle") else pickle
+    return torch.frombuffer(bytearray(pickler.dumps(obj)), dtype=torch.uint8)
+
+
+def _load(data: Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())

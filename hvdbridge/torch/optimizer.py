@@ -1,0 +1,701 @@
+"""Horovod's ``DistributedOptimizer``, over any backend.
+
+Rules:
+
+1. The result is a subclass of the user's optimizer class, made on the spot, around the same parameter groups:
+   ``isinstance`` and schedulers see what they know.
+2. Gradients travel while backward runs, in flat buckets and in the driver's order; names are compared once, at the
+   first :meth:`synchronize`, and not negotiated again. So that first step does not overlap with backward.
+3. A step ends in ``synchronize()`` (or ``step()``, which calls it): until then backward may be called several times,
+   each for other parameters. Where one backward gave all gradients they are final when it returns, as elsewhere in
+   hvdbridge; with several, or with some missing, after ``synchronize()``.
+4. The bits are Horovod's: what is sent is the compressed gradient, the sum is scaled after it was formed.
+5. Construction sends nothing, so ranks that join later (:mod:`.elastic`) need not repeat it; after ``hvd.shutdown()``
+   and ``hvd.init()`` the next step opens a channel anew.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from hvdbridge import runtime
+from hvdbridge.aggregator import Aggregator, Piece
+from hvdbridge.bucket import Bucket
+from hvdbridge.collectives import AllReduce
+from hvdbridge.communicators.base import Communicator
+from hvdbridge.driver import Driver, open_driver
+from hvdbridge.errors import CollectiveTimeout, ConfigurationError, RankFailed, RankMismatch, Unsupported
+from hvdbridge.policies import from_spec, label
+from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State
+from hvdbridge.sources.base import Options, inside_backward
+from hvdbridge.sources.hooks import FlatBucket, Slot, make_buckets
+from hvdbridge.torch import mpi_ops
+from hvdbridge.torch.compression import Compression
+from hvdbridge.torch.exceptions import internal_error
+from hvdbridge.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum
+from hvdbridge.torch.process_sets import ProcessSet, global_process_set
+from hvdbridge.torch.util import split_list
+
+OPS = ((Average, "sum"), (Sum, "sum"), (Min, "min"), (Max, "max"), (Product, "product"))
+"""Horovod's reductions and ours."""
+
+TOO_OFTEN = (
+    "Gradients were computed more than backward_passes_per_step times before step() or synchronize(). "
+    "Pass a larger backward_passes_per_step to accumulate them."
+)
+TOO_EARLY = (
+    "optimizer.zero_grad() between loss.backward() and optimizer.step() or optimizer.synchronize(): gradients are on "
+    "their way to other ranks. Call it after one of these, or before loss.backward()."
+)
+TWICE = (
+    "optimizer.step() after optimizer.synchronize() without optimizer.skip_synchronize(): write "
+    "'with optimizer.skip_synchronize(): optimizer.step()', which says that gradients are complete."
+)
+
+
+@dataclass(frozen=True)
+class Reduction(Policy):
+    """What Horovod does to a gradient: compress, scale, reduce, scale, decompress.
+
+    ``Average`` divides after the sum. A compressor that works element by element is given the whole bucket, any other
+    class with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)`` each gradient by itself.
+    """
+
+    op: Any = Average
+    compression: Any = Compression.none
+    predivide: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Its options are objects of Horovod's API: :func:`DistributedOptimizer` checks them."""
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        if self.compression in (Compression.none, Compression.fp16, getattr(Compression, "bf16", None)):
+            return Aggregated((yield from self._reduce(bucket.buffer, bucket.size)))
+        parts = []
+        for gradient in bucket.grads.values():
+            parts.append((yield from self._reduce(gradient, bucket.size)).reshape(-1))
+        return Aggregated(torch.cat(parts))
+
+    def _reduce(self, tensor: Tensor, size: int) -> Exchange:
+        sent, context = self.compression.compress(tensor)
+        if self.predivide != 1.0:
+            sent = sent * (1.0 / self.predivide)
+        total = yield AllReduce(sent, next(name for op, name in OPS if op == self.op))
+        factor = self.predivide / size if self.op == Average else 1.0
+        if factor != 1.0:
+            total = total.mul_(factor)
+        return self.compression.decompress(total, context)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ranks must agree on, besides the parameters."""
+
+    policy: Policy
+    groups: int | Sequence[Sequence[Tensor]] | None
+    sparse_as_dense: bool
+
+    def lines(self) -> list[str]:
+        grouped = self.groups if isinstance(self.groups, int) or self.groups is None else list(map(len, self.groups))
+        return [f"policy {label(self.policy)}", f"groups {grouped}", f"sparse_as_dense {self.sparse_as_dense}"]
+
+
+class Reducer:
+    """Carries one optimizer's gradients through a policy, among the ranks of a process set, for one session."""
+
+    def __init__(self, params: Mapping[str, Parameter], settings: Settings, process_set: ProcessSet) -> None:
+        session = runtime.current()
+        self.session = session
+        self._monitor = session.monitor
+        self.communicator = open_channel(process_set)
+        self.control = self.communicator.control()
+        self.names, self.sparse = self._agree(params, settings)
+        self.params = {name: params[name] for name in self.names}
+        self.dense = {name: p for name, p in self.params.items() if name not in self.sparse}
+        ranks = None if process_set is global_process_set else process_set.ranks
+        device = next(iter(params.values())).device
+        self.driver: Driver = open_driver(self.communicator, device, session.check(ranks))
+        self._monitor.on_failure(self.driver.fail)
+        self.aggregator = Aggregator(
+            settings.policy, self.dense, self.communicator, self.control, self.driver, weighted=False
+        )
+        self.buckets = self._cut(settings)
+        self.slots: dict[Tensor, Slot] = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
+        self.running = False
+        self._next = 0
+        self._closed = False
+        runtime.at_shutdown(self.close)
+
+    def _agree(self, params: Mapping[str, Tensor], settings: Settings) -> tuple[list[str], dict[str, int]]:
+        """Names in rank 0's order, and the number of sparse dimensions of those that are sparse on any rank."""
+        mine = {name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')}" for name, p in params.items()}
+        sparse = {}
+        for name, p in params.items():
+            if p.grad is not None and p.grad.is_sparse and not settings.sparse_as_dense:
+                sparse[name] = p.grad.sparse_dim()
+        everyone = self.control.all_gather_object((mine, sparse, settings.lines()))
+        first, _, lines = everyone[0]
+        for rank, (theirs, _, their_lines) in enumerate(everyone):
+            where = f"DistributedOptimizer: rank {rank} differs from rank 0 (numbers in the process set)"
+            if theirs != first:
+                names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+                shown = "; ".join(
+                    f"{n!r} is {theirs.get(n, 'missing')}, not {first.get(n, 'there')}" for n in names[:8]
+                )
+                raise RankMismatch(f"{where} in {len(names)} parameters: {shown}. Give all ranks the same model.")
+            if their_lines != lines:
+                raise RankMismatch(f"{where}: it has {their_lines}, rank 0 {lines}")
+        return list(first), {name: dim for _, found, _ in everyone for name, dim in found.items()}
+
+    def _cut(self, settings: Settings) -> list[FlatBucket]:
+        """Buckets of the usual size, or one (per type and device) for each group that the user made."""
+        options = Options(self.session.config.bucket_mb)
+        if settings.groups is None or settings.groups == 0:
+            return make_buckets(self.dense, options)
+        names: dict[Tensor, str] = {p: name for name, p in self.dense.items()}
+        if isinstance(settings.groups, int):
+            parts = split_list(list(self.dense), settings.groups)
+        else:
+            parts = [[names[p] for p in group if p in names] for group in settings.groups]
+            grouped = {name for part in parts for name in part}
+            parts += [[name] for name in self.dense if name not in grouped]
+        whole = replace(options, bucket_mb=float("inf"))
+        found = []
+        for part in reversed([part for part in parts if part]):
+            found += make_buckets({name: self.dense[name] for name in part}, whole)
+        return found
+
+    @property
+    def complete(self) -> bool:
+        """Every bucket was handed in."""
+        return self._next == len(self.buckets)
+
+    def arrive(self, parameter: Tensor) -> None:
+        """The gradient of ``parameter`` is there; called once per step for each."""
+        slot = self.slots.get(parameter)
+        if slot is None:
+            return  # sparse: it waits for the end
+        if not self.running:
+            self._begin()
+        slot.arrived = True
+        slot.bucket.missing -= 1
+        while not self.complete and self.buckets[self._next].missing == 0:
+            self._submit(self.buckets[self._next], gradients(self.buckets[self._next]))
+
+    def finish(self) -> None:
+        """Hand in what is missing as what it holds, or zeros; wait; write the results into ``p.grad``."""
+        if not self.running:
+            self._begin()
+        try:
+            while not self.complete:
+                self._submit(self.buckets[self._next], gradients(self.buckets[self._next]))
+            self.aggregator.end()
+            self._write_back()
+        finally:
+            self._reset()
+
+    def combine(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``values`` by name through the policy: one step without gradients. Views that live until the next."""
+        self._begin()
+        try:
+            while not self.complete:
+                bucket = self.buckets[self._next]
+                self._submit(bucket, [values[slot.name] for slot in bucket.slots])
+            self.aggregator.end()
+            return {slot.name: view for bucket in self.buckets for slot, view in results(bucket)}
+        finally:
+            self._reset()
+
+    def _begin(self) -> None:
+        self.running = True
+        self.aggregator.begin()
+
+    @torch.no_grad()
+    def _submit(self, bucket: FlatBucket, values: Sequence[Tensor | None]) -> None:
+        self._next += 1
+        for slot, value in zip(bucket.slots, values, strict=True):
+            if value is None:
+                slot.view.zero_()
+            elif value is not slot.view:
+                slot.view.copy_(value)
+        piece = Piece(bucket.layout, bucket.buffer, bucket.deliver)
+        self.aggregator.submit(piece, last=self.complete)
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        for bucket in self.buckets:
+            for slot, view in results(bucket):
+                parameter = slot.parameter
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = view.to_sparse()  # in all dimensions, as Horovod's
+                elif slot.stays:
+                    parameter.grad = view
+                elif parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter).copy_(view)
+                else:
+                    parameter.grad.copy_(view)
+
+    def _reset(self) -> None:
+        self.running = False
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.slots)
+            bucket.update = None
+            for slot in bucket.slots:
+                slot.arrived = False
+
+    def close(self) -> None:
+        """Free the channel; harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        runtime.forget_at_shutdown(self.close)
+        self._monitor.remove_on_failure(self.driver.fail)
+        failed = self.driver.failure is not None
+        self.driver.close()
+        if not failed:
+            self.control.close()
+            self.communicator.close()
+
+
+def open_channel(process_set: ProcessSet) -> Communicator:
+    """A communicator of our own among the members of ``process_set``, who all call this."""
+    members: Communicator | None = runtime.current().communicator
+    if process_set is not global_process_set:
+        # Its communicator belongs to the thread of raw operations, which has nothing to do between two barriers.
+        mpi_ops.barrier(process_set)
+        members = mpi_ops._current()._comms[process_set.process_set_id or 0]
+    assert members is not None, "this rank is a member"
+    own = members.split([range(members.size)])
+    assert own is not None
+    if process_set is not global_process_set:
+        mpi_ops.barrier(process_set)
+    return own
+
+
+def gradients(bucket: FlatBucket) -> list[Tensor | None]:
+    """What the parameters of ``bucket`` hold now; sparse ones as dense copies."""
+    found = [slot.parameter.grad for slot in bucket.slots]
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+
+
+def results(bucket: FlatBucket) -> Iterator[tuple[Slot, Tensor]]:
+    assert bucket.update is not None, "the step ended without a failure"
+    if bucket.update.data_ptr() != bucket.buffer.data_ptr():
+        bucket.buffer.copy_(bucket.update)
+    for slot in bucket.slots:
+        yield slot, slot.view
+
+
+class _Distributed(Optimizer):
+    """What both kinds have in common; stands before the user's class in the order of resolution."""
+
+    op: Any
+    compression: Any
+    process_set: ProcessSet
+    backward_passes_per_step: int
+
+    def _setup(self, names: dict[Tensor, str], settings: Settings) -> None:
+        self._names = names
+        self._settings = settings
+        self._reducer: Reducer | None = None
+        self._delay: dict[Parameter, int] = {}
+        self._arrived: set[Tensor] = set()  # a gradient came since the last synchronize()
+        self._handed: set[Tensor] = set()  # ... for the last time of this step
+        self._final = False  # p.grad holds what synchronize() promises
+        self._synchronized = False  # ... and the user called it
+        self._should_synchronize = True
+        self._follow()
+
+    @property
+    def _active(self) -> bool:
+        """Whether there is anybody to reduce with; alone, only a policy of the user's own has something to do."""
+        alone = mpi_ops.size() == 1 and isinstance(self._settings.policy, Reduction)
+        return not alone and bool(self.process_set.included())
+
+    def _follow(self) -> list[Parameter]:
+        """Hook parameters that require gradients and did not before; returns them."""
+        found = []
+        for i, group in enumerate(self.param_groups):
+            for j, p in enumerate(group["params"]):
+                if p.requires_grad and p not in self._delay:
+                    self._names.setdefault(p, f"allreduce.noname.{i}.{j}")
+                    self._delay[p] = self.backward_passes_per_step
+                    p.register_post_accumulate_grad_hook(self._gradient)
+                    found.append(p)
+        return found
+
+    def _gradient(self, p: Any) -> None:
+        """Called by autograd when the gradient of ``p`` was accumulated."""
+        if not self._active:
+            return
+        if self._delay[p] <= 0:
+            raise AssertionError(f"{TOO_OFTEN} (parameter {self._names[p]!r})")
+        if p.grad is not None and p.grad.requires_grad:
+            raise AssertionError(f"backward(create_graph=True): the gradient of {self._names[p]!r} cannot be reduced")
+        self._delay[p] -= 1
+        self._arrived.add(p)
+        self._final = self._synchronized = False
+        if self._delay[p] == 0:
+            self._handed.add(p)
+            self._complete(p)
+
+    def _complete(self, p: Tensor) -> None:
+        """The last gradient of this step for ``p``."""
+
+    def _ready(self) -> Reducer | None:
+        """The reducer, if it fits the open session and the parameters that are followed now."""
+        reducer = self._reducer
+        fits = reducer is not None and reducer.session is runtime.current() and len(reducer.names) == len(self._delay)
+        return reducer if fits else None
+
+    def _open(self) -> Reducer:
+        """The reducer; collective when it must be made."""
+        reducer = self._ready()
+        if reducer is None:
+            if self._reducer is not None:
+                self._reducer.close()
+            params = {self._names[p]: p for p in self._delay}
+            self._reducer = reducer = Reducer(params, self._settings, self.process_set)
+        return reducer
+
+    def _new_step(self) -> None:
+        self._arrived.clear()
+        self._handed.clear()
+        for p in self._delay:
+            self._delay[p] = self.backward_passes_per_step
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on the gradients of so many backward passes are accumulated before they are reduced."""
+        if passes <= 0:
+            raise ValueError("backward_passes_per_step must be > 0")
+        self.backward_passes_per_step = passes
+        for p in self._delay:
+            self._delay[p] = passes
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if hasattr(self, "_delay"):
+            self._follow()
+
+    def step_alone(self) -> None:
+        """The optimizer's own step on what ``p.grad`` holds: nothing is reduced."""
+        super().step()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self._reducer is not None and self._reducer.running:
+            self._reducer.finish()
+        self._new_step()
+        self._final = self._synchronized = False
+        self._should_synchronize = True
+        super().load_state_dict(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's own.
+
+        Raises:
+            AssertionError: between ``backward()`` and ``step()`` or ``synchronize()``.
+        """
+        if self._arrived:
+            raise AssertionError(TOO_EARLY)
+        self._follow()
+        super().zero_grad(set_to_none)
+
+
+class _DistributedOptimizer(_Distributed):
+    """Reduces gradients, then steps."""
+
+    def _complete(self, p: Tensor) -> None:
+        reducer = self._ready()
+        if reducer is None:
+            return  # synchronize() opens the channel, in the order of the program
+        with internal_errors():
+            reducer.arrive(p)
+        if reducer.complete and not reducer.sparse and inside_backward():
+            Variable._execution_engine.queue_callback(partial(self._settle, reducer))
+
+    def _settle(self, reducer: Reducer) -> None:
+        """Everything is on its way at the end of a backward: wait, so that gradients are final when it returns."""
+        if reducer.running and not self._final:
+            with internal_errors():
+                reducer.finish()
+            self._final = True
+
+    def synchronize(self) -> None:
+        """Wait until the reduced gradients stand in ``p.grad``; one that never came counts as what ``p.grad`` holds,
+        or zeros.
+
+        Raises:
+            HorovodInternalError: a rank failed, or took too long.
+            RankMismatch: at the first call: ranks have other parameters, or other options.
+        """
+        if self._active:
+            with internal_errors():
+                self._reduce()
+        self._new_step()
+        self._final = self._synchronized = True
+
+    def _reduce(self) -> None:
+        late = self._follow()
+        begun = self._final or (self._reducer is not None and self._reducer.running)
+        if not self._final:
+            reducer = self._reducer if begun and self._reducer is not None else self._open()
+            if not begun:
+                for parameter in self._handed:
+                    reducer.arrive(parameter)
+            sparse = [self._send_sparse(reducer, name) for name in reducer.sparse]
+            reducer.finish()
+            for p, handle in sparse:
+                p.grad = handle() if callable(handle) else mpi_ops.synchronize(handle)
+        if late and begun:  # unfrozen after zero_grad(): by themselves this time, with the others from the next step on
+            params = {self._names[p]: p for p in late}
+            alone = Reducer(params, replace(self._settings, groups=None), self.process_set)
+            alone.finish()
+            alone.close()
+
+    def _send_sparse(self, reducer: Reducer, name: str) -> tuple[Tensor, Any]:
+        p, dims = reducer.params[name], reducer.sparse[name]
+        gradient = p.grad
+        if gradient is None:  # this rank did not use it
+            indices = torch.empty((dims, 0), dtype=torch.int64, device=p.device)
+            values = torch.empty((0, *p.shape[dims:]), dtype=p.dtype, device=p.device)
+            gradient = torch.sparse_coo_tensor(indices, values, p.shape)
+        elif not gradient.is_sparse:
+            gradient = gradient.to_sparse(dims)
+        op = self.op if isinstance(self._settings.policy, Reduction) else Average
+        return p, mpi_ops.sparse_allreduce_async(gradient, name=name, op=op, process_set=self.process_set)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """``step()`` within does not synchronize: ``optimizer.synchronize()`` was called before."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronize, then the optimizer's own step. The gradients that ``closure`` computes are synchronized, too."""
+        if self._should_synchronize and (closure is None or self._arrived):
+            if self._synchronized:
+                warnings.warn(TWICE, stacklevel=2)
+            self.synchronize()
+        if self._final:
+            self._new_step()
+        self._final = self._synchronized = False
+        if closure is None:
+            return super().step()
+        return super().step(partial(self._evaluate, closure))
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        if self._should_synchronize and self._arrived:
+            self.synchronize()
+            self._final = self._synchronized = False
+        return loss
+
+
+class _DistributedAdasumOptimizer(_Distributed):
+    """Steps on each rank's own gradients, then combines what the steps changed."""
+
+    def synchronize(self) -> None:
+        """Nothing: it is steps that are combined, not gradients."""
+
+    def skip_synchronize(self) -> Any:
+        """Raises AssertionError: there is nothing to skip."""
+        raise AssertionError("skip_synchronize() has no meaning with op=Adasum, which combines steps, not gradients")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's own step; every rank goes on from ``start + Adasum(changes of all ranks)``.
+
+        Returns:
+            What ``closure`` returned, before the step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._follow()
+        with internal_errors():
+            reducer = self._open()
+        for p in self._delay:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)  # as Horovod's: momentum and weight decay act on it
+        start = {name: p.detach().clone() for name, p in reducer.params.items()}
+        super().step()
+        with torch.no_grad(), internal_errors():
+            changes = {name: p.detach() - start[name] for name, p in reducer.params.items()}
+            sent = {name: self._rounded(change) for name, change in changes.items()}
+            for name, combined in reducer.combine(sent).items():
+                reducer.params[name].copy_(start[name].add_(combined))
+        self._new_step()
+        return loss
+
+    def _rounded(self, change: Tensor) -> Tensor:
+        """What compression leaves of it; dot products are taken of this, in wider types."""
+        return self.compression.decompress(*self.compression.compress(change))  # type: ignore[no-any-return]
+
+
+# Step hooks of torch run in the user's own step(), which these call; they would else run in these as well.
+for _step in (_DistributedOptimizer.step, _DistributedAdasumOptimizer.step):
+    setattr(_step, "hooked", True)  # noqa: B010
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    policy: str | Policy | None = None,
+) -> Any:
+    """An optimizer of the same class over the same parameter groups that combines gradients over the ranks of
+    ``process_set`` before it steps. As Horovod's it begins without state: load a checkpoint into the result.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``; use the result in its place.
+        named_parameters: pairs of name and parameter, as ``model.named_parameters()``: by these ranks match them.
+        compression: ``hvd.Compression.none``, ``.fp16``, or any class with ``compress`` and ``decompress``.
+        backward_passes_per_step: gradients of so many backward passes are added up locally, then reduced.
+        op: ``hvd.Average``, ``Sum``, ``Min``, ``Max``, ``Product``; ``Adasum`` combines steps instead of gradients.
+        gradient_predivide_factor: with ``Average``: divide by this before the sum, and by ``size / this`` after it.
+        num_groups: the former name of ``groups``.
+        groups: a number of buckets, or lists of parameters that are to share one; other parameters then have their
+            own. None: buckets of ``HVDBRIDGE_BUCKET_MB``.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: the ranks that take part; on others it is the plain optimizer.
+        policy: hvdbridge's own: a spec or a policy, in the place of ``op``, ``compression`` and
+            ``gradient_predivide_factor``. None: what ``hb.init`` or ``HVDBRIDGE_POLICY`` says, if these three are not
+            used, and it is not ``mean``.
+
+    Methods beside the optimizer's own: ``synchronize``, ``skip_synchronize``, ``set_backward_passes_per_step``.
+
+    Raises:
+        ValueError: parameters without names, names twice, an option that cannot be meant, ``hvd.init()`` is missing.
+        NotImplementedError: Adasum on a process set.
+        Unsupported: Adasum where the policy ``adasum`` is not there.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor needs op=Average: it splits that division in two")
+    if num_groups != 0:
+        warnings.warn("num_groups is the former name of groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("the optimizer is a DistributedOptimizer already")
+    check_groups(groups)
+    delta = mpi_ops.size() > 1 and op == Adasum
+    if delta and process_set is not global_process_set:
+        raise NotImplementedError("Adasum takes the global process set only")
+    chosen = adasum() if delta else choose_policy(policy, op, compression, gradient_predivide_factor)
+    names = names_of(optimizer.param_groups, named_parameters)
+    parent = _DistributedAdasumOptimizer if delta else _DistributedOptimizer
+    kind: Any = type(type(optimizer).__name__, (parent, type(optimizer)), {"__module__": type(optimizer).__module__})
+    made = kind.__new__(kind)
+    made.__dict__.update(optimizer.__dict__)
+    made.state = defaultdict(dict)
+    made.__dict__.pop("step", None)  # a scheduler's wrapper around the step of what is wrapped here
+    made.op, made.compression, made.process_set = op, compression, process_set
+    made.gradient_predivide_factor, made.sparse_as_dense = gradient_predivide_factor, sparse_as_dense
+    made.backward_passes_per_step = backward_passes_per_step
+    made._setup(names, Settings(chosen, groups, sparse_as_dense))
+    return made
+
+
+def choose_policy(policy: str | Policy | None, op: Any, compression: Any, predivide: float) -> Policy:
+    """The policy that these arguments, or the session, ask for."""
+    if op != Adasum and op not in [known for known, _ in OPS]:
+        raise ValueError(f"op={op!r} is not one of hvd.Average, Sum, Adasum, Min, Max, Product")
+    plain = op == Average and compression is Compression.none and predivide == 1.0
+    if policy is not None:
+        if not plain:
+            raise ValueError("policy= stands in the place of op, compression and gradient_predivide_factor: give one")
+        return from_spec(policy)
+    default = from_spec(runtime.current().policy)
+    if label(default) == "mean":
+        return Reduction(op, compression, predivide)
+    if not plain:
+        warnings.warn(
+            f"the policy {label(default)!r} is not used: the script asks for an op or a compression of its own",
+            stacklevel=3,
+        )
+        return Reduction(op, compression, predivide)
+    return default
+
+
+def adasum() -> Policy:
+    try:
+        return from_spec("adasum")
+    except ConfigurationError as cause:
+        raise Unsupported("op=hvd.Adasum needs the policy 'adasum', which this installation does not have") from cause
+
+
+def names_of(
+    param_groups: Sequence[Mapping[str, Any]], named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> dict[Tensor, str]:
+    """The name of each parameter.
+
+    Raises:
+        ValueError: not pairs, a name twice, or a parameter of the optimizer without a name.
+    """
+    if named_parameters is None:
+        return {p: f"allreduce.noname.{i}.{j}" for i, g in enumerate(param_groups) for j, p in enumerate(g["params"])}
+    named = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in named):
+        raise ValueError("named_parameters takes tuples (name, parameter), as model.named_parameters() gives them")
+    names = [name for name, _ in named]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"named_parameters: names must be unique, these occur twice: {', '.join(twice)}")
+    found = {p: name for name, p in named}
+    missing = [f"{i}.{j}" for i, g in enumerate(param_groups) for j, p in enumerate(g["params"]) if p not in found]
+    if missing:
+        raise ValueError(
+            f"named_parameters names no parameter for {len(missing)} of the optimizer's (group.index): "
+            f"{', '.join(missing[:8])}. Pass the names of all, or none."
+        )
+    return found
+
+
+def check_groups(groups: Any) -> None:
+    """Raises ValueError unless it is None, a number that is not negative, or lists of tensors, each in one."""
+    if groups is None or (isinstance(groups, int) and groups >= 0):
+        return
+    if not isinstance(groups, list):
+        raise ValueError("groups takes a number that is not negative, or a list of lists of parameters")
+    members = [p for group in groups for p in group]
+    if any(not isinstance(p, Tensor) for p in members):
+        raise ValueError("groups: its lists hold parameters (torch.Tensor)")
+    if len(set(members)) < len(members):
+        raise ValueError("groups: a parameter can be in one group only")
+
+
+@contextmanager
+def internal_errors() -> Iterator[None]:
+    """The failure of another rank as what Horovod's users catch."""
+    try:
+        yield
+    except Exception as error:
+        # A library below says in its own words that a peer is gone; the monitor knows why.
+        cause = runtime.current().monitor.cause_of(error)
+        if isinstance(cause, (RankFailed, CollectiveTimeout)):
+            raise internal_error(str(cause)) from error
+        raise

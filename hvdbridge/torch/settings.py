@@ -1,0 +1,107 @@
+"""The ``HOROVOD_*`` variables of Horovod's own runtime: those that have an effect here, and those that have none."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvdbridge.errors import ConfigurationError
+
+log = logging.getLogger("hvdbridge")
+
+WITHOUT_EFFECT = (
+    "ADASUM_MPI_CHUNK_SIZE", "AUTOTUNE", "BATCH_D2D_MEMCOPIES", "CACHE_CAPACITY", "CCL_CACHE", "DISABLE_GROUP_FUSION",
+    "ENABLE_ASYNC_COMPLETION", "HIERARCHICAL_ALLGATHER", "HIERARCHICAL_ALLREDUCE", "MPI_THREADS_DISABLE",
+    "NUM_NCCL_STREAMS", "THREAD_AFFINITY", "TORUS_ALLREDUCE",
+)  # fmt: skip
+"""Knobs of Horovod's runtime that have no counterpart; reported once where they are set."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says about raw operations.
+
+    Attributes:
+        fusion_bytes: operations that are ready together travel together up to this size; 0: never
+            (``HOROVOD_FUSION_THRESHOLD``).
+        cycle_seconds: requests that nobody waits for yet are collected for this time (``HOROVOD_CYCLE_TIME``, in ms).
+        stall_seconds: an operation that has not started is reported then (``HOROVOD_STALL_CHECK_TIME_SECONDS``,
+            ``HOROVOD_STALL_CHECK_DISABLE``; default: ``HVDBRIDGE_STALL_SECONDS``).
+        timeout_seconds: and ends everything then (``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``, if that is shorter than
+            ``HVDBRIDGE_TIMEOUT_SECONDS``).
+        timeline: the file of the timeline (``HOROVOD_TIMELINE``), or empty.
+        mark_cycles: mark in it when requests were sent (``HOROVOD_TIMELINE_MARK_CYCLES``).
+    """
+
+    fusion_bytes: int = 128 << 20
+    cycle_seconds: float = 1e-3
+    stall_seconds: float = 30.0
+    timeout_seconds: float = 300.0
+    timeline: str = ""
+    mark_cycles: bool = False
+
+    @classmethod
+    def from_environment(
+        cls, stall_seconds: float, timeout_seconds: float, environ: Mapping[str, str] | None = None
+    ) -> Settings:
+        """Parse ``environ`` (default: ``os.environ``).
+
+        Raises:
+            ConfigurationError: a variable is no number.
+
+        >>> Settings.from_environment(30, 300, {"HOROVOD_CYCLE_TIME": "5"}).cycle_seconds
+        0.005
+        """
+        env = os.environ if environ is None else environ
+        stall = _number(env, "STALL_CHECK_TIME_SECONDS", stall_seconds)
+        end = _number(env, "STALL_SHUTDOWN_TIME_SECONDS", 0.0)
+        timeline = env.get("HOROVOD_TIMELINE", "")
+        return cls(
+            fusion_bytes=int(_number(env, "FUSION_THRESHOLD", cls.fusion_bytes)),
+            cycle_seconds=_number(env, "CYCLE_TIME", 1e3 * cls.cycle_seconds) / 1e3,
+            stall_seconds=math.inf if _flag(env, "STALL_CHECK_DISABLE") else stall,
+            timeout_seconds=min(end, timeout_seconds) if end > 0 else timeout_seconds,
+            timeline="" if timeline.upper() == "DYNAMIC" else timeline,
+            mark_cycles=_flag(env, "TIMELINE_MARK_CYCLES"),
+        )
+
+
+def unheeded(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The variables that are set and have no effect.
+
+    >>> unheeded({"HOROVOD_AUTOTUNE_LOG": "a", "HOROVOD_CYCLE_TIME": "1"})
+    ['HOROVOD_AUTOTUNE_LOG']
+    """
+    env = os.environ if environ is None else environ
+    return sorted(name for name in env if name.startswith(tuple(f"HOROVOD_{part}" for part in WITHOUT_EFFECT)))
+
+
+_reported: set[str] = set()
+
+
+def report_unheeded(rank: int) -> None:
+    """Say once, on rank 0, which variables have no effect."""
+    names = [name for name in unheeded() if name not in _reported]
+    _reported.update(names)
+    if names and rank == 0:
+        log.warning("%s: set, but without effect: hvdbridge has no counterpart (docs/horovod.md)", ", ".join(names))
+
+
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(f"HOROVOD_{name}", "").strip()
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigurationError(f"HOROVOD_{name}={text} must be a number that is not negative")
+    return value
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    return env.get(f"HOROVOD_{name}", "").strip().lower() not in ("", "0", "false")

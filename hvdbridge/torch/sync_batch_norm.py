@@ -1,0 +1,37 @@
+"""``hvd.SyncBatchNorm``: batch normalisation over the batches of all ranks; on CPUs, too."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdbridge import sync_batchnorm
+from hvdbridge.torch import mpi_ops
+
+
+class SyncBatchNorm(sync_batchnorm.SyncBatchNorm):
+    """Drop-in for ``BatchNorm1d/2d/3d``: input ``[N, C, ...]``, floating point, ``N`` may differ between ranks.
+
+    Args:
+        num_features: C.
+        eps, momentum, affine, track_running_stats: as in ``torch.nn.BatchNorm2d``.
+
+    Raises:
+        ValueError: at forward: fewer than two dimensions, or ``hvd.init()`` is missing.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if mpi_ops.size() == 1:
+            return _BatchNorm.forward(self, input)
+        return super().forward(input)

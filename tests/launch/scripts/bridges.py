@@ -1,0 +1,395 @@
+"""The other bridges: policies as hooks of a plain DDP, DDP's own signature, Horovod's compressions."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import traceback
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import record
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import hvdbridge as hb
+
+LATE = "late" in sys.argv  # the script starts torch.distributed, and hvdbridge comes with the first bucket
+if LATE:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    RANK, SIZE = dist.get_rank(), dist.get_world_size()
+else:
+    hb.init()
+    RANK, SIZE = hb.rank(), hb.size()
+ON_TORCH = LATE or hb.backend() == "torch"
+BUCKET_MB = 1e-5  # a bucket per tensor
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + RANK)
+    x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def digest(model: nn.Module) -> str:
+    tensors = [tensor.detach().contiguous().numpy().tobytes() for tensor in model.state_dict().values()]
+    return hashlib.sha256(b"".join(tensors)).hexdigest()[:16]
+
+
+def train(wrapped: nn.Module, model: nn.Module, steps: int = 4, accumulate: int = 1, before: Any = None) -> str:
+    optimizer = sgd(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            if before is not None:
+                before(step)
+            with wrapped.no_sync() if part < accumulate - 1 else nullcontext():
+                loss_of(wrapped, accumulate * step + part).backward()
+        optimizer.step()
+    return digest(model)
+
+
+def plain(hook: Any = None, accumulate: int = 1, **options: Any) -> str:
+    model = mlp()
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, **options)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    return train(wrapped, model, accumulate=accumulate)
+
+
+def hooked(policy: Any, named: str = "", accumulate: int = 1, steps: int = 4, **options: Any) -> tuple[str, Any]:
+    model = mlp()
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, **options)
+    of = {"": None, "module": model, "ddp": wrapped}[named]
+    state, hook = hb.to_comm_hook(policy, of)
+    wrapped.register_comm_hook(state, hook)
+    return train(wrapped, model, steps, accumulate), state
+
+
+# -- A policy as a hook of a plain DDP: torch only ------------------------------------------------------------------
+
+
+def hook_is_ddp() -> str:
+    wanted = plain()
+    for named in ("", "module", "ddp"):
+        found, state = hooked("mean", named)
+        assert found == wanted, named
+        assert state.stats()["collectives"] >= 5
+        state.close()
+    assert hooked("mean", find_unused_parameters=True)[0] == wanted
+    return wanted
+
+
+def hook_accumulates() -> str:
+    wanted = plain(accumulate=3)
+    assert hooked("mean", accumulate=3)[0] == wanted
+    return wanted
+
+
+def hook_with_state() -> str:
+    """Residuals by name survive the rebuild of buckets, a save and a load; equal to a synchronizer's."""
+    model = mlp()
+    sync = hb.GradientSynchronizer(model, sgd(model), policy="ef(bf16)", bucket_mb=BUCKET_MB)
+    for step in range(4):
+        sync.optimizer.zero_grad()
+        loss_of(sync.model, step).backward()
+        sync.optimizer.step()
+    found, state = hooked("ef(bf16)", "module")
+    assert found == digest(model)
+    theirs, ours = sync.state_dict(), state.state_dict()
+    assert ours["step"] == theirs["step"] == 4
+    assert list(ours["state"]["residual"]) == list(theirs["state"]["residual"])
+    for name, tensor in theirs["state"]["residual"].items():
+        assert torch.equal(ours["state"]["residual"][name], tensor), name
+    sync.load_state_dict(ours)
+    gathered = state.state_dict(gather=True)
+    assert (len(gathered.get("ranks", ())) == SIZE) == (RANK == 0)
+    positions, by_position = hooked("ef(bf16)")
+    assert positions == found
+    saved = by_position.state_dict()
+    assert list(saved["state"]["residual"]) == [f"parameter.{i}" for i in range(6)]
+    again, hook = hb.to_comm_hook("ef(bf16)")
+    again.load_state_dict(saved)
+    other = nn.parallel.DistributedDataParallel(mlp(), bucket_cap_mb=BUCKET_MB)
+    other.register_comm_hook(again, hook)
+    train(other, other.module, 1)
+    assert again.state_dict()["step"] == 5
+    with pytest.raises(ValueError, match="policy"):
+        again.load_state_dict(saved | {"policy": "mean"})
+    return found
+
+
+def hook_with_weights() -> str:
+    model = mlp()
+    sync = hb.GradientSynchronizer(model, sgd(model), bucket_mb=BUCKET_MB)
+    for step in range(4):
+        sync.weight = 1.0 + RANK
+        sync.optimizer.zero_grad()
+        loss_of(sync.model, step).backward()
+        sync.optimizer.step()
+    other = mlp()
+    wrapped = nn.parallel.DistributedDataParallel(other, bucket_cap_mb=BUCKET_MB)
+    state, hook = hb.to_comm_hook("mean")
+    wrapped.register_comm_hook(state, hook)
+
+    def before(step: int) -> None:
+        state.weight = 1.0 + RANK
+
+    assert train(wrapped, other, before=before) == digest(model)
+    return digest(model)
+
+
+def hook_of_another_model() -> str:
+    state, hook = hb.to_comm_hook("mean", mlp())
+    wrapped = nn.parallel.DistributedDataParallel(mlp())
+    wrapped.register_comm_hook(state, hook)
+    with pytest.raises((ValueError, RuntimeError), match="does not know"):
+        loss_of(wrapped, 0).backward()
+    return "refused"
+
+
+# -- DDP's own signature ----------------------------------------------------------------------------------------------
+
+
+def ddp_is_ddp() -> str:
+    model = mlp()
+    wrapped = hb.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    assert isinstance(wrapped, hb.DistributedDataParallel)
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel) == ON_TORCH
+    assert wrapped.module is model
+    assert list(wrapped.state_dict()) == list(model.state_dict())
+    assert [name for name, _ in wrapped.named_parameters()] == [f"module.{n}" for n, _ in model.named_parameters()]
+    saved = {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
+    found = train(wrapped, model)
+    assert not ON_TORCH or found == plain()
+    wrapped.load_state_dict(saved)
+    assert digest(model) == digest(mlp())
+    wrapped.eval()
+    assert not model.training
+    wrapped.train()
+    return found
+
+
+def ddp_accumulates() -> str:
+    model = mlp()
+    found = train(hb.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB), model, accumulate=3)
+    assert not ON_TORCH or found == plain(accumulate=3)
+    return found
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.heads = nn.Linear(6, 8), nn.ModuleList(nn.Linear(8, 3) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](torch.tanh(self.body(x)))
+
+
+def ddp_finds_unused() -> str:
+    model = Heads()
+    wrapped = hb.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        wrapped(torch.ones(2, 6) * (1 + RANK), head=(RANK + step) % 2).square().mean().backward()
+        optimizer.step()
+        assert model.heads[2].weight.grad is None
+    return digest(model)
+
+
+def ddp_with_policy_and_weight() -> str:
+    model = mlp()
+    wrapped = hb.DistributedDataParallel(model, policy="ef(bf16)", bucket_cap_mb=BUCKET_MB)
+
+    def before(step: int) -> None:
+        wrapped.weight = 1.0 + RANK
+
+    found = train(wrapped, model, before=before)
+    assert "residual" in wrapped.synchronizer.state_dict()["state"]
+    return found
+
+
+def ddp_with_hook() -> str:
+    model = mlp()
+    wrapped = hb.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    found = train(wrapped, model)
+    assert not ON_TORCH or found == plain(default_hooks.fp16_compress_hook)
+    with pytest.raises(hb.StepError):
+        hb.DistributedDataParallel.register_comm_hook(late_hook(), None, default_hooks.fp16_compress_hook)
+    with pytest.raises(hb.Unsupported, match="takes the place"):
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    return found
+
+
+def late_hook() -> Any:
+    model = mlp()
+    wrapped = hb.DistributedDataParallel(model)
+    train(wrapped, model, 1)
+    return wrapped
+
+
+def ddp_joins() -> str:
+    digests = []
+    for by_all in (True, False):
+        model = mlp()
+        wrapped = hb.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with wrapped.join(divide_by_initial_world_size=by_all):
+            for step in range(2 + 2 * RANK):
+                optimizer.zero_grad()
+                loss_of(wrapped, step).backward()
+                optimizer.step()
+        digests.append(digest(model))
+        if ON_TORCH:
+            other = mlp()
+            theirs = nn.parallel.DistributedDataParallel(other, bucket_cap_mb=BUCKET_MB)
+            optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+            with theirs.join(divide_by_initial_world_size=by_all):
+                for step in range(2 + 2 * RANK):
+                    optimizer.zero_grad()
+                    loss_of(theirs, step).backward()
+                    optimizer.step()
+            assert digest(other) == digests[-1], by_all
+    assert digests[0] != digests[1]
+    with pytest.raises(hb.Unsupported), wrapped.join(throw_on_early_termination=True):
+        pass
+    return " ".join(digests)
+
+
+def ddp_misuse() -> str:
+    with pytest.raises(hb.Unsupported):
+        hb.DistributedDataParallel("model")
+    with pytest.raises(hb.Unsupported):
+        hb.DistributedDataParallel(mlp(), device_ids=[0, 1])
+    with pytest.raises(hb.ConfigurationError):
+        hb.DistributedDataParallel(mlp().requires_grad_(False))
+    return "refused"
+
+
+# -- Horovod's compressions -------------------------------------------------------------------------------------------
+
+
+class Half:
+    """What hvd.Compression.fp16 does, where there is no Horovod."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        return tensor.to(torch.float16), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(dtype)
+
+
+class Top:
+    """An object with a context: what is small is not sent."""
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return torch.where(tensor.abs() < 0.01, 0.0, tensor).reshape(-1), tensor.shape
+
+    def decompress(self, tensor: torch.Tensor, shape: Any) -> torch.Tensor:
+        return tensor.view(shape)
+
+
+def by_hand(compression: Any) -> str:
+    """The same in plain words: compress each gradient, sum, divide, decompress."""
+    model = mlp()
+    optimizer = sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        for p in model.parameters():
+            small, context = compression.compress(p.grad)
+            small = small.clone()
+            hb.all_reduce(small)
+            p.grad.copy_(compression.decompress(small.div_(SIZE), context))
+        optimizer.step()
+    return digest(model)
+
+
+def compression() -> str:
+    found = []
+    for each in (Half, Top()):
+        model = mlp()
+        sync = hb.GradientSynchronizer(model, sgd(model), policy=hb.from_horovod_compression(each), bucket_mb=BUCKET_MB)
+        for step in range(4):
+            sync.optimizer.zero_grad()
+            loss_of(sync.model, step).backward()
+            sync.optimizer.step()
+        found.append(digest(model))
+        assert found[-1] == by_hand(each), each
+    with pytest.raises(ValueError, match="no decompress"):
+        hb.from_horovod_compression(type("Bad", (), {"compress": lambda tensor: tensor}))
+    return " ".join(found)
+
+
+def real_horovod() -> str:
+    """Against Horovod itself, where it runs."""
+    if LATE or hb.backend() != "horovod":
+        return "n/a"
+    import horovod.torch as hvd
+
+    model = mlp()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model), named_parameters=model.named_parameters(), compression=hvd.Compression.fp16
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    other = mlp()
+    sync = hb.GradientSynchronizer(other, sgd(other), policy=hb.from_horovod_compression(hvd.Compression.fp16))
+    for step in range(4):
+        sync.optimizer.zero_grad()
+        loss_of(sync.model, step).backward()
+        sync.optimizer.step()
+    assert digest(other) == digest(model)
+    theirs, ours = mlp(), mlp()
+    for target, compression in ((theirs, hvd.Compression.none), (ours, hb.to_horovod_compression("mean"))):
+        optimizer = hvd.DistributedOptimizer(
+            sgd(target), named_parameters=target.named_parameters(), compression=compression
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(target, step).backward()
+            optimizer.step()
+    assert digest(ours) == digest(theirs)
+    return "n/a"
+
+
+HOOKS = [hook_is_ddp, hook_accumulates, hook_with_state, hook_with_weights, hook_of_another_model]
+DDP = [
+    ddp_is_ddp, ddp_accumulates, ddp_finds_unused, ddp_with_policy_and_weight, ddp_with_hook, ddp_joins, ddp_misuse,
+    compression, real_horovod,
+]  # fmt: skip
+
+results = {}
+chosen = [name for name in sys.argv[1:] if name != "late"]
+for scenario in [*(HOOKS if ON_TORCH else []), *([] if LATE else DDP)]:
+    if chosen and scenario.__name__ not in chosen:
+        continue
+    try:
+        results[scenario.__name__] = scenario()
+    except Exception:
+        results[scenario.__name__] = traceback.format_exc()
+    record(RANK, results)
+if hb.is_initialized():
+    hb.shutdown()
+if LATE:
+    dist.destroy_process_group()

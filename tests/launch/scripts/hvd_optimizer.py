@@ -1,0 +1,263 @@
+"""What ``hvd.DistributedOptimizer`` refuses and how it behaves, on 3 ranks; each rank records every scenario."""
+
+import warnings
+
+import torch
+from jobs import record
+from torch import nn
+
+import hvdbridge.torch as hvd
+from hvdbridge.errors import RankMismatch
+
+SCENARIOS = {}
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def wrap(module, lr=0.1, **options):
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+    return hvd.DistributedOptimizer(optimizer, named_parameters=module.named_parameters(), **options)
+
+
+def loss_of(module):
+    return module(torch.full((2, 4), 1.0 + hvd.rank())).square().sum()
+
+
+def said(function, kind):
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def gradients(module):
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def mean_of_ranks(module):
+    """The gradients that every rank must have, by an all-reduce of what each has alone."""
+    twin = model()
+    twin.load_state_dict(module.state_dict())
+    loss_of(twin).backward()
+    return [hvd.allreduce(p.grad, op=hvd.Average, name=f"expected.{i}") for i, p in enumerate(twin.parameters())]
+
+
+@scenario
+def refusals():
+    m = model()
+    sgd = torch.optim.SGD(m.parameters(), lr=0.1)
+    named = list(m.named_parameters())
+    make = hvd.DistributedOptimizer
+    return [
+        said(lambda: make(sgd, named_parameters=[named[0], *named]), ValueError),
+        said(lambda: make(sgd, named_parameters=named[1:]), ValueError),
+        said(lambda: make(sgd, named_parameters=m.parameters()), ValueError),
+        said(lambda: make(sgd, named, backward_passes_per_step=0), ValueError),
+        said(lambda: make(sgd, named, op=hvd.Sum, gradient_predivide_factor=2.0), ValueError),
+        said(lambda: make(sgd, named, groups=-1), ValueError),
+        said(lambda: make(sgd, named, groups=[[m[0].weight], [m[0].weight]]), ValueError),
+        said(lambda: make(sgd, named, groups=[["weight"]]), ValueError),
+        said(lambda: make(sgd, named, policy="mean", op=hvd.Sum), ValueError),
+        said(lambda: make(sgd, named, policy="no_such_policy"), ValueError),
+        said(lambda: make(make(sgd, named), named), ValueError),
+        said(lambda: make(sgd, named, op=77), ValueError),
+    ]
+
+
+@scenario
+def is_what_it_wraps():
+    m = model()
+    optimizer = wrap(m)
+    schedulers = torch.optim.lr_scheduler
+    schedulers.CosineAnnealingLR(optimizer, 10)
+    restored = wrap(m)
+    restored.load_state_dict(optimizer.state_dict())
+    return isinstance(optimizer, torch.optim.SGD) and type(optimizer).__name__ == "SGD"
+
+
+@scenario
+def order_of_calls():
+    m = model()
+    optimizer = wrap(m)
+    loss_of(m).backward()
+    early = said(optimizer.zero_grad, AssertionError)
+    again = said(lambda: loss_of(m).backward(), AssertionError)
+    optimizer.synchronize()
+    optimizer.zero_grad(set_to_none=False)
+    zeros = all(not g.any() for g in gradients(m))
+    optimizer.zero_grad(set_to_none=True)
+    none = all(g is None for g in gradients(m))
+    loss_of(m).backward()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [early, again, zeros, none, [str(w.message) for w in caught]]
+
+
+@scenario
+def final_when_backward_returns():
+    m = model()
+    optimizer = wrap(m, lr=0.0)
+    equal = []
+    for step in range(3):  # the first step sends in synchronize()
+        optimizer.zero_grad()
+        expected = mean_of_ranks(m)
+        loss_of(m).backward()
+        if step == 0:
+            optimizer.synchronize()
+        equal.append(all(torch.allclose(a, b) for a, b in zip(gradients(m), expected, strict=True)))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return equal
+
+
+@scenario
+def step_hooks_run_once():
+    m = model()
+    optimizer = wrap(m)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    loss_of(m).backward()
+    optimizer.step()
+    return calls
+
+
+@scenario
+def closure():
+    m = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(m.parameters(), max_iter=5), m.named_parameters())
+
+    def evaluate():
+        optimizer.zero_grad()
+        loss = loss_of(m)
+        loss.backward()
+        return hvd.allreduce(loss.detach(), name="loss").requires_grad_()
+
+    first = optimizer.step(evaluate).item()
+    last = evaluate().item()
+    optimizer.synchronize()
+    return [last < first, [p.detach().double().sum().item() for p in m.parameters()]]
+
+
+@scenario
+def scaled():
+    """torch.amp.GradScaler skips the step of a gradient that is not finite on one rank, on all of them."""
+    m = model()
+    optimizer = wrap(m)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [p.detach().clone() for p in m.parameters()]
+    moved = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(m)
+        scaler.scale(loss * (float("inf") if step == 1 and hvd.rank() == 1 else 1.0)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        moved.append(any(not torch.equal(a, b) for a, b in zip(before, m.parameters(), strict=True)))
+        before = [p.detach().clone() for p in m.parameters()]
+    return moved
+
+
+@scenario
+def parameters_that_come_later():
+    m = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    hvd.broadcast_parameters(m.state_dict(), root_rank=0)
+    m[1].requires_grad_(False)
+    optimizer = wrap(m)
+    x = torch.full((1, 2), 1.0 + hvd.rank())
+    for step in range(4):
+        if step != 2:
+            optimizer.zero_grad()
+        if step == 1:
+            m[1].requires_grad_(True)
+        if step == 2:
+            late = nn.Linear(2, 2)
+            hvd.broadcast_parameters(late.state_dict(), root_rank=0)
+            m.append(late)
+            optimizer.add_param_group({"params": list(late.parameters())})
+            optimizer.zero_grad()
+        sum(layer(x).square().sum() for layer in m).backward()
+        optimizer.step()
+    return [p.detach().double().sum().item() for p in m.parameters()]
+
+
+@scenario
+def process_set():
+    members = hvd.add_process_set([0, 2])
+    m = model()
+    optimizer = wrap(m, process_set=members)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(m).backward()
+        optimizer.step()
+    total = sum(p.detach().double().sum() for p in m.parameters()).item()
+    return hvd.allgather_object(total)
+
+
+@scenario
+def policies():
+    found = []
+    for policy in ("mean:exact=true", "bf16", "ef(fp16)"):
+        m = model()
+        optimizer = wrap(m, lr=0.0, policy=policy)
+        expected = mean_of_ranks(m)
+        loss_of(m).backward()
+        optimizer.synchronize()
+        pairs = zip(gradients(m), expected, strict=True)
+        found.append(all(torch.allclose(a, b, rtol=0.02, atol=0.02) for a, b in pairs))
+    return found
+
+
+@scenario
+def ranks_that_differ():
+    torch.manual_seed(0)
+    m = nn.Linear(2, 2 + (hvd.rank() == 1))
+    optimizer = wrap(m)
+    m(torch.ones(1, 2)).sum().backward()
+    return said(optimizer.step, RankMismatch)
+
+
+@scenario
+def adasum():
+    m = model()
+    return said(lambda: wrap(m, op=hvd.Adasum), TypeError)
+
+
+@scenario
+def sync_batch_norm():
+    """Statistics and gradients of one process on all batches."""
+    torch.manual_seed(0)
+    everything = [torch.randn(2 + rank, 3) for rank in range(hvd.size())]
+    norm, whole = hvd.SyncBatchNorm(3), nn.BatchNorm1d(3)
+    mine = everything[hvd.rank()].clone().requires_grad_()
+    together = torch.cat(everything).requires_grad_()
+    out, expected = norm(mine), whole(together)
+    out.pow(3).sum().backward()
+    expected.pow(3).sum().backward()
+    begin = sum(len(x) for x in everything[: hvd.rank()])
+    rows = slice(begin, begin + len(mine))
+    pairs = [(out, expected[rows]), (norm.running_mean, whole.running_mean), (norm.running_var, whole.running_var)]
+    pairs.append((mine.grad, together.grad[rows]))
+    return [torch.allclose(a, b, atol=1e-5) for a, b in pairs]
+
+
+if __name__ == "__main__":
+    before = said(lambda: wrap(model()), ValueError)
+    hvd.init()
+    torch.set_num_threads(1)
+    record(hvd.rank(), {"before init": before, **{name: function() for name, function in SCENARIOS.items()}})
+    hvd.shutdown()

@@ -1,0 +1,89 @@
+"""Bridges at two ranks: every hook of torch on every backend, policies as hooks, DDP's signature, compressions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+HOOKS = str(SCRIPTS / "foreign_hooks.py")
+BRIDGES = str(SCRIPTS / "bridges.py")
+
+AS_IN_DDP = [
+    "allreduce", "fp16", "power", "power, cold", "power, stacked", "batched power", "fp16 of power",
+    "fp16 of allreduce", "noop", "local SGD", "local SGD by host", "own",
+]  # fmt: skip
+AS_IN_ONE_BUCKET = ["bf16", "bf16 of allreduce", "per tensor", "per channel"]
+"""What DDP does not run on Gloo at all: it refuses bfloat16, and the quantising hooks expect NCCL's futures."""
+
+
+@pytest.fixture(scope="module")
+def ddp() -> list[dict[str, str]]:
+    """torch's own DDP with one bucket."""
+    return jobs.run("torchrun", None, 2, [HOOKS, "plain"]).check().records
+
+
+@pytest.fixture(scope="module")
+def one_bucket() -> list[dict[str, str]]:
+    return jobs.run("torchrun", "torch", 2, [HOOKS, "one", *AS_IN_ONE_BUCKET]).check().records
+
+
+@pytest.fixture(scope="module", params=jobs.BACKENDS)
+def hooked(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    """Through the bridge, with ten buckets."""
+    return jobs.run(jobs.NATIVE[request.param], request.param, 2, [HOOKS], timeout=120).check().records
+
+
+@pytest.mark.parametrize("hook", AS_IN_DDP)
+def test_a_hook_in_many_buckets_is_ddp_with_one(
+    hook: str, ddp: list[dict[str, str]], hooked: list[dict[str, str]]
+) -> None:
+    assert "Traceback" not in hooked[0][hook], hooked[0][hook]
+    assert [rank[hook] for rank in hooked] == [rank[hook] for rank in ddp]
+
+
+@pytest.mark.parametrize("hook", AS_IN_ONE_BUCKET)
+def test_a_hook_in_many_buckets_is_that_in_one(
+    hook: str, one_bucket: list[dict[str, str]], hooked: list[dict[str, str]]
+) -> None:
+    assert "Traceback" not in hooked[0][hook], hooked[0][hook]
+    assert [rank[hook] for rank in hooked] == [rank[hook] for rank in one_bucket]
+
+
+def test_the_default_group_of_torch_is_replaced() -> None:
+    case = "allreduce of WORLD"
+    records = jobs.run("torchrun", "torch", 2, [HOOKS, case, "allreduce"]).check().records
+    for rank in records:
+        assert rank[case] == rank["allreduce"]
+
+
+@pytest.fixture(scope="module")
+def on_torch() -> list[dict[str, str]]:
+    return jobs.run("torchrun", "torch", 2, [BRIDGES], timeout=120).check().records
+
+
+@pytest.mark.parametrize("backend", ["horovod", "mpi"])
+def test_ddp_signature_and_compressions(backend: str, on_torch: list[dict[str, str]]) -> None:
+    """What the script itself compares with DDP, by hand, or with Horovod; and the same bits on all backends."""
+    records: list[dict[str, Any]] = jobs.run(jobs.NATIVE[backend], backend, 2, [BRIDGES], timeout=120).check().records
+    for rank in records:
+        for scenario, result in rank.items():
+            assert "Traceback" not in result, result
+            assert result == on_torch[0][scenario], scenario
+    assert records[0].keys() == {name for name in on_torch[0] if not name.startswith("hook_")}
+
+
+def test_policies_as_hooks(on_torch: list[dict[str, str]]) -> None:
+    for rank in on_torch:
+        for result in rank.values():
+            assert "Traceback" not in result, result
+
+
+def test_a_hook_joins_what_the_script_has_started(on_torch: list[dict[str, str]]) -> None:
+    for rank in jobs.run("torchrun", None, 2, [BRIDGES, "late"]).check().records:
+        assert len(rank) == 5
+        for scenario, result in rank.items():
+            assert result == on_torch[0][scenario], result

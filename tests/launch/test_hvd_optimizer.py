@@ -1,0 +1,87 @@
+"""``hvd.DistributedOptimizer`` and ``hvd.SyncBatchNorm`` on 3 ranks of each backend; bits: test_hvd_scripts.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "hvd_optimizer.py")
+
+
+@pytest.fixture(scope="module", params=jobs.BACKENDS)
+def ranks(request: pytest.FixtureRequest) -> list[Any]:
+    """What each rank saw."""
+    return jobs.run(jobs.NATIVE[request.param], request.param, 3, [SCRIPT], timeout=120).check().records
+
+
+def alike(ranks: list[Any], name: str) -> Any:
+    assert all(seen[name] == ranks[0][name] for seen in ranks)
+    return ranks[0][name]
+
+
+def test_what_is_refused(ranks: list[Any]) -> None:
+    assert "hvd.init()" in alike(ranks, "before init")
+    words = (
+        "0.weight", "names no parameter", "tuples", "must be > 0", "op=Average", "not negative",
+        "one group only", "torch.Tensor", "policy=", "no_such_policy", "already", "op=77",
+    )  # fmt: skip
+    for text, word in zip(alike(ranks, "refusals"), words, strict=True):
+        assert word in text
+
+
+def test_the_class_is_the_users_own(ranks: list[Any]) -> None:
+    assert alike(ranks, "is_what_it_wraps") is True
+    assert alike(ranks, "step_hooks_run_once") == ["pre", "post"]
+
+
+def test_the_order_of_calls(ranks: list[Any]) -> None:
+    early, again, zeros, none, warned = alike(ranks, "order_of_calls")
+    assert "zero_grad() between" in early
+    assert "backward_passes_per_step" in again
+    assert zeros
+    assert none
+    assert len(warned) == 1
+    assert "skip_synchronize" in warned[0]
+
+
+def test_gradients_are_final_when_backward_returns(ranks: list[Any]) -> None:
+    assert alike(ranks, "final_when_backward_returns") == [True] * 3
+
+
+def test_a_closure_sees_reduced_gradients(ranks: list[Any]) -> None:
+    smaller, _ = alike(ranks, "closure")
+    assert smaller
+
+
+def test_a_gradient_scaler_skips_on_all_ranks(ranks: list[Any]) -> None:
+    assert alike(ranks, "scaled") == [True, False, True]
+
+
+def test_parameters_that_come_later_stay_equal(ranks: list[Any]) -> None:
+    alike(ranks, "parameters_that_come_later")
+
+
+def test_a_process_set_leaves_others_alone(ranks: list[Any]) -> None:
+    sums = alike(ranks, "process_set")
+    assert sums[0] == sums[2] != sums[1]
+
+
+def test_policies(ranks: list[Any]) -> None:
+    assert alike(ranks, "policies") == [True] * 3
+
+
+def test_ranks_that_differ_are_told(ranks: list[Any]) -> None:
+    text = alike(ranks, "ranks_that_differ")
+    assert "rank 1 differs from rank 0" in text
+    assert "'weight' is [3, 2] float32, not [2, 2] float32" in text
+
+
+def test_adasum_without_its_policy(ranks: list[Any]) -> None:
+    assert "needs the policy 'adasum'" in alike(ranks, "adasum") or alike(ranks, "adasum") == "nothing was raised"
+
+
+def test_sync_batch_norm(ranks: list[Any]) -> None:
+    assert alike(ranks, "sync_batch_norm") == [True] * 4

@@ -1,0 +1,118 @@
+"""Unmodified Horovod scripts under ``hvdbridge.run``: under every launcher, the bits of the real Horovod."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+OPTIMIZER, MNIST, BENCHMARK = (str(SCRIPTS / f"horovod_style_{n}.py") for n in ("optimizer", "mnist", "benchmark"))
+CLI = "import sys; from hvdbridge.cli import main; sys.exit(main())"
+
+
+@cache
+def native(*argv: str) -> list[Any]:
+    """What the real Horovod makes of a script at 2 ranks."""
+    pytest.importorskip("horovod.torch")
+    return jobs.run("horovodrun", None, 2, list(argv)).check().records
+
+
+def ours(launcher: str, backend: str, *argv: str) -> list[Any]:
+    return jobs.run(launcher, backend, 2, ["-m", "hvdbridge.run", *argv], timeout=90).check().records
+
+
+@pytest.mark.parametrize(("launcher", "backend"), jobs.CELLS)
+def test_the_optimizer_in_many_ways(launcher: str, backend: str) -> None:
+    assert ours(launcher, backend, OPTIMIZER) == native(OPTIMIZER)
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [cell for cell in jobs.CELLS if cell[0] != jobs.NATIVE[cell[1]]])
+def test_mnist(launcher: str, backend: str) -> None:
+    records = ours(launcher, backend, MNIST)
+    assert records == native(MNIST)
+    assert records[0]["accuracy"] > 0.8
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+@pytest.mark.parametrize("option", ["--fp16-allreduce", "--gradient-predivide-factor=3"])
+def test_mnist_with_options(backend: str, option: str) -> None:
+    assert ours(jobs.NATIVE[backend], backend, MNIST, option) == native(MNIST, option)
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_the_benchmark(backend: str) -> None:
+    records = ours(jobs.NATIVE[backend], backend, BENCHMARK)
+    assert records == native(BENCHMARK)
+
+
+def test_through_horovod_run() -> None:
+    """The script starts its own ranks, whose Horovod is ours as well."""
+    job = jobs.run(None, None, 2, ["-m", "hvdbridge.run", MNIST, "--num-proc=2", "--epochs=1"]).check()
+    assert "results 0." in job.output
+    assert job.records[0] == job.records[1]
+
+
+def test_a_module_by_the_command(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(
+        "import sys\nimport horovod, horovod.torch as hvd\nfrom horovod.common.util import split_list\n"
+        "from horovod.common.exceptions import HorovodInternalError\nfrom horovod.torch.mpi_ops import Average\n"
+        "assert hvd.__name__ == 'hvdbridge.torch' and hvd.Average is Average and __name__ == '__main__'\n"
+        "assert hvd.HorovodInternalError is HorovodInternalError\n"
+        "try:\n    import horovod.tensorflow\nexcept ImportError as error:\n    print(error)\n"
+        "hvd.init()\nprint('arguments', sys.argv[1:], horovod.__version__, hvd.size())\n"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{jobs.environment()['PYTHONPATH']}"}
+    for argv in (["-m", "tiny"], [str(tmp_path / "tiny.py")]):
+        job = jobs.run(None, None, 0, ["-c", CLI, "run", *argv, "-x", "1"], env=env).check()
+        assert "arguments ['-x', '1'] 0.28.1 1" in job.output
+        assert "No module named 'horovod.tensorflow' under hvdbridge.run" in job.output
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "torch"), ("mpiexec", "mpi"), ("torchrun", "mpi")])
+def test_where_horovod_is_not_installed(launcher: str, backend: str, tmp_path: Path) -> None:
+    """A finder that refuses Horovod to everybody, put in before ours."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.machinery as machinery\n"
+        "find = machinery.PathFinder.find_spec\n"
+        "def without(name, path=None, target=None):\n"
+        "    return None if name.partition('.')[0] == 'horovod' else find(name, path, target)\n"
+        "machinery.PathFinder.find_spec = without\n"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{jobs.environment()['PYTHONPATH']}"}
+    job = jobs.run(launcher, backend, 2, ["-m", "hvdbridge.run", BENCHMARK], env=env).check()
+    assert job.records[0] == job.records[1] == native(BENCHMARK)[0]
+
+
+def test_what_cannot_be_run(tmp_path: Path) -> None:
+    for argv, said in (([], "usage:"), (["nowhere.py"], "cannot read nowhere.py: No such file")):
+        job = jobs.run(None, None, 0, ["-m", "hvdbridge.run", *argv])
+        assert job.status == 2
+        assert said in job.output
+
+
+def test_launching_names_the_rank_that_failed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import hvdbridge as hb\n"
+        "def work(limit):\n"
+        "    with hb.session():\n"
+        "        assert hb.size() == 2\n"
+        "        if hb.rank() >= limit:\n            raise ValueError('this rank has a bug')\n"
+        "        return hb.rank() * 10\n"
+        "if __name__ == '__main__':\n"
+        "    print(hb.launch(work, (2,), np=2, backend='torch'))\n"
+        "    try:\n        hb.launch(work, (1,), np=2, backend='torch')\n"
+        "    except hb.RankFailed as error:\n        print('caught:', error)\n"
+        "    for wrong in (dict(np=0), dict(np=2, hosts='elsewhere:2'), dict(np=2, hosts='localhost:1')):\n"
+        "        try:\n            hb.launch(work, (2,), **wrong)\n"
+        "        except (hb.ConfigurationError, hb.Unsupported) as error:\n            print('refused:', error)\n"
+    )
+    job = jobs.run(None, None, 0, [str(script)]).check()
+    assert "[0, 10]" in job.output
+    assert "caught: hb.launch: rank 1 of 2 ended with status 1" in job.output
+    assert "ValueError: this rank has a bug" in job.output
+    assert job.output.count("refused:") == 3

@@ -1,0 +1,38 @@
+"""The scripts of docs/migrate.md: before and after give the same parameters, and the page shows their difference."""
+
+from __future__ import annotations
+
+import re
+from difflib import ndiff
+from pathlib import Path
+
+import jobs
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "examples" / "migrate"
+
+
+def digests(launcher: str, backend: str | None, script: str) -> list[str]:
+    job = jobs.run(launcher, backend, 2, [str(SCRIPTS / script)])
+    assert job.status == 0, job.output[-4000:]
+    return [found for _, found in sorted(re.findall(r"rank (\d) digest (\w+)", job.output))]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "by_hand", "horovod"])
+def test_before_is_after(kind: str) -> None:
+    before = digests("horovodrun" if kind == "horovod" else "torchrun", None, f"{kind}_before.py")
+    assert len(before) == 2
+    assert len(set(before)) == 1
+    for backend, launcher in jobs.NATIVE.items():
+        assert digests(launcher, backend, f"{kind}_after.py") == before, backend
+
+
+@pytest.mark.parametrize("kind", ["ddp", "by_hand", "horovod"])
+def test_the_page_shows_what_changes(kind: str) -> None:
+    page = (ROOT / "docs" / "migrate.md").read_text()
+    before, after = ((SCRIPTS / f"{kind}_{when}.py").read_text().splitlines()[2:] for when in ("before", "after"))
+    changes = [line[0] + line[2:] for line in ndiff(before, after) if line[0] in "+-" and line[2:].strip()]
+    assert changes
+    for change in changes:
+        assert change in page, change

@@ -1,0 +1,46 @@
+"""The primitives on every backend, at two and at three ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jobs
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = str(SCRIPTS / "primitives.py")
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def records(request: pytest.FixtureRequest) -> dict[str, list[dict[str, str]]]:
+    """By backend; what is no sum of floats at three ranks has the same bits everywhere."""
+    size = request.param
+    return {b: jobs.run(jobs.NATIVE[b], b, size, [SCRIPT], timeout=150).check().records for b in jobs.BACKENDS}
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_each_is_what_it_means(backend: str, records: dict[str, list[dict[str, str]]]) -> None:
+    for rank in records[backend]:
+        for result in rank.values():
+            assert "Traceback" not in result, result
+    assert len(records[backend][0]) == 15
+    assert records[backend] == [records["torch"][0]] * len(records[backend]), "the same bits on all ranks and backends"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [("mpiexec", "torch"), ("torchrun", "horovod"), ("horovodrun", "mpi")]
+)
+def test_messages_under_another_launcher(launcher: str, backend: str) -> None:
+    scenarios = ["messages", "from_anyone", "groups"]
+    for rank in jobs.run(launcher, backend, 2, [SCRIPT, *scenarios]).check().records:
+        assert rank == dict.fromkeys(scenarios, "right"), rank
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_a_receive_that_nobody_answers_names_itself_and_ends(backend: str) -> None:
+    env = {"HVDBRIDGE_STALL_SECONDS": "1", "HVDBRIDGE_TIMEOUT_SECONDS": "5"}
+    job = jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "no_message.py")], env=env, timeout=40)
+    assert job.status != 0
+    assert re.search(r"recv\[3\] float32 from rank 1, tag 4 is not finished after [\d.]+ s", job.output), job.output
+    assert "CollectiveTimeout" in job.output or "HVDBRIDGE_TIMEOUT_SECONDS=5" in job.output, job.output

@@ -1,0 +1,122 @@
+"""Horovod's variables, its names, and who may speak to the coordinator."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+
+import pytest
+
+import hvdbridge.torch as hvd
+from hvdbridge.config import Config
+from hvdbridge.errors import ConfigurationError, RendezvousError
+from hvdbridge.helper.client import Monitor
+from hvdbridge.helper.wire import Message, pack
+from hvdbridge.torch.control import Hub, Spoke
+from hvdbridge.torch.coordinator import Coordinator, Request
+from hvdbridge.torch.settings import Settings, unheeded
+
+NAMES = [
+    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet",
+    "Product", "Sum", "SyncBatchNorm", "add_process_set", "allgather", "allgather_async", "allgather_object",
+    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
+    "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
+    "broadcast_optimizer_state", "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built",
+    "ddl_built", "elastic", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather",
+    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
+    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
+    "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
+    "nccl_built", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
+    "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_of_horovod_torch_is_there(name: str) -> None:
+    assert getattr(hvd, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'allredce'"):
+        hvd.allredce  # noqa: B018
+
+
+def test_reductions_are_horovods_numbers() -> None:
+    assert [int(op) for op in (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)] == list(range(6))
+
+
+def test_the_environment() -> None:
+    assert Settings.from_environment(30, 300, {}) == Settings()
+    env = {
+        "HOROVOD_FUSION_THRESHOLD": "1024", "HOROVOD_CYCLE_TIME": "2.5", "HOROVOD_STALL_CHECK_TIME_SECONDS": "7",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20", "HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+    }  # fmt: skip
+    assert Settings.from_environment(30, 300, env) == Settings(1024, 0.0025, 7.0, 20.0, "t.json", True)
+    assert Settings.from_environment(30, 10, env).timeout_seconds == 10
+    assert Settings.from_environment(30, 300, {"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_seconds == math.inf
+    assert Settings.from_environment(30, 300, {"HOROVOD_TIMELINE": "DYNAMIC"}).timeline == ""
+    assert unheeded({"HOROVOD_AUTOTUNE": "1", "HOROVOD_RANK": "0", "HOROVOD_CACHE_CAPACITY": "0"}) == [
+        "HOROVOD_AUTOTUNE",
+        "HOROVOD_CACHE_CAPACITY",
+    ]
+
+
+@pytest.mark.parametrize("text", ["fast", "-1", "nan"])
+def test_what_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="HOROVOD_CYCLE_TIME"):
+        Settings.from_environment(30, 300, {"HOROVOD_CYCLE_TIME": text})
+
+
+class Mailbox:
+    """Messages that came, and a way to wait for one."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._came = threading.Condition()
+
+    def __call__(self, message: Message) -> None:
+        with self._came:
+            self.messages.append(message)
+            self._came.notify_all()
+
+    def wait(self) -> Message:
+        with self._came:
+            assert self._came.wait_for(lambda: bool(self.messages), 5.0)
+            return self.messages.pop(0)
+
+
+def test_the_star_carries_decisions_and_lets_no_stranger_in() -> None:
+    monitor = Monitor.alone(Config())
+    boxes = [Mailbox(), Mailbox()]
+    opened: list[Spoke] = []
+
+    def join() -> None:
+        host, port, _ = monitor.store_get("star").decode().split(",")
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(pack({"secret": "guess", "rank": 1}))
+            assert stranger.recv(1) == b""
+        opened.append(Spoke(boxes[1], monitor, 1, "star", 5.0))
+
+    monitor.store_set("star", b"")
+    thread = threading.Timer(0.3, join)
+    thread.start()
+    hub = Hub(Coordinator(2), boxes[0], monitor, "127.0.0.1", "star", 5.0)
+    thread.join()
+    spoke = opened[0]
+    request = Request("barrier", "barrier")
+    spoke.send([request])
+    hub.send([request])
+    assert boxes[0].wait() == boxes[1].wait() == {"do": [["barrier", ["barrier"], 0, "", [], []]]}
+    spoke.fail("no memory")
+    assert boxes[0].wait() == boxes[1].wait() == {"failed": "no memory"}
+    hub.leave()
+    spoke.leave()
+    assert boxes[0].wait() == boxes[1].wait() == {"end": True}
+    spoke.close()
+    hub.close()
+
+
+def test_a_rank_that_never_comes_to_init_is_named() -> None:
+    with pytest.raises(RendezvousError, match=r"ranks \[1\]"):
+        Hub(Coordinator(2), Mailbox(), Monitor.alone(Config()), "127.0.0.1", "star", 0.2)
