@@ -17,7 +17,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -169,9 +169,11 @@ class AfterStep:
 
     def _flow(self, flat: Tensor, layout: Layout, index: int, step: int) -> Task[Tensor | None]:
         aggregator = self.aggregator
-        if aggregator.skipped:
-            return None
         bucket = aggregator.bucket(flat, layout, index, step)
+        if aggregator.skipped:
+            if not aggregator.policy.switches(step):
+                return None
+            bucket = replace(bucket, weights=None)
         result = yield from finish(aggregator.policy.after_step(bucket, aggregator.store.part(layout)))
         aggregator.store.merge(layout, result.state, result.update)
         return result.update

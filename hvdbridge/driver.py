@@ -189,20 +189,21 @@ class Driver:
             self._check(self._number, request.signature())
         self.traffic.collectives += 1
         self.traffic.bytes_sent += request.bytes_sent(communicator.size_of(request.group))
+        travels = False
         try:
             while True:
-                work = next(steps)
-                if work is None:
-                    yield None
-                    continue
-                self._departs()
-                try:
-                    yield work
-                    work.wait()
-                finally:
+                work = next(steps)  # where the communicator waits for the operation before, and explains its failure
+                if travels:
                     self._arrives()
+                travels = work is not None
+                if travels:
+                    self._departs()
+                yield work
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
+        finally:
+            if travels:
+                self._arrives()
 
     def _departs(self) -> None:
         if not self._travelling:

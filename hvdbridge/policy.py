@@ -207,12 +207,17 @@ class Policy:
         """Whether :meth:`after_step` runs after this step; a wrapper's is when one of its inners' is."""
         return any(inner.due(step) for inner in self.inners().values())
 
+    def switches(self, step: int) -> bool:
+        """Whether a phase begins after this step. It is :meth:`due` then, and is never left out: where the weights add
+        up to zero they count as equal."""
+        return any(inner.switches(step) for inner in self.inners().values())
+
     def after_step(self, bucket: Bucket, state: State) -> Flow:
         """Change the parameters after the optimizer made the step ``bucket.step``; runs where that is :meth:`due`.
 
         ``bucket.buffer`` is a copy, in float32 or wider, of all parameters of this rank that the optimizer holds;
         the update becomes their new values. Weights are those of the step. A step whose weights add up to zero has
-        no such part. A wrapper passes it to those of its inners for which it is due.
+        no such part, but where one :meth:`switches`. A wrapper passes it to those of its inners for which it is due.
         """
         states: dict[str, State | None] = {}
         for key, inner in self.inners().items():

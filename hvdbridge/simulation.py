@@ -139,8 +139,11 @@ class Simulation:
             raise ConfigurationError(f"after_step needs all parameters of each of {self.size} ranks")
         self._check(parameters_per_rank, "value")
         given = [{name: p.detach().clone() for name, p in mine.items()} for mine in parameters_per_rank]
-        if self.steps == 0 or self.skipped or not self.policy.due(self.steps - 1):
+        step = self.steps - 1
+        if self.steps == 0 or not (self.policy.switches if self.skipped else self.policy.due)(step):
             return given
+        if self.skipped:
+            self._weights = None
         layout = Layout({name: p.shape for name, p in self._params.items()})
         flats = []
         for mine in given:
@@ -148,7 +151,7 @@ class Simulation:
             flats.append(flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
         flows: list[Flow] = []
         for rank, flat in enumerate(flats):
-            bucket = self._bucket(flat, layout, 0, self.steps - 1, rank)
+            bucket = self._bucket(flat, layout, 0, step, rank)
             flows.append(finish(self.policy.after_step(bucket, self.stores[rank].part(layout))))
         new = []
         for rank, (_, result) in enumerate(self._lockstep(flows)):

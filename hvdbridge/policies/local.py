@@ -116,9 +116,10 @@ class PostLocalSgd(LocalSgd):
     group: Literal["none", "node", "world"] = "node"
 
     def due(self, step: int) -> bool:
-        if step < self.start:
-            return step == self.start - 1 and self.anchored
-        return (step - self.start) % self.every == 0
+        return self.switches(step) or (step >= self.start and (step - self.start) % self.every == 0)
+
+    def switches(self, step: int) -> bool:
+        return step == self.start - 1 and self.anchored
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
         if bucket.step < self.start:  # local steps begin here, and so does what they are compared to

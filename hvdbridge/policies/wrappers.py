@@ -65,7 +65,6 @@ class Warmup(Policy):
     (:attr:`Policy.anchored <hvdbridge.policy.Policy.anchored>`). Where ranks have drifted apart under ``first``
     (``local_sgd``, ``noop``), parameters become their weighted mean then, once: an all-reduce of the model. Momenta of
     the optimizer are its own: where these differ, replicas under ``then=mean`` differ by what is left of them.
-    A switch at a step that is skipped, because its weights add up to zero, does neither.
     """
 
     then: Policy
@@ -82,9 +81,12 @@ class Warmup(Policy):
         return self.first.replicas == "drift" or any(p.acts_after_step for p in (self.first, self.then))
 
     def due(self, step: int) -> bool:
+        return self.switches(step) or (self.first if step < self.steps else self.then).due(step)
+
+    def switches(self, step: int) -> bool:
         if step == self.steps - 1 and (self.first.replicas == "drift" or self.then.anchored):
             return True
-        return (self.first if step < self.steps else self.then).due(step)
+        return (self.first if step < self.steps else self.then).switches(step)
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
         key = "first" if bucket.step < self.steps else "then"

@@ -132,6 +132,26 @@ def test_after_step_reaches_inners_and_their_part_of_the_parameters() -> None:
     assert torch.equal(given[0]["a"], PARAMS["a"]), "what was given is left alone"
 
 
+class Switching(Doubling):
+    def switches(self, step: int) -> bool:
+        return step == 1
+
+
+def test_a_skipped_step_that_switches_has_its_part() -> None:
+    with Harness(Switching()) as harness:
+        trained = Trained(harness)
+        harness.step(1.0)
+        harness.aggregator.weights = (0.0,)  # as the exchange finds them
+        trained.optimizers[0].step()
+        assert trained.values == (1.0, 1.0)
+        trained.optimizers[1].step()
+        harness.step(1.0)
+        harness.aggregator.weights = (0.0,)
+        for optimizer in trained.optimizers:
+            optimizer.step()
+        assert trained.values == (2.0, 2.0)
+
+
 @dataclass(frozen=True)
 class Both(Policy):
     """Two policies after the step, one after the other, as the base class does it."""

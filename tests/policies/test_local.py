@@ -321,6 +321,33 @@ def test_a_switch_throws_nothing_away(spec: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(params[0][name], learned[name]) for name in SHAPES)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "post_local_sgd(start=3, every=2, inner=topk(ratio=0.01), group=none)",
+        "warmup(steps=3, first=local_sgd(every=8), then=diloco(every=2))",
+        "clip(warmup(steps=3, first=noop, then=mean), norm=1e9)",
+    ],
+)
+def test_a_switch_happens_though_its_step_is_skipped(spec: str) -> None:
+    simulation = Simulation(spec, start(), 2)
+    drifts = "first" in spec
+    params = [start(), start()]
+    for step in range(6):
+        grads = [
+            {n: g if step < 2 else torch.zeros_like(g) for n, g in numbers(step + k * drifts).items()} for k in (0, 4)
+        ]
+        updates = simulation.step(grads, [0.0, 0.0] if step == 2 else [1.0, 3.0])
+        params = [{n: p - u[n] for n, p in mine.items()} for mine, u in zip(params, updates, strict=True)]
+        if step == 2:
+            want = {n: (params[0][n] * 0.5 + params[1][n] * 0.5) for n in SHAPES}
+            assert drifts != torch.equal(params[0]["fc.bias"], params[1]["fc.bias"])
+        params = simulation.after_step(params)
+    # Two equal numbers, weighted by 1/4 and 3/4, are averaged to themselves or, for diloco, may round once.
+    for mine in params:
+        assert all(torch.allclose(mine[n], want[n], rtol=2.0**-23, atol=0.0) for n in SHAPES)
+
+
 def test_an_exact_average_needs_no_anchor() -> None:
     for spec in ("post_local_sgd(start=3, every=2)", "warmup(steps=3, then=local_sgd(every=4))"):
         assert not from_spec(spec).anchored

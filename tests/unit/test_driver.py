@@ -260,3 +260,25 @@ def test_a_failure_ends_all_that_is_under_way() -> None:
     assert 6.0 not in communicator.seen
     assert 7.0 not in communicator.seen
     driver.close()
+
+
+def test_a_lost_operation_is_explained_by_the_communicator() -> None:
+    class Lost(Late):
+        def wait(self) -> None:
+            raise ConnectionError("reset by peer")
+
+    class Explaining(Loopback):
+        def _answer(self, request: Collective) -> Answer:
+            work = Lost(0.001)
+            yield work
+            try:
+                work.wait()
+            except ConnectionError as cause:
+                raise HvdbridgeError("rank 1 is gone") from cause
+            return request.tensor
+
+    driver: Driver = ThreadDriver()
+    with pytest.raises(HvdbridgeError, match="rank 1 is gone"):
+        driver.run(flow(1), Explaining())
+    assert driver.traffic.seconds > 0
+    driver.close()
