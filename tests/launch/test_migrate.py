@@ -16,7 +16,7 @@ SCRIPTS = ROOT / "examples" / "migrate"
 def digests(launcher: str, backend: str | None, script: str) -> list[str]:
     job = jobs.run(launcher, backend, 2, [str(SCRIPTS / script)])
     assert job.status == 0, job.output[-4000:]
-    return [found for _, found in sorted(re.findall(r"rank (\d) digest (\w+)", job.output))]
+    return [found for _, found in sorted(re.findall(r"rank (\d) digest ([0-9a-f]+)", job.output))]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "by_hand", "horovod"])
