@@ -81,7 +81,8 @@ class Adasum(Policy):
     the ranks changes the result. NaN and inf reach every rank, in their parameter.
 
     On the wire: ``2 (N-1)/N`` of the gradient in its own type (all-to-all, all-gather) and, for every 8 ranks and
-    three levels of the tree, one all-reduce of at most 36 doubles per parameter.
+    three levels of the tree, one all-reduce of at most 36 doubles per parameter. Memory: up to three and a quarter
+    buckets beside the gradients, the ranks' rows and what they become.
     """
 
     unequal_weights = False

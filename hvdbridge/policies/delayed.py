@@ -4,7 +4,8 @@ Rules:
 
 1. Step t delivers the aggregate of step t - 1 at once, and zeros in the first. Its own gradient travels in the
    background while the optimizer, the next forward and the next backward run.
-2. What is held is replicated state like any other: a checkpoint moves, and flush() hands out the last one.
+2. Memory: beside what the inner policy needs, a copy of the bucket, which outlives the step.
+3. What is held is replicated state like any other: a checkpoint moves, and flush() hands out the last one.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ Rules:
 2. The residual is in float32 (float64 for float64 gradients), local to the rank and in units of the gradient.
 3. A rank of weight 0 contributes nothing and keeps its residual as it is; the second-stage error of a shard
    that it owns in that step is then nobody's.
-4. Two ways lead here: the wrapper ``ef(inner)``, and the option ``ef`` of a leaf that is :class:`WithFeedback`.
+4. Memory: while a bucket travels, its new residual, what was sent and the update are there at once, beside gradients
+   and state: three buckets, and what the inner policy needs for its messages, one or two more.
+5. Two ways lead here: the wrapper ``ef(inner)``, and the option ``ef`` of a leaf that is :class:`WithFeedback`.
    Both hold the same state, ``{"residual": {name: tensor}, "inner": {...}}``, and give the same bits.
 """
 

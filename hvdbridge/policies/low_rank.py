@@ -45,6 +45,9 @@ class PowerSGD(WithFeedback):
     one. A column of P that lies in the span of others (a zero gradient has only such) is dropped for that step,
     and its column of Q stays.
 
+    Memory: while a bucket travels, four buckets beside gradients and state: the new residual, the matrices where they
+    do not lie aligned (then what they become), the update and what was sent.
+
     Ranks end with equal bits as far as their matrix products do that add ``rank`` terms; those of one BLAS do.
 
     PyTorch's ``PowerSGDState`` in these terms::
@@ -145,7 +148,10 @@ class PowerSGD(WithFeedback):
             total = yield AllReduce(dense.clone() if bucket.needs_sent else dense)
             return Aggregated(total, dense if bucket.needs_sent else None)
         steps = self._alternating if self.alternate else self._both
-        summed, mine, total, new = yield from steps(bucket, plan, matrices, dense, state)
+        flow = steps(bucket, plan, matrices, dense, state)
+        del matrices  # they may be copies: not held longer than their products need them
+        summed, mine, total, new = yield from flow
+        del flow
         if not bucket.needs_sent:
             return Aggregated(plan.build(summed, total, wide), None, new)
         update = plan.build(summed, total, torch.empty_like(wide))

@@ -8,7 +8,9 @@ Rules:
    belongs to one rank as a whole), so shares are balanced wherever the large elements lie, and bucket boundaries
    do not matter.
 2. Capacities are fixed per parameter and owner; what does not fit waits in the residual.
-3. An element counts as sent where its owner's sum of it was among those that came back.
+3. Memory: what was sent is worked out in three more vectors like the bucket, and the routes are kept: some 40 bytes
+   per element that travels, for as long as buckets stay as they are.
+4. An element counts as sent where its owner's sum of it was among those that came back.
 """
 
 from __future__ import annotations

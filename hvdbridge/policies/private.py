@@ -57,7 +57,8 @@ class DifferentiallyPrivate(Policy):
     so under a GradScaler ``norm`` is in units of its scale.
 
     On the wire: an all-reduce of the gradient, in its own type. It needs the whole gradient, so nothing travels while
-    backward runs.
+    backward runs. Memory: up to five times the gradient for a moment (all gradients in one bucket, what is made
+    private, its noise and what that is drawn from).
 
     Attributes:
         norm: the largest L2 norm of a rank's gradient, all parameters together.

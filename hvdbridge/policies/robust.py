@@ -7,7 +7,10 @@ Rules:
 2. A rank that sends NaN or inf counts as faulty and is left out: per element in ``median`` and ``trimmed_mean``,
    the whole rank in the others. Where more than f are faulty in this way the update is NaN on every rank.
 3. Raw gradients travel, in their own type; arithmetic is in float32 (float64 for float64), dot products in float64.
-4. The owner of a shard aggregates it and sends the result, so all ranks end with the same bits.
+4. Memory: the ranks' gradients of a shard, N times 1/N of the bucket, are held as they came and as they are worked on,
+   beside update and messages: up to two and a half buckets; where the whole gradient is one bucket, up to four and a
+   half times that, the bucket itself included.
+5. The owner of a shard aggregates it and sends the result, so all ranks end with the same bits.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ Rules:
 2. Where the owner matters (its second-stage error enters its ``sent`` and so its residual) shards consist
    of whole blocks (:class:`BlockShards`): block j belongs to rank j mod N, wherever bucket boundaries lie.
 3. Shards are padded with zeros to the longest.
-4. What travels in blocks with a scale each (:func:`sharded_code`) has a :class:`~hvdbridge.kernels.quantise.Code`
+4. Memory: of messages, sums and updates no more is held at a time than the next step needs, so a policy without
+   feedback stays below two buckets beside gradients and state; random numbers for rounding are one bucket more.
+5. What travels in blocks with a scale each (:func:`sharded_code`) has a :class:`~hvdbridge.kernels.quantise.Code`
    for either stage; codes and scales are one message, so two collectives a bucket do.
 """
 
@@ -223,15 +225,22 @@ def sharded_sum(
     exact = accumulator(torch.promote_types(wire, back))
     rows = shards.pack(flat, wire, power)
     sent = rows.to(exact, copy=True).div_(power) if needs_sent else None
-    theirs = yield AllToAll(rows, group)
+    request = AllToAll(rows, group)
+    del rows, flat  # what is not needed any more is not held: these are whole vectors
+    theirs = yield request
+    del request
     total = sum_rows(theirs)
+    del theirs
     if power != 1.0:
         total.div_(power)
     message = total.to(back)
     if sent is not None:
         sent[rank] += message.to(exact) - total
+    del total
     answer = yield AllGather(message, group)
-    return shards.unpack(answer, exact), None if sent is None else shards.unpack(sent, exact)
+    update = shards.unpack(answer, exact)
+    del answer
+    return update, None if sent is None else shards.unpack(sent, exact)
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,6 +285,7 @@ def sharded_code(
     sent = decode(code, codes.unsqueeze(0), _row(scales), plan.mine) if bucket.needs_sent else None
     theirs = yield AllToAll(plan.to_rows(code, codes, scales))
     total = decode(code, *plan.read_rows(code, theirs), plan.owned)
+    del theirs
     if carry is not None:
         total.add_(plan.shards.owned(carry, rank))
     codes, scales = encode(back, total, plan.owned, seed_of(bucket, "back"))
@@ -287,6 +297,8 @@ def sharded_code(
         if carry is not None:
             error = torch.zeros(flat.numel(), device=flat.device)
             plan.shards.add_owned(error, rank, missed)
+        del missed
+    del total
     answer = yield AllGather(plan.to_message(back, codes, scales))
     return Coded(decode(back, *plan.from_rows(back, answer), plan.mine), sent, error)
 
