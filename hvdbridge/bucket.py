@@ -118,8 +118,8 @@ class Bucket:
         seed: agreed by all ranks; key of shared randomness.
         rank, size: of the synchronizer's group.
         weights: the ranks' weights of this step (doubles), or None if none was set (all equal).
-        needs_sent: whether the caller wants :attr:`Aggregated.sent`, and ``buffer`` left as it is after
-            :meth:`weighted`. Equal on all ranks.
+        needs_sent: whether the caller wants to know what was sent: as :attr:`Aggregated.sent`, with ``buffer`` left as
+            it is after :meth:`weighted`, or as :attr:`Aggregated.rest`. Equal on all ranks.
         blocks: model-wide number of each parameter's first block of :data:`BLOCK` elements, in the
             order of ``Policy.init``; decides which rank owns which block in sharded schemes.
             Empty: numbered within the bucket.
@@ -131,6 +131,7 @@ class Bucket:
         mark: for a wrapper that gave the bucket away, and sees what is sent: whether the copy of it that was made or
             weighted last is weighted.
         last: whether no bucket of this step follows.
+        spare: memory like the buffer's whose content nobody needs; see :meth:`room`.
     """
 
     buffer: Tensor
@@ -149,6 +150,7 @@ class Bucket:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     mark: Mark = field(default_factory=Mark)
     last: bool = True
+    spare: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.dtypes:
@@ -201,6 +203,19 @@ class Bucket:
         self.mark.weighted = True
         return self
 
+    def room(self, dtype: torch.dtype) -> Tensor:
+        """Memory for the update, flat, uninitialised. Unless :attr:`needs_sent` it may be that of ``buffer``, so it is
+        asked for when nothing is read from there any more; and once, since it is the same again.
+
+        >>> bucket = Bucket(torch.ones(3), Layout({"p": (3,)}))
+        >>> bucket.room(torch.float32) is bucket.buffer, bucket.room(torch.float64).dtype
+        (True, torch.float64)
+        """
+        own = self.spare if self.needs_sent else self.buffer
+        if own is not None and own.dtype == dtype and own.numel() == self.layout.numel:
+            return own
+        return self.layout.empty(dtype, self.buffer.device)
+
     def plus(self, tensors: Mapping[str, Tensor]) -> Bucket:
         """A bucket with ``tensors`` (by name, same shapes) added; the wider of both dtypes."""
         return replace(self, buffer=self.buffer + flatten(tensors, self.layout))
@@ -211,7 +226,8 @@ class Bucket:
 
     def select(self, layout: Layout) -> Bucket:
         """The part of this bucket that ``layout`` names, in its order; a copy."""
-        return replace(self, buffer=flatten({n: self.grads[n] for n in layout.names}, layout), layout=layout)
+        chosen = flatten({name: self.grads[name] for name in layout.names}, layout)
+        return replace(self, buffer=chosen, layout=layout, spare=None)
 
 
 BLOCK = 1024

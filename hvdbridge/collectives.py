@@ -43,10 +43,17 @@ class Collective:
 
         >>> AllReduce(torch.zeros(2, 3)).signature()
         'AllReduce[2, 3] float32 op=sum group=world'
+
+        Groups of one name may differ in size, so the rows for their ranks are not counted:
+
+        >>> AllToAll(torch.zeros(2, 3), group="cross").signature()
+        'AllToAll[N, 3] float32 group=cross'
         """
-        t = self.tensor
+        t, shape = self.tensor, [str(n) for n in self.tensor.shape]
+        if isinstance(self, AllToAll | ReduceScatter) and self.group != "world":
+            shape[0] = "N"
         extra = "".join(f" {k}={getattr(self, k)}" for k in ("op", "root") if hasattr(self, k))
-        return f"{self.kind}{list(t.shape)} {str(t.dtype).removeprefix('torch.')}{extra} group={self.group}"
+        return f"{self.kind}[{', '.join(shape)}] {str(t.dtype).removeprefix('torch.')}{extra} group={self.group}"
 
     def bytes_sent(self, size: int) -> int:
         """Bytes that one rank sends in a bandwidth-optimal schedule among ``size`` ranks, rounded down.

@@ -41,12 +41,29 @@ class Aggregated:
         update: flat, in the bucket's layout, equal bits on all ranks. Becomes ``p.grad``.
         sent: flat; what the other ranks decoded of this rank's contribution (the sum over ranks of
             ``sent`` is ``update``). None where ``bucket.needs_sent`` is False.
+        rest: in the place of ``sent``, and with less memory: what was not sent, flat, mostly ``bucket.buffer`` from
+            which the flow took off what it sent as soon as it knew.
         state: the new state of this bucket's parameters, same tree as was passed in; None = unchanged.
     """
 
     update: Tensor
     sent: Tensor | None = None
     state: State | None = None
+    rest: Tensor | None = None
+
+    def left_of(self, bucket: Bucket) -> Tensor:
+        """What of ``bucket``, as it was given to the flow, was not sent; may be its buffer, overwritten.
+
+        Raises:
+            ConfigurationError: the flow did not say.
+        """
+        if self.rest is not None:
+            return self.rest
+        if self.sent is None:
+            raise ConfigurationError(
+                "a policy that is additive returned neither `sent` nor `rest`, although bucket.needs_sent"
+            )
+        return bucket.buffer.sub_(self.sent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,12 +139,14 @@ class Slot:
         gradient_units: scales with the loss, so it is rescaled when ``sync.loss_scale`` changes.
         owned: local, and of each element one rank has it, which one is a matter of how many there are: when that
             changes, its sum goes to the ``residual`` of the feedback around this policy.
+        by_node: local to the node instead of the rank: its ranks hold the same. Said by :attr:`Policy.between_nodes`.
         guarded: a parameter keeps its old value where the flow's update is not finite. False: it is replaced always.
     """
 
     local: bool = False
     gradient_units: bool = False
     owned: bool = False
+    by_node: bool = False
     guarded: bool = True
 
 
@@ -144,6 +163,9 @@ class Policy:
     on_parameters: ClassVar[bool] = False
     """Whether what its inner policies aggregate are parameters, so that none of their state is in units of the
     gradient."""
+
+    between_nodes: ClassVar[bool] = False
+    """Whether its inner policies' ranks are the nodes, so that what is local to one of them belongs to a node."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -259,12 +281,23 @@ class Policy:
             updates.update(held)
         return (updates, {**state, **states}) if updates else ({}, state)
 
-    def statistics(self, state: State) -> dict[str, float]:
-        """Figures of this rank for ``sync.stats()``; those of an inner policy other than ``inner`` bear its key."""
+    def parameters_of(self, key: str, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Those of ``params`` that the inner policy at ``key`` aggregates."""
+        return params
+
+    def statistics(self, params: Mapping[str, Tensor], state: State) -> dict[str, float]:
+        """Figures of this rank for ``sync.stats()``; those of an inner policy other than ``inner`` bear its key.
+
+        Args:
+            params: those that the policy aggregates, on the device ``meta``.
+        """
         found: dict[str, float] = {}
         for key, inner in self.inners().items():
             prefix = "" if key == "inner" else f"{key}."
-            found |= {prefix + name: value for name, value in inner.statistics(state[key]).items()}
+            found |= {
+                prefix + name: value
+                for name, value in inner.statistics(self.parameters_of(key, params), state[key]).items()
+            }
         return found
 
     def bytes_per_step(

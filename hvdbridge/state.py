@@ -67,12 +67,13 @@ def to_portable(state: State) -> dict[str, Any]:
 
 def slot_of(policy: Policy, path: Path) -> Slot:
     """What the leaf at ``path`` is, by the policy that declares it."""
-    on_parameters = False
+    on_parameters = between_nodes = False
     for key in path[:-1]:
         on_parameters |= policy.on_parameters
+        between_nodes |= policy.between_nodes
         policy = policy.inners()[key]
     slot = policy.slots.get(path[-1], Slot())
-    return replace(slot, gradient_units=False) if on_parameters else slot
+    return replace(slot, gradient_units=slot.gradient_units and not on_parameters, by_node=slot.local and between_nodes)
 
 
 def differences(state: State, saved: State) -> list[str]:
@@ -109,30 +110,59 @@ OnResize = Literal["raise", "reset", "redistribute"]
 """What becomes of a state of another number of ranks; see :func:`redistribute`."""
 
 
-def redistribute(policy: Policy, saved: Sequence[State], size: int, fresh: State | None = None) -> list[State]:
-    """The states of ``size`` ranks made from those of another number of ranks.
+Nodes = Sequence[int]
+"""The node that each rank runs on: any numbers, equal within a node."""
 
-    Rank-local leaves keep their sum: each new rank gets 1/size of it (added in float64); where ``fresh`` is given
-    they are its. Replicated ones are those of rank 0. What belonged to the owners of elements (:attr:`Slot.owned`) goes
-    to the residual around it, since these elements have other owners now.
+
+def first_of_node(nodes: Nodes) -> tuple[int, ...]:
+    """Of each rank, the first rank on its node.
+
+    >>> first_of_node([7, 7, 3, 7])
+    (0, 0, 2, 0)
     """
-    if len(saved) == size:
+    return tuple(map(list(nodes).index, nodes))
+
+
+def redistribute(
+    policy: Policy,
+    saved: Sequence[State],
+    size: int,
+    fresh: State | None = None,
+    nodes: tuple[Nodes, Nodes] | None = None,
+) -> list[State]:
+    """The states of ``size`` ranks made from those of other ranks.
+
+    Where the number of ranks is another, rank-local leaves keep their sum: each new rank gets 1/size of it (added in
+    float64); where ``fresh`` is given they are its. Replicated ones are those of rank 0. What belonged to the owners of
+    elements (:attr:`Slot.owned`) goes to the residual around it, since these elements have other owners now.
+
+    Args:
+        nodes: those of the ranks that saved, and of the new ones. What is local to nodes keeps its sum over them, where
+            other ranks share a node now. None: every rank is a node.
+    """
+    before, now = nodes or (range(len(saved)), range(size))
+    owners, count = sorted(set(first_of_node(before))), len(set(now))
+    if first_of_node(before) == first_of_node(now):
         return list(saved)
 
-    def average(tensors: Sequence[Tensor]) -> Tensor:
-        total = tensors[0].to(torch.float64)
-        for tensor in tensors[1:]:
+    def average(tensors: Sequence[Tensor], by_node: bool) -> Tensor:
+        chosen = [tensors[rank] for rank in owners] if by_node else tensors
+        total = chosen[0].to(torch.float64)
+        for tensor in chosen[1:]:
             total = total + tensor.to(torch.float64)
-        return (total / size).to(tensors[0].dtype)
+        return (total / (count if by_node else size)).to(chosen[0].dtype)
 
     def merge(trees: Sequence[State], fresh: State | None, path: Path) -> dict[str, Any]:
         first = trees[0]
         if not _is_leaf(first):
             new = {key: None if fresh is None else fresh[key] for key in first}
             return {key: merge([tree.get(key, {}) for tree in trees], new[key], (*path, key)) for key in first}
-        if not slot_of(policy, path).local:
+        slot = slot_of(policy, path)
+        if not slot.local:
             return dict(first)
-        return {name: average([tree[name] for tree in trees]) for name in first} if fresh is None else dict(fresh)
+        if fresh is not None:
+            return dict(fresh)
+        return {name: average([tree[name] for tree in trees], slot.by_node) for name in first}
 
     shared = merge(saved, fresh, ())
     for path, leaf in list(leaves(shared)) if fresh is None else ():
@@ -141,7 +171,15 @@ def redistribute(policy: Policy, saved: Sequence[State], size: int, fresh: State
             residual = _at(shared, (*around, "residual"))
             residual.update({name: residual[name] + tensor for name, tensor in leaf.items()})
             _at(shared, path).update({name: torch.zeros_like(tensor) for name, tensor in leaf.items()})
-    return [to_portable(shared) for _ in range(size)]
+    if len(saved) != size:
+        return [to_portable(shared) for _ in range(size)]
+    # The same ranks on other nodes: only what belonged to these moves.
+    states = [to_portable(state) for state in saved]
+    for path, leaf in leaves(shared):
+        if slot_of(policy, path).by_node:
+            for state in states:
+                _at(state, path).update({name: tensor.clone() for name, tensor in leaf.items()})
+    return list(states)
 
 
 class StateStore:
@@ -155,7 +193,7 @@ class StateStore:
 
     def __init__(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
         self.policy = policy
-        self._params = {name: torch.empty_like(p, device="meta") for name, p in params.items()}
+        self.params = {name: torch.empty_like(p, device="meta") for name, p in params.items()}
         # Leaf by leaf, either the tensors themselves, or while they are laid flat, meta tensors in their place.
         self._tree = to_portable(policy.init(params))
         self._devices = {path: {name: t.device for name, t in leaf.items()} for path, leaf in leaves(self._tree)}
@@ -198,7 +236,12 @@ class StateStore:
         return to_portable(self.whole())
 
     def load(
-        self, saved: State | Sequence[State], rank: int = 0, size: int = 1, on_resize: OnResize = "redistribute"
+        self,
+        saved: State | Sequence[State],
+        rank: int = 0,
+        size: int = 1,
+        on_resize: OnResize = "redistribute",
+        nodes: tuple[Nodes, Nodes] | None = None,
     ) -> None:
         """Take up a state that :meth:`portable` gave: this rank's, or those of all ranks in rank order.
 
@@ -206,6 +249,7 @@ class StateStore:
             rank, size: of this rank, where all ranks' states are given.
             on_resize: what to do with those of another number of ranks: refuse, begin anew with what is local to
                 ranks, or redistribute that.
+            nodes: as for :func:`redistribute`.
 
         Raises:
             ConfigurationError: other leaves, names, shapes or types; lists the differences. Or another number of
@@ -222,13 +266,18 @@ class StateStore:
                 whose = f" of rank {index}" if len(states) > 1 else ""
                 text = "".join(f"\n  {line}" for line in lines[:SHOWN] + more)
                 raise ConfigurationError(f"the state{whose} does not fit this policy and model:{text}")
-        if len(states) != size and on_resize == "raise":
+        moved = len(states) != size or (nodes is not None and self.moves(*nodes))
+        if moved and on_resize == "raise":
             raise resized(len(states), size)
-        fresh = self._fresh() if len(states) != size and on_resize == "reset" else None
-        mine = dict(leaves(redistribute(self.policy, states, size, fresh)[rank]))
+        fresh = self._fresh() if moved and on_resize == "reset" else None
+        mine = dict(leaves(redistribute(self.policy, states, size, fresh, nodes)[rank]))
         self._laid.clear()
         for path, leaf in leaves(self._tree):
             self._put(path, {name: mine[path][name] for name in leaf})
+
+    def moves(self, before: Nodes, now: Nodes) -> bool:
+        """Whether something here belongs to nodes, and these have other ranks now."""
+        return first_of_node(before) != first_of_node(now) and any(slot.by_node for slot in self._slots.values())
 
     def reset(self) -> None:
         """Begin anew with what is local to this rank; what is replicated stays."""
@@ -297,13 +346,14 @@ class StateStore:
             self._merge((*path, key), node[key], layout, child, guard)
 
     def _fresh(self) -> State:
-        return self.policy.init({n: torch.zeros(p.shape, dtype=p.dtype) for n, p in self._params.items()})
+        return self.policy.init({n: torch.zeros(p.shape, dtype=p.dtype) for n, p in self.params.items()})
 
 
 def resized(saved: int, size: int) -> ConfigurationError:
     """The error about a state of another number of ranks."""
+    ranks = f"{saved} ranks and would be loaded by {size}" if saved != size else f"{size} ranks on other nodes"
     return ConfigurationError(
-        f"the state was saved by {saved} ranks and would be loaded by {size}. on_resize='reset' begins anew with what "
+        f"the state was saved by {ranks}. on_resize='reset' begins anew with what "
         "is local to ranks; on_resize='redistribute' keeps its sum, and needs a state of all ranks (gather=True)."
     )
 

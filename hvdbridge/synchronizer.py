@@ -231,7 +231,7 @@ class GradientSynchronizer:
             "bytes_sent": traffic.bytes_sent,
             "communication_seconds": traffic.seconds,
             "state_bytes": aggregator.store.nbytes,
-            **self.policy.statistics(aggregator.store.whole()),
+            **self.policy.statistics(aggregator.store.params, aggregator.store.whole()),
         }
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
@@ -247,6 +247,7 @@ class GradientSynchronizer:
         local = {
             "policy": label(self.policy),
             "size": self._control.size,
+            "nodes": list(self._communicator.nodes),
             "step": self._aggregator.step,
             "loss_scale": self._aggregator.loss_scale,
             "state_scale": self._aggregator._held_scale,  # the loss scale may have been set for the next backward
@@ -271,12 +272,13 @@ class GradientSynchronizer:
                 ranks where that is refused; or it is not what :meth:`state_dict` gives. Nothing is loaded.
         """
         numbers = check_saved(saved, label(self.policy))
-        aggregator, size = self._aggregator, self._control.size
+        aggregator, size, now = self._aggregator, self._control.size, self._communicator.nodes
         aggregator.settle()
+        nodes = (saved["nodes"], now) if now and saved["nodes"] else None
         if "ranks" in saved:
-            aggregator.store.load(saved["ranks"], self._control.rank, size, on_resize)
+            aggregator.store.load(saved["ranks"], self._control.rank, size, on_resize, nodes)
         else:
-            resize = numbers["size"] != size
+            resize = numbers["size"] != size or (nodes is not None and aggregator.store.moves(*nodes))
             if resize and on_resize != "reset":
                 raise resized(int(numbers["size"]), size)
             aggregator.store.load(saved["state"], on_resize=on_resize)
@@ -363,10 +365,10 @@ def average_gradients(
         model: its parameters that require gradients; one without a gradient counts as zeros.
         group: as for :class:`GradientSynchronizer`; all ranks of the job call this alike.
         weight: this rank's weight; all ranks give one, or none does.
-        policy: one without state (there is nobody to keep it).
+        policy: one without state (there is nobody to keep it), and that does nothing after the optimizer's step.
 
     Raises:
-        ConfigurationError: the policy has state, or is not defined for so few ranks.
+        ConfigurationError: the policy has state, acts after the optimizer's step, or is not defined for so few ranks.
         WeightError: a bad weight, or one on some ranks only.
     """
     session = runtime.current()
@@ -374,6 +376,10 @@ def average_gradients(
     params = trainable(model)
     if has_leaves(chosen.init(params)):
         raise ConfigurationError(f"average_gradients: {label(chosen)} keeps state. Use a GradientSynchronizer.")
+    if chosen.acts_after_step:
+        raise ConfigurationError(
+            f"average_gradients: {label(chosen)} acts after the optimizer's step. Use a GradientSynchronizer."
+        )
     communicator, control, driver = averaging(session, group, next(iter(params.values())).device)
     chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
     aggregator = Aggregator(chosen, params, communicator, control, driver)
@@ -408,7 +414,7 @@ def check_saved(saved: Any, spec: str) -> dict[str, float]:
         raise ConfigurationError(f"a saved state is a dict, not of type {type(saved).__name__}")
     if not saved:
         raise ConfigurationError("the state is empty: state_dict(gather=True) is complete on rank 0 alone")
-    if missing := [key for key in ("policy", *least, "state") if key not in saved]:
+    if missing := [key for key in ("policy", *least, "nodes", "state") if key not in saved]:
         raise ConfigurationError(f"this is no state_dict() of a synchronizer: {', '.join(missing)} missing")
     if saved["policy"] != spec:
         raise ConfigurationError(f"the state is one of policy {saved['policy']!r}, this is {spec!r}")
@@ -419,6 +425,8 @@ def check_saved(saved: Any, spec: str) -> dict[str, float]:
         if not fits or (value == 0 and key.endswith("scale")) or (value % 1 and not key.endswith("scale")):
             raise ConfigurationError(f"the state has {key}={value!r}, which cannot be")
         numbers[key] = value
+    if not isinstance(saved["nodes"], list) or len(saved["nodes"]) not in (0, saved["size"]):
+        raise ConfigurationError(f"the state has nodes={saved['nodes']!r}, which is a list of one number per rank")
     if not isinstance(saved.get("ranks", []), list | tuple):
         raise ConfigurationError(f"the state has ranks of type {type(saved['ranks']).__name__}, which is a list")
     return numbers

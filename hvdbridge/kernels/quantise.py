@@ -218,26 +218,42 @@ def encode(
     return codes, scales
 
 
-def decode(code: Code, codes: Tensor, scales: Tensor | None, blocks: Blocks) -> Tensor:
+def decode(
+    code: Code,
+    codes: Tensor,
+    scales: Tensor | None,
+    blocks: Blocks,
+    out: Tensor | None = None,
+    add: float | None = None,
+) -> Tensor:
     """What ``codes`` ``[rows, numel]`` and ``scales`` ``[rows, blocks]`` stand for, added in the order of rows:
     float32 ``[numel]``.
+
+    Args:
+        out: where to, float32 or wider ``[numel]``; it is returned.
+        add: to what is in ``out`` add so many times what they stand for: -1 takes it off.
 
     >>> blocks = Blocks(*(torch.tensor(t) for t in ([0, 4], [4, 2], [0, 4])), 4, 6, "cpu")
     >>> codes, scales = torch.tensor([[127, -64, 1, 0, 64, -127]], dtype=torch.int8), torch.tensor([[1., 2.]])
     >>> decode(Linear(127), codes.view(torch.uint8), scales, blocks)
     tensor([ 127.,  -64.,    1.,    0.,  128., -254.])
     """
-    total = torch.empty(blocks.numel, device=codes.device)
-    blocks.clear_padding(total)
+    total = torch.empty(blocks.numel, device=codes.device) if out is None else out
     rows = range(codes.shape[0])
+    direct = add is None and total.dtype == torch.float32  # the first row is written where it belongs
+    if add is None:
+        blocks.clear_padding(total)
     for at, first, count in blocks.pieces():
-        out = blocks.view(total, at, count)
-        spare = torch.empty_like(out) if len(rows) > 1 else out
+        here = blocks.view(total, at, count)
+        spare = here if direct and len(rows) == 1 else torch.empty(here.shape, device=here.device)
         for row in rows:
             theirs = None if scales is None else scales[row, first : first + count]
-            code.decode(blocks.view(codes[row], at, count), theirs, spare if row else out)
-            if row:
-                out.add_(spare)
+            to = here if direct and row == 0 else spare
+            code.decode(blocks.view(codes[row], at, count), theirs, to)
+            if row == 0 and add is None and to is not here:
+                here.copy_(to)
+            elif to is not here:
+                here.add_(to, alpha=1 if add is None else add)
     if blocks.loose is not None:
         whole = torch.zeros((blocks.loose.numel(), blocks.width), device=codes.device)
         spare = torch.empty_like(whole)
@@ -245,6 +261,8 @@ def decode(code: Code, codes: Tensor, scales: Tensor | None, blocks: Blocks) -> 
             theirs = None if scales is None else scales[row].index_select(0, blocks.loose)
             code.decode(blocks.gather(codes[row]), theirs, spare)
             whole.add_(spare) if row else whole.copy_(spare)
+        if add is not None:
+            whole = blocks.gather(total).add_(whole, alpha=add)
         blocks.scatter(whole, total)
     return total
 

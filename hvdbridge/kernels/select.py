@@ -363,14 +363,14 @@ def unpack_pairs(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return message[..., count * words :], values.view(*message.shape[:-1], count)
 
 
-def add_up(indices: Tensor, values: Tensor, numel: int) -> Tensor:
-    """A flat vector of ``numel`` zeros to which the rows of ``values`` ``[N, K]`` were added, in their order.
+def add_up(indices: Tensor, values: Tensor, out: Tensor) -> Tensor:
+    """Zeros to which the rows of ``values`` ``[N, K]`` were added, in their order: in ``out``, flat, of their type.
 
-    >>> add_up(torch.tensor([[0, 2], [2, 0]]), torch.tensor([[1., 2.], [4., 0.]]), 3)
+    >>> add_up(torch.tensor([[0, 2], [2, 0]]), torch.tensor([[1., 2.], [4., 0.]]), torch.empty(3))
     tensor([1., 0., 6.])
     """
-    total = torch.zeros(numel, dtype=values.dtype, device=values.device)
-    if numel:
+    out.zero_()
+    if out.numel():
         for where, what in zip(indices, values, strict=True):
-            total.index_add_(0, where, what)
-    return total
+            out.index_add_(0, where, what)
+    return out

@@ -55,8 +55,8 @@ def tree_coefficients(gram: Tensor) -> Tensor:
     return nodes[..., 0, :]
 
 
-def adasum(flat: Tensor, bucket: Bucket) -> Exchange:
-    """The Adasum of all ranks' ``flat``, which lies in the bucket's layout; in float32 or wider."""
+def adasum(flat: Tensor, bucket: Bucket, into: Bucket | None = None) -> Exchange:
+    """The Adasum of all ranks' ``flat``, in the bucket's layout; in float32 or wider (see :func:`collect`)."""
     shards, cells = plan(bucket)
     rows = yield from divide(flat, shards, participants(bucket))
     while len(rows) > 1:
@@ -66,7 +66,9 @@ def adasum(flat: Tensor, bucket: Bucket) -> Exchange:
             group[0] if len(group) == 1 else combine_by_parameter(group, shares[:, i, : len(group)].T, cells)
             for i, group in enumerate(groups)
         ]
-    return (yield from collect(rows[0], shards, flat.dtype))
+    mine = rows[0]
+    del rows
+    return (yield from collect(mine, shards, flat.dtype, into))
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,14 @@ class Adasum(Policy):
     the ranks changes the result. NaN and inf reach every rank, in their parameter.
 
     On the wire: ``2 (N-1)/N`` of the gradient in its own type (all-to-all, all-gather) and, for every 8 ranks and
-    three levels of the tree, one all-reduce of at most 36 doubles per parameter. Memory: up to three and a quarter
+    three levels of the tree, one all-reduce of at most 36 doubles per parameter. Memory: up to two and a quarter
     buckets beside the gradients, the ranks' rows and what they become.
     """
 
     unequal_weights = False
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        return Aggregated((yield from adasum(raw(bucket), bucket)))
+        return Aggregated((yield from adasum(raw(bucket), bucket, bucket)))
 
 
 @dataclass(frozen=True)

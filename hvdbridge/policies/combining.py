@@ -64,13 +64,18 @@ def plan(bucket: Bucket) -> tuple[BlockShards, Cells]:
 
 def divide(flat: Tensor, shards: Shards, ranks: Sequence[int]) -> Generator[Collective, Tensor, list[Tensor]]:
     """The pieces of this rank's shard that ``ranks`` hold, in their order."""
-    answer = yield AllToAll(shards.pack(flat, flat.dtype))
+    request = AllToAll(shards.pack(flat, flat.dtype))
+    del flat
+    answer = yield request
     return [answer[rank] for rank in ranks]
 
 
-def collect(mine: Tensor, shards: Shards, wire: torch.dtype) -> Exchange:
-    """The owners' results as one flat vector, in float32 or wider."""
-    return shards.unpack((yield AllGather(mine.to(wire))), accumulator(wire))
+def collect(mine: Tensor, shards: Shards, wire: torch.dtype, into: Bucket | None = None) -> Exchange:
+    """The owners' results as one flat vector, in float32 or wider; in the room that a bucket has, if one is given."""
+    request = AllGather(mine.to(wire))
+    del mine
+    answer, wide = (yield request), accumulator(wire)
+    return shards.unpack(answer, wide, None if into is None else into.room(wide))
 
 
 def gram_by_parameter(groups: Sequence[Sequence[Tensor]], cells: Cells) -> Exchange:

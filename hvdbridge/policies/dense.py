@@ -23,7 +23,7 @@ from torch import Tensor
 from hvdbridge.bucket import Bucket
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.policies.sharded import FlatShards, sharded_sum, shards_of, sum_rows
+from hvdbridge.policies.sharded import FlatShards, accumulator, sharded_sum, shards_of, sum_rows
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State, rewrite
 
 
@@ -40,17 +40,17 @@ class Mean(Policy):
     additive = True
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        flat = bucket.weighted().buffer
-        sent = flat if bucket.needs_sent else None
+        flat, rest = bucket.weighted().buffer, None
         if bucket.needs_sent:
-            flat = flat.clone()  # what is yielded is given away
+            flat = bucket.room(flat.dtype).copy_(flat)
+            rest = bucket.buffer.zero_()
         if not self.exact:
-            return Aggregated((yield AllReduce(flat)), sent)
+            return Aggregated((yield AllReduce(flat)), rest=rest)
         # Nothing is rounded for the wire, so nobody asks who owned a shard: flat ones will do.
         shards = FlatShards(flat.numel(), bucket.size)
         wide = torch.promote_types(flat.dtype, torch.float32)
-        update, _ = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide)
-        return Aggregated(update, sent)
+        update = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide)
+        return Aggregated(update, rest=rest)
 
 
 MEAN = Mean()
@@ -144,12 +144,13 @@ class _Half(Policy):
         return Aggregated(result.update, result.sent, {"inner": result.state})
 
     def _mean(self, bucket: Bucket) -> Flow:
-        flat = bucket.weighted().buffer
-        power = self.power(bucket.size)
-        update, sent = yield from sharded_sum(
-            flat, shards_of(bucket), bucket.rank, self.wire, self.wire, power, needs_sent=bucket.needs_sent
-        )
-        return Aggregated(update.to(torch.promote_types(update.dtype, flat.dtype)), sent)
+        flat, needs_sent = bucket.weighted().buffer, bucket.needs_sent
+        wide = accumulator(flat.dtype)
+        update = yield from sharded_sum(
+            flat, shards_of(bucket), bucket.rank, self.wire, self.wire, self.power(bucket.size),
+            out=lambda: bucket.room(wide), needs_sent=needs_sent,
+        )  # fmt: skip
+        return Aggregated(update, rest=flat if needs_sent else None)
 
     def _travel(self, request: Collective, bucket: Bucket) -> Exchange:
         """Answer ``request`` by requests whose payload is half; its shape and type are kept.
@@ -164,9 +165,8 @@ class _Half(Policy):
         match request:
             case AllReduce(op="sum"):
                 shards = FlatShards(tensor.numel(), size)
-                total, _ = yield from sharded_sum(
-                    tensor.reshape(-1), shards, rank, self.wire, self.wire, power, request.group
-                )
+                flat = tensor.reshape(-1)
+                total = yield from sharded_sum(flat, shards, rank, self.wire, self.wire, power, request.group)
                 return total.to(tensor.dtype).view(tensor.shape)
             case ReduceScatter(op="sum"):
                 rows = yield AllToAll(self._narrow(tensor, power), request.group)

@@ -88,10 +88,10 @@ class Dgc(Policy):
         if bucket.weight == 0.0:
             indices = torch.zeros(plan.total, dtype=torch.int64, device=bucket.buffer.device)
             values = torch.zeros(plan.total, dtype=dtype, device=bucket.buffer.device)
-            return Aggregated((yield from gathered_sum(indices, values, layout.numel)))
+            return Aggregated((yield from gathered_sum(bucket, indices, values)))
         gradient = bucket.weighted().buffer.to(dtype)
         if self.clip is not None:
-            gradient = gradient * self._shrink(gradient, bucket)
+            gradient.mul_(self._shrink(gradient, bucket))
         momentum, accumulated = flatten(state["momentum"], layout), flatten(state["accumulated"], layout)
         if self.nesterov:
             momentum = torch.add(momentum, gradient).mul_(self.momentum)
@@ -101,10 +101,10 @@ class Dgc(Policy):
             accumulated = torch.add(accumulated, momentum)
         indices, values = largest(accumulated, plan)
         # An empty slot points at element 0 but must not clear it: it subtracts 0 and multiplies by 1.
-        accumulated.index_add_(0, indices, -values)
+        accumulated.index_add_(0, indices, values, alpha=-1)
         momentum.scatter_reduce_(0, indices, (values == 0).to(dtype), "prod")
         new = {"momentum": Views(layout, momentum), "accumulated": Views(layout, accumulated)}
-        return Aggregated((yield from gathered_sum(indices, values, layout.numel)), state=new)
+        return Aggregated((yield from gathered_sum(bucket, indices, values)), state=new)
 
     def _shrink(self, gradient: Tensor, bucket: Bucket) -> Tensor:
         """What takes the norm of this rank's own gradient (before its weight) to the limit; at most 1, and 1

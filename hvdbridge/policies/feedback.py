@@ -7,8 +7,10 @@ Rules:
 2. The residual is in float32 (float64 for float64 gradients), local to the rank and in units of the gradient.
 3. A rank of weight 0 contributes nothing and keeps its residual as it is; the second-stage error of a shard
    that it owns in that step is then nobody's.
-4. Memory: while a bucket travels, its new residual, what was sent and the update are there at once, beside gradients
-   and state: three buckets, and what the inner policy needs for its messages, one or two more.
+4. Memory: beside gradients and state there is the new residual, which begins as the corrected gradient and from
+   which a leaf takes off what it sends as soon as it knows (:attr:`Aggregated.rest
+   <hvdbridge.policy.Aggregated.rest>`). The update goes to where the gradient was (:meth:`Bucket.room
+   <hvdbridge.bucket.Bucket.room>`). What else there is are messages. An inner policy that returns ``sent`` adds that.
 5. Two ways lead here: the wrapper ``ef(inner)``, and the option ``ef`` of a leaf that is :class:`WithFeedback`.
    Both hold the same state, ``{"residual": {name: tensor}, "inner": {...}}``, and give the same bits.
 """
@@ -16,7 +18,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,23 +30,6 @@ from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
 
 RESIDUAL: Mapping[str, Slot] = {"residual": Slot(local=True, gradient_units=True)}
 """The slot that feedback keeps."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Chosen(Aggregated):
-    """What :meth:`WithFeedback.compress` returns where few elements were sent: which, in the place of ``sent``.
-
-    Attributes:
-        indices, values: ``sent`` is zero but at ``indices``; an empty slot is (0, 0).
-    """
-
-    indices: Tensor
-    values: Tensor
-
-    def dense(self) -> Tensor:
-        """``sent``, flat, in the type of the values."""
-        flat = torch.zeros(self.update.numel(), dtype=self.values.dtype, device=self.values.device)
-        return flat.index_add_(0, self.indices, self.values) if self.indices.numel() else flat
 
 
 def residuals(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -61,20 +46,12 @@ def feedback(bucket: Bucket, state: State, aggregate: Callable[[Bucket, State], 
         aggregate: of an additive policy.
     """
     excluded = bucket.weight == 0.0
-    corrected = replace(bucket.weighted().plus(state["residual"]), needs_sent=True)
+    raw = bucket.weighted()
+    corrected = replace(raw.plus(state["residual"]), needs_sent=True, spare=raw.buffer)
     if excluded:
         corrected.buffer.zero_()
     result = yield from aggregate(corrected, state["inner"])
-    residual = state["residual"]
-    if excluded:
-        pass
-    elif isinstance(result, Chosen):
-        if result.indices.numel():
-            corrected.buffer.index_add_(0, result.indices, result.values, alpha=-1)
-        residual = Views(bucket.layout, corrected.buffer)
-    else:
-        assert result.sent is not None, f"{aggregate} is additive but said not what it sent"
-        residual = Views(bucket.layout, corrected.buffer.sub_(result.sent))
+    residual = state["residual"] if excluded else Views(bucket.layout, result.left_of(corrected))
     return Aggregated(result.update, state={"residual": residual, "inner": result.state})
 
 
@@ -108,18 +85,15 @@ class WithFeedback(Policy):
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         if self.ef:
             return (yield from feedback(bucket, state, self.compress))
-        result = yield from self.compress(bucket, state)
-        if isinstance(result, Chosen):
-            return Aggregated(result.update, result.dense() if bucket.needs_sent else None, result.state)
-        return result
+        return (yield from self.compress(bucket, state))
 
     def fresh(self, params: Mapping[str, Tensor]) -> State:
         """The leaf's own state for these parameters."""
         return {}
 
     def compress(self, bucket: Bucket, state: State) -> Flow:
-        """The leaf's ``aggregate``, additive: it calls ``bucket.weighted()``, and says what it sent where
-        ``bucket.needs_sent`` (or always, as :class:`Chosen`). ``state`` is its own, as :meth:`fresh` began it."""
+        """The leaf's ``aggregate``, additive: it calls ``bucket.weighted()``, and says what it did not send where
+        ``bucket.needs_sent``. ``state`` is its own, as :meth:`fresh` began it."""
         raise NotImplementedError
 
 

@@ -36,8 +36,7 @@ class Hierarchical(Policy):
     the node: its ranks hold the same. Feedback stands inside, too: ``hierarchical(ef(bf16))``.
 
     With N ranks on K nodes of L ranks one rank sends ``2 (L-1)/L`` of the gradient inside its node, and between nodes
-    1/L of what the inner policy sends at K ranks. Nodes may be of unequal size (then HVDBRIDGE_DEBUG, which compares
-    shapes over all ranks, takes the shorter messages of small groups for an error).
+    1/L of what the inner policy sends at K ranks. Nodes may be of unequal size.
 
     Raises:
         Unsupported: nobody said which ranks share a node, or the inner policy asks for groups of its own.
@@ -47,6 +46,7 @@ class Hierarchical(Policy):
 
     inner: Policy = MEAN
     additive = False
+    between_nodes = True
 
     def check_size(self, size: int, nodes: int | None = None) -> None:
         if nodes is not None:

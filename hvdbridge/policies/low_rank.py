@@ -24,6 +24,7 @@ from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.orthogonal import orthonormal
 from hvdbridge.kernels.random import generator, hashed, key
 from hvdbridge.options import option
+from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.feedback import WithFeedback
 from hvdbridge.policies.matrices import COLS, ROWS, Matrices, Pair, Plan, Square, aligned, as_matrix, product, side_of
 from hvdbridge.policy import Aggregated, Flow, Slot, State
@@ -45,8 +46,8 @@ class PowerSGD(WithFeedback):
     one. A column of P that lies in the span of others (a zero gradient has only such) is dropped for that step,
     and its column of Q stays.
 
-    Memory: while a bucket travels, four buckets beside gradients and state: the new residual, the matrices where they
-    do not lie aligned (then what they become), the update and what was sent.
+    Memory: beside gradients, state and factors, the new residual, and for a moment the largest matrices of one shape:
+    where they do not lie aligned to be multiplied, and as a product.
 
     Ranks end with equal bits as far as their matrix products do that add ``rank`` terms; those of one BLAS do.
 
@@ -134,28 +135,24 @@ class PowerSGD(WithFeedback):
         sent = plan.dense_numel + factors / (2 if self.alternate else 1)
         return plan.layout.numel / sent if sent else 1.0
 
-    def statistics(self, state: State) -> dict[str, float]:
-        """The compression rate; without feedback the state does not tell the shapes that it takes."""
-        return {"compression_rate": self.compression_rate(state["residual"])} if self.ef else {}
+    def statistics(self, params: Mapping[str, Tensor], state: State) -> dict[str, float]:
+        return {"compression_rate": self.compression_rate(params)}
 
     def compress(self, bucket: Bucket, state: State) -> Flow:
         flat = bucket.weighted().buffer
         plan = self._plan(bucket.layout)
         wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        matrices = plan.matrices(wide)
-        dense = plan.dense(wide)
         if not plan.groups:
-            total = yield AllReduce(dense.clone() if bucket.needs_sent else dense)
-            return Aggregated(total, dense if bucket.needs_sent else None)
+            return (yield from MEAN.aggregate(bucket.with_buffer(wide), {}))
+        matrices, dense = plan.matrices(wide), plan.dense(wide)
         steps = self._alternating if self.alternate else self._both
         flow = steps(bucket, plan, matrices, dense, state)
         del matrices  # they may be copies: not held longer than their products need them
         summed, mine, total, new = yield from flow
         del flow
-        if not bucket.needs_sent:
-            return Aggregated(plan.build(summed, total, wide), None, new)
-        update = plan.build(summed, total, torch.empty_like(wide))
-        return Aggregated(update, plan.build(mine, dense, torch.empty_like(wide)), new)
+        rest = plan.take_off(mine, wide) if bucket.needs_sent else None
+        out = bucket.room(wide.dtype) if bucket.needs_sent else wide
+        return Aggregated(plan.build(summed, total, out), state=new, rest=rest)
 
     def _plan(self, layout: Layout) -> Plan:
         if self.batched:

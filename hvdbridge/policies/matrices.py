@@ -112,6 +112,10 @@ class Plan(ABC):
         """``P Q'`` and the rest, written to ``out``."""
 
     @abstractmethod
+    def take_off(self, pair: Pair, flat: Tensor) -> Tensor:
+        """``flat`` less ``P Q'``, and zeros in the place of the rest, which travels whole; in place."""
+
+    @abstractmethod
     def load(self, slot: Mapping[str, Tensor], side: int, dtype: torch.dtype) -> list[Tensor]:
         """The factors that the state holds, group by group."""
 
@@ -187,6 +191,14 @@ class Matrices(Plan):
             torch._foreach_copy_([out[start:end] for start, end in self.runs], list(dense.split(sizes)))
         return out
 
+    def take_off(self, pair: Pair, flat: Tensor) -> Tensor:
+        for group, p, q in zip(self.groups, *pair, strict=True):
+            made = product(aligned(p).mT, aligned(q))
+            torch._foreach_sub_(group.pieces(flat), list(made.unbind()))
+        for start, end in self.runs:
+            flat[start:end].zero_()
+        return flat
+
     def load(self, slot: Mapping[str, Tensor], side: int, dtype: torch.dtype) -> list[Tensor]:
         return [torch.stack([slot[name] for name in group.names]).to(dtype) for group in self.groups]
 
@@ -225,6 +237,10 @@ class Square(Plan):
     def build(self, pair: Pair, dense: Tensor, out: Tensor) -> Tensor:
         ((p,), (q,)) = pair
         return out.copy_(product(aligned(p).mT, aligned(q)).view(-1)[: self.layout.numel])
+
+    def take_off(self, pair: Pair, flat: Tensor) -> Tensor:
+        ((p,), (q,)) = pair
+        return flat.sub_(product(aligned(p).mT, aligned(q)).view(-1)[: self.layout.numel])
 
     def load(self, slot: Mapping[str, Tensor], side: int, dtype: torch.dtype) -> list[Tensor]:
         group = self.groups[0]

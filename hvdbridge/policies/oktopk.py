@@ -8,8 +8,8 @@ Rules:
    belongs to one rank as a whole), so shares are balanced wherever the large elements lie, and bucket boundaries
    do not matter.
 2. Capacities are fixed per parameter and owner; what does not fit waits in the residual.
-3. Memory: what was sent is worked out in three more vectors like the bucket, and the routes are kept: some 40 bytes
-   per element that travels, for as long as buckets stay as they are.
+3. Memory: an owner adds what arrives in one more vector like the bucket, and the routes are kept: some 40 bytes per
+   element that travels, for as long as buckets stay as they are.
 4. An element counts as sent where its owner's sum of it was among those that came back.
 """
 
@@ -27,7 +27,8 @@ from hvdbridge.kernels.random import key
 from hvdbridge.kernels.select import Plan, add_up, largest, pack_pairs, unpack_pairs
 from hvdbridge.options import option
 from hvdbridge.policies.feedback import WithFeedback
-from hvdbridge.policies.sparse import plan_of
+from hvdbridge.policies.sharded import accumulator
+from hvdbridge.policies.sparse import plan_of, rest_of
 from hvdbridge.policy import Aggregated, Flow, State
 
 SHARED = 16
@@ -60,8 +61,7 @@ class OkTopK(WithFeedback):
         flat, numel = bucket.weighted().buffer, bucket.layout.numel
         local = plan_of(bucket, self.ratio)
         if not local.total:
-            nothing = torch.zeros_like(flat)
-            return Aggregated(nothing, nothing if bucket.needs_sent else None)
+            return Aggregated(bucket.room(accumulator(flat.dtype)).zero_(), rest=flat if bucket.needs_sent else None)
         routes = bucket.layout.derive(("oktopk", local, bucket.size), lambda: Routes(local, bucket.size, flat.device))
         indices, values = routes.address(*largest(flat, local))
 
@@ -70,18 +70,18 @@ class OkTopK(WithFeedback):
         chosen = routes.keep(bucket.rank, where, what, numel)
 
         where, what = unpack_pairs((yield AllGather(pack_pairs(*chosen))), values.dtype)
-        update = add_up(where, what, numel)
-        if not bucket.needs_sent:
-            return Aggregated(update)
-        mine = add_up(_aside(indices, values, numel), values, numel + 1)
-        came = _aside(where, what, numel).reshape(-1)
-        sent = torch.zeros_like(mine).index_copy_(0, came, mine.index_select(0, came))
-        return Aggregated(update, sent[:numel])
+        rest = None
+        if bucket.needs_sent:
+            came = torch.zeros(numel + 1, dtype=torch.bool, device=flat.device)
+            came.index_fill_(0, _aside(where, what, numel).view(-1), True)
+            lost = ~came[_aside(indices, values, numel)]
+            rest = rest_of(bucket, indices.reshape(-1), values.masked_fill(lost, 0).view(-1))
+        return Aggregated(add_up(where, what, bucket.room(values.dtype)), rest=rest)
 
 
 def _aside(indices: Tensor, values: Tensor, numel: int) -> Tensor:
     """The indices, int64; those of empty slots moved behind the vector of ``numel`` elements."""
-    return indices.long().masked_fill_(values == 0, numel)
+    return indices.long().masked_fill(values == 0, numel)
 
 
 class Routes:
@@ -150,7 +150,7 @@ class Routes:
     def keep(self, owner: int, indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """The largest sums of what arrived at ``owner``: rows ``[size, width]`` in, ``[back]`` out."""
         where = _aside(indices, values, numel)
-        total = add_up(where, values, numel + 1)
+        total = add_up(where, values, values.new_empty(numel + 1))
         total[numel:] = 0
         sums = torch.empty_like(values)
         for row, places in zip(sums, where, strict=True):  # each sum once, where it was met first

@@ -57,8 +57,7 @@ class DifferentiallyPrivate(Policy):
     so under a GradScaler ``norm`` is in units of its scale.
 
     On the wire: an all-reduce of the gradient, in its own type. It needs the whole gradient, so nothing travels while
-    backward runs. Memory: up to five times the gradient for a moment (all gradients in one bucket, what is made
-    private, its noise and what that is drawn from).
+    backward runs. Memory: up to twice the gradient for a moment (all gradients in one bucket, and its noise).
 
     Attributes:
         norm: the largest L2 norm of a rank's gradient, all parameters together.
@@ -90,12 +89,12 @@ class DifferentiallyPrivate(Policy):
                 "It cannot stand within partition(...): the other parts would tell what it hides."
             )
         count, flat = len(participants(bucket)), raw(bucket)
-        if bucket.weight == 0:
-            mine = torch.zeros_like(flat)
-        else:
-            private = flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
+        mine = flat
+        if bucket.weight > 0:
+            norm = global_norm(flat, bucket.layout)
+            private = flat.to(torch.promote_types(flat.dtype, torch.float32))
             # in the type of the gradient: a tensor without dimensions does not widen it
-            private.mul_((self.norm / global_norm(flat, bucket.layout)).clamp(max=1.0))
+            private.mul_((self.norm / norm).clamp(max=1.0))
             if self.noise:
                 private.add_(self._normal(bucket, private), alpha=self.noise * self.norm / math.sqrt(count))
             # Rounding to a half type comes after the noise, so it cannot tell more than the noise lets through.

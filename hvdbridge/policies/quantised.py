@@ -18,8 +18,8 @@ from typing import Literal
 from hvdbridge.bucket import Bucket
 from hvdbridge.kernels.quantise import Code, Float8, Linear, Rounding
 from hvdbridge.policies.feedback import WithFeedback
-from hvdbridge.policies.sharded import as_wide, check_block, sharded_code
-from hvdbridge.policy import Aggregated, Flow, State
+from hvdbridge.policies.sharded import check_block, sharded_code
+from hvdbridge.policy import Flow, State
 
 
 class _Quantised(WithFeedback):
@@ -41,8 +41,7 @@ class _Quantised(WithFeedback):
         return not self.code.random
 
     def compress(self, bucket: Bucket, state: State) -> Flow:
-        coded = yield from sharded_code(bucket, bucket.weighted().buffer, self.code, self.block)
-        return Aggregated(as_wide(coded.update, bucket), coded.sent)
+        return (yield from sharded_code(bucket, self.code, self.block)).aggregated
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ Rules:
    the whole rank in the others. Where more than f are faulty in this way the update is NaN on every rank.
 3. Raw gradients travel, in their own type; arithmetic is in float32 (float64 for float64), dot products in float64.
 4. Memory: the ranks' gradients of a shard, N times 1/N of the bucket, are held as they came and as they are worked on,
-   beside update and messages: up to two and a half buckets; where the whole gradient is one bucket, up to four and a
-   half times that, the bucket itself included.
+   beside update and messages: up to two buckets; where the whole gradient is one bucket, up to three and a quarter
+   times that, the bucket itself included.
 5. The owner of a shard aggregates it and sends the result, so all ranks end with the same bits.
 """
 
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from hvdbridge.bucket import Bucket, Views, flatten
-from hvdbridge.collectives import AllGather, AllToAll
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.cells import combine
 from hvdbridge.kernels.order import median, trimmed_mean
@@ -64,10 +63,10 @@ class _Elementwise(Policy):
         self.check_ranks(weights)
         flat = raw(bucket)
         shards = FlatShards(flat.numel(), bucket.size)
-        answer = yield AllToAll(shards.pack(flat, flat.dtype))
-        mine = self.reduce([answer[rank] for rank in participants(bucket)], weights)
-        update = shards.unpack((yield AllGather(mine.to(flat.dtype))), flat.dtype)
-        return Aggregated(update)
+        rows = yield from divide(flat, shards, participants(bucket))
+        mine = self.reduce(rows, weights)
+        del rows
+        return Aggregated((yield from collect(mine, shards, flat.dtype, bucket)))
 
 
 @dataclass(frozen=True)
@@ -147,10 +146,9 @@ class _Whole(Policy):
         raise NotImplementedError
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        update = yield from self._combine(bucket, None)
-        return Aggregated(update)
+        return Aggregated((yield from self._combine(bucket, None, bucket)))
 
-    def _combine(self, bucket: Bucket, centre: Tensor | None) -> Exchange:
+    def _combine(self, bucket: Bucket, centre: Tensor | None, into: Bucket | None) -> Exchange:
         """``centre``: a vector that all ranks have, as one more row, behind those of the ranks."""
         weights = weights_of(bucket)
         self.check_ranks(weights)
@@ -163,7 +161,8 @@ class _Whole(Policy):
         good = products.diagonal() < HUGE
         products = torch.where(good & good[:, None], products, torch.zeros_like(products))
         mine = combine(rows, self.coefficients(products, good, weights), good)
-        return (yield from collect(mine, shards, flat.dtype))
+        del rows
+        return (yield from collect(mine, shards, flat.dtype, into))
 
 
 @dataclass(frozen=True)
@@ -306,7 +305,7 @@ class ClippedMean(_Whole):
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         centre = flatten(state["centre"], bucket.layout)
-        update = yield from self._combine(bucket, centre)
+        update = yield from self._combine(bucket, centre, None)  # which the state keeps
         return Aggregated(update, state={"centre": Views(bucket.layout, update)})
 
     def coefficients(self, products: Tensor, good: Tensor, weights: Sequence[float]) -> Tensor:

@@ -12,8 +12,8 @@ Rules:
 2. Where the owner matters (its second-stage error enters its ``sent`` and so its residual) shards consist
    of whole blocks (:class:`BlockShards`): block j belongs to rank j mod N, wherever bucket boundaries lie.
 3. Shards are padded with zeros to the longest.
-4. Memory: of messages, sums and updates no more is held at a time than the next step needs, so a policy without
-   feedback stays below two buckets beside gradients and state; random numbers for rounding are one bucket more.
+4. Memory: of messages and sums no more is held at a time than the next step needs; the update goes to
+   :meth:`Bucket.room <hvdbridge.bucket.Bucket.room>`, and what was sent is taken off the bucket's buffer.
 5. What travels in blocks with a scale each (:func:`sharded_code`) has a :class:`~hvdbridge.kernels.quantise.Code`
    for either stage; codes and scales are one message, so two collectives a bucket do.
 """
@@ -21,7 +21,7 @@ Rules:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ from hvdbridge.collectives import AllGather, AllToAll, Collective
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.quantise import Blocks, Code, decode, encode
 from hvdbridge.kernels.random import seed_of
+from hvdbridge.policy import Aggregated
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -52,8 +53,8 @@ class Shards(ABC):
         """``flat * power`` as ``[size, length]`` of type ``wire``, row r for owner r; may alias ``flat``."""
 
     @abstractmethod
-    def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """``rows`` of shape ``[size, length]`` as a flat vector of ``dtype``; may alias ``rows``."""
+    def unpack(self, rows: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """``rows`` of shape ``[size, length]`` as a flat vector of ``dtype``; ``out``, or may alias ``rows``."""
 
 
 class FlatShards(Shards):
@@ -79,8 +80,9 @@ class FlatShards(Shards):
             torch.mul(flat, power, out=rows[: self.numel])  # in the type of flat, then rounded to wire
         return rows.view(self.size, self.length)
 
-    def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        return rows.reshape(-1)[: self.numel].to(dtype)
+    def unpack(self, rows: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        flat = rows.reshape(-1)[: self.numel]
+        return flat.to(dtype) if out is None or flat.dtype == dtype else out.copy_(flat)
 
 
 class BlockShards(Shards):
@@ -143,12 +145,11 @@ class BlockShards(Shards):
 
     def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0) -> Tensor:
         rows = torch.zeros((self.size, self.length), dtype=wire, device=flat.device)
-        return self.pack_into(rows, flat if power == 1.0 else flat * power)
-
-    def pack_into(self, rows: Tensor, flat: Tensor) -> Tensor:
-        """``flat`` into ``rows`` ``[size, length]``, whose padding stays as it is; returns ``rows``."""
-        if self.pieces:
-            theirs, ours = self._pairs(flat, rows)
+        theirs, ours = self._pairs(flat, rows)
+        if power != 1.0:
+            for part, mine in zip(theirs, ours, strict=True):
+                torch.mul(part, power, out=mine)  # in the type of flat, then rounded to wire
+        elif ours:
             torch._foreach_copy_(ours, theirs)
         return rows
 
@@ -166,8 +167,15 @@ class BlockShards(Shards):
         if theirs:
             torch._foreach_add_(theirs, ours)
 
-    def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        flat = torch.empty(self.numel, dtype=dtype, device=rows.device)
+    def subtract(self, flat: Tensor, rows: Tensor, power: float = 1.0) -> None:
+        """Take ``rows / power`` ``[size, length]`` off ``flat``, which is no narrower. ``power`` is one of two."""
+        if self.pieces:
+            theirs, ours = self._pairs(flat, rows)
+            for mine, sent in zip(theirs, ours, strict=True):
+                mine.sub_(sent, alpha=1 / power)
+
+    def unpack(self, rows: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        flat = torch.empty(self.numel, dtype=dtype, device=rows.device) if out is None else out
         if self.pieces:
             theirs, ours = self._pairs(flat, rows)
             torch._foreach_copy_(theirs, ours)
@@ -208,23 +216,25 @@ def sharded_sum(
     back: torch.dtype,
     power: float = 1.0,
     group: str = "world",
+    out: Callable[[], Tensor] | None = None,
     needs_sent: bool = False,
-) -> Generator[Collective, Tensor, tuple[Tensor, Tensor | None]]:
-    """The sum of all ranks' ``flat``, and on demand what they decoded of this rank's.
+) -> Generator[Collective, Tensor, Tensor]:
+    """The sum of all ranks' ``flat``, in float32 (float64 where a stage sends float64).
 
     Args:
         flat: this rank's vector; given away where it needs no packing.
         wire, back: the types that the first and the second stage send.
         power: contributions travel multiplied by it, the sum does not; a power of two costs no rounding.
-
-    Returns:
-        ``(sum, sent)``, flat, in float32 (float64 where a stage sends float64). ``sent`` is this rank's
-        vector as the owners decoded it, plus, on the shard that this rank owns, the error of the second
-        stage: summed over ranks it is the first result. None unless ``needs_sent``.
+        out: gives the memory for the sum, when the time has come.
+        needs_sent: ``flat`` becomes what was not sent: less what the owners decoded of it and, on the shard that this
+            rank owns, plus the error of the second stage. Needs shards by blocks.
     """
     exact = accumulator(torch.promote_types(wire, back))
     rows = shards.pack(flat, wire, power)
-    sent = rows.to(exact, copy=True).div_(power) if needs_sent else None
+    rest = None
+    if needs_sent:
+        assert isinstance(shards, BlockShards)
+        shards.subtract(rest := flat, rows, power)
     request = AllToAll(rows, group)
     del rows, flat  # what is not needed any more is not held: these are whole vectors
     theirs = yield request
@@ -234,13 +244,13 @@ def sharded_sum(
     if power != 1.0:
         total.div_(power)
     message = total.to(back)
-    if sent is not None:
-        sent[rank] += message.to(exact) - total
+    if rest is not None:
+        assert isinstance(shards, BlockShards)
+        shards.add_owned(rest, rank, total.sub_(message))
     del total
     answer = yield AllGather(message, group)
-    update = shards.unpack(answer, exact)
-    del answer
-    return update, None if sent is None else shards.unpack(sent, exact)
+    del message
+    return shards.unpack(answer, exact, None if out is None else out())
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,29 +258,35 @@ class Coded:
     """What :func:`sharded_code` made of a vector; all flat, in the bucket's layout.
 
     Attributes:
-        update: the sum over ranks as everybody decoded it, float32, equal bits everywhere.
-        sent: what the owners decoded of this rank's vector, plus, where this rank is the owner, ``error``
-            with its sign turned: summed over ranks it is ``update``. None unless the bucket needs it.
-        error: on this rank's own shard, what the second stage did not send; zeros elsewhere. Where ``carry`` was given.
+        update: the sum over ranks as everybody decoded it, float32 (or the bucket's wider type), equal bits everywhere.
+        rest: the bucket's buffer, less what the owners decoded of it, and on this rank's own shard plus what the
+            second stage did not send: summed over ranks, inputs less rests are ``update``. None unless the bucket
+            needs to know what was sent.
+        error: on this rank's own shard, what the second stage did not send; zeros elsewhere. Where ``carry`` was given;
+            then it is not in ``rest``.
     """
 
     update: Tensor
-    sent: Tensor | None = None
+    rest: Tensor | None = None
     error: Tensor | None = None
+
+    @property
+    def aggregated(self) -> Aggregated:
+        """For a policy without state."""
+        return Aggregated(self.update, rest=self.rest)
 
 
 def sharded_code(
-    bucket: Bucket, flat: Tensor, code: Code, block: int = BLOCK, carry: Tensor | None = None, back: Code | None = None
+    bucket: Bucket, code: Code, block: int = BLOCK, carry: Tensor | None = None, back: Code | None = None
 ) -> Generator[Collective, Tensor, Coded]:
-    """The sum of all ranks' ``flat`` through codes: coded blocks to their owners, which add in float32 in rank order,
-    code the sum, and send it to all.
+    """The sum of all ranks' weighted buckets through codes: coded blocks to their owners, which add in float32 in rank
+    order, code the sum, and send it to all.
 
     Blocks of ``block`` elements start anew at each parameter, and an owner has whole blocks, so the result does not
     depend on bucket boundaries. Noise is private in the first stage and the owner's own in the second: two ranks
     never share it, two stages neither.
 
     Args:
-        flat: this rank's share of the sum, in the bucket's layout; only read.
         code, back: of the first and the second stage; None = the same.
         block: a power of two that divides :data:`BLOCK`; see :func:`check_block`.
         carry: flat, what the owner adds to its shard of the sum before it is coded (a server's error feedback,
@@ -279,33 +295,38 @@ def sharded_code(
 
     On the wire, per stage: ``code.bits`` per element, and 4 bytes per block where the code has scales.
     """
-    rank, back = bucket.rank, back or code
+    rank, back, flat = bucket.rank, back or code, bucket.weighted().buffer
     plan = _code_plan(bucket, block)
     codes, scales = encode(code, flat, plan.mine, seed_of(bucket, "to owner", private=True))
-    sent = decode(code, codes.unsqueeze(0), _row(scales), plan.mine) if bucket.needs_sent else None
-    theirs = yield AllToAll(plan.to_rows(code, codes, scales))
+    rest = None
+    if bucket.needs_sent:
+        rest = decode(code, codes.unsqueeze(0), _row(scales), plan.mine, flat, add=-1)
+    away = AllToAll(plan.to_rows(code, codes, scales))
+    del codes, scales
+    theirs = yield away
+    del away
     total = decode(code, *plan.read_rows(code, theirs), plan.owned)
     del theirs
     if carry is not None:
         total.add_(plan.shards.owned(carry, rank))
     codes, scales = encode(back, total, plan.owned, seed_of(bucket, "back"))
     error = None
-    if sent is not None or carry is not None:
-        missed = total.sub_(decode(back, codes.unsqueeze(0), _row(scales), plan.owned))
-        if sent is not None:
-            plan.shards.add_owned(sent, rank, missed.neg())
+    if rest is not None or carry is not None:
+        decode(back, codes.unsqueeze(0), _row(scales), plan.owned, total, add=-1)
         if carry is not None:
             error = torch.zeros(flat.numel(), device=flat.device)
-            plan.shards.add_owned(error, rank, missed)
-        del missed
+        where = rest if error is None else error
+        assert where is not None
+        plan.shards.add_owned(where, rank, total)
     del total
-    answer = yield AllGather(plan.to_message(back, codes, scales))
-    return Coded(decode(back, *plan.from_rows(back, answer), plan.mine), sent, error)
-
-
-def as_wide(update: Tensor, bucket: Bucket) -> Tensor:
-    """``update`` in the type of the bucket's buffer where that is wider."""
-    return update.to(torch.promote_types(update.dtype, bucket.buffer.dtype))
+    home = AllGather(plan.to_message(back, codes, scales))
+    del codes, scales
+    answer = yield home
+    del home
+    codes, scales = plan.from_rows(back, answer)
+    del answer
+    update = decode(back, codes, scales, plan.mine, bucket.room(accumulator(flat.dtype)))
+    return Coded(update, rest, error)
 
 
 def check_block(policy: object, block: int) -> None:

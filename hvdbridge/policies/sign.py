@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -28,7 +28,7 @@ from hvdbridge.kernels.select import poison
 from hvdbridge.kernels.signs import ScaledSign, majority, weighted_majority
 from hvdbridge.options import option
 from hvdbridge.policies.feedback import WithFeedback, residuals
-from hvdbridge.policies.sharded import as_wide, blocks_of, check_block, first_blocks, sharded_code
+from hvdbridge.policies.sharded import accumulator, blocks_of, check_block, first_blocks, sharded_code
 from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
 
 WORD = 32
@@ -68,7 +68,7 @@ class Sign(Policy):
         votes, new = flat, None
         if self.momentum and bucket.weight > 0:
             old = flatten(state["momentum"], layout)
-            votes = torch.add(old * self.momentum, flat, alpha=1 - self.momentum)
+            votes = torch.mul(old, self.momentum).add_(flat, alpha=1 - self.momentum)
             new = {"momentum": Views(layout, votes)}
         length = -(-words.count // size)
         signs = torch.zeros(size * length, dtype=torch.int32, device=flat.device)
@@ -133,20 +133,26 @@ class EfSign(WithFeedback):
         check_block(self, self.block)
 
     def compress(self, bucket: Bucket, state: State) -> Flow:
-        flat, code = bucket.weighted().buffer, ScaledSign()
+        code = ScaledSign()
         if not self.exact:
-            coded = yield from sharded_code(bucket, flat, code, self.block)
-            return Aggregated(as_wide(coded.update, bucket), coded.sent)
+            return (yield from sharded_code(bucket, code, self.block)).aggregated
+        flat = bucket.weighted().buffer
         blocks = blocks_of(bucket, self.block)
         codes, scales = encode(code, flat, blocks)
         assert scales is not None
-        sent = decode(code, codes.unsqueeze(0), scales.unsqueeze(0), blocks) if bucket.needs_sent else None
-        answer = yield AllGather(torch.cat([scales.view(torch.uint8), code.to_wire(codes)]))
-        update = torch.zeros(flat.numel(), device=flat.device)
+        rest = None
+        if bucket.needs_sent:
+            rest = decode(code, codes.unsqueeze(0), scales.unsqueeze(0), blocks, flat, add=-1)
+        message = torch.cat([scales.view(torch.uint8), code.to_wire(codes)])
+        del codes, scales
+        answer = yield AllGather(message)
+        del message
+        update = bucket.room(accumulator(flat.dtype)).zero_()
         for message in answer:
             bits, theirs = code.from_wire(message[4 * blocks.count :], flat.numel()), message[: 4 * blocks.count]
-            update.add_(decode(code, bits.unsqueeze(0), theirs.clone().view(torch.float32).unsqueeze(0), blocks))
-        return Aggregated(as_wide(update, bucket), sent)
+            theirs = theirs.clone().view(torch.float32).unsqueeze(0)  # where they lie aligned
+            decode(code, bits.unsqueeze(0), theirs, blocks, update, add=1)
+        return Aggregated(update, rest=rest)
 
 
 @dataclass(frozen=True)
@@ -182,17 +188,13 @@ class OneBit(WithFeedback):
         return {"server": residuals(params)} if self.ef else {}
 
     def compress(self, bucket: Bucket, state: State) -> Flow:
-        flat, layout, code = bucket.weighted().buffer, bucket.layout, ScaledSign()
-        if not self.ef:
-            coded = yield from sharded_code(bucket, flat, code, self.block)
-            return Aggregated(as_wide(coded.update, bucket), coded.sent)
-        carry = flatten(state["server"], layout) if bucket.weight > 0 else None
-        coded = yield from sharded_code(bucket, flat, code, self.block, carry=carry)
-        update, sent, error = as_wide(coded.update, bucket), coded.sent, coded.error
-        if sent is None or error is None:
-            return Aggregated(update, sent)
-        # The server's error is the server's; the worker's residual is to know nothing of it.
-        return Aggregated(update, sent.add_(error), {"server": Views(layout, error)})
+        carry = None
+        if self.ef and bucket.weight > 0:
+            carry = flatten(state["server"], bucket.layout)
+        coded = yield from sharded_code(bucket, ScaledSign(), self.block, carry=carry)
+        if coded.error is None:
+            return coded.aggregated
+        return replace(coded.aggregated, state={"server": Views(bucket.layout, coded.error)})
 
 
 class Words:

@@ -25,7 +25,7 @@ from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.random import key
 from hvdbridge.kernels.select import Plan, add_up, count_of, largest, pack_pairs, poison, shuffled, unpack_pairs
 from hvdbridge.options import option
-from hvdbridge.policies.feedback import Chosen, WithFeedback
+from hvdbridge.policies.feedback import WithFeedback
 from hvdbridge.policies.sharded import accumulator
 from hvdbridge.policy import Aggregated, Exchange, Flow, State
 
@@ -41,12 +41,24 @@ def contributors(bucket: Bucket) -> int:
     return bucket.size if bucket.weights is None else sum(weight > 0 for weight in bucket.weights)
 
 
-def gathered_sum(indices: Tensor, values: Tensor, numel: int) -> Exchange:
-    """The sum over ranks of sparse vectors of ``numel`` elements: one all-gather of 8 bytes per element."""
+def gathered_sum(bucket: Bucket, indices: Tensor, values: Tensor) -> Exchange:
+    """The sum over ranks of sparse vectors like the bucket: one all-gather of 8 bytes per element. It goes to the
+    bucket's :meth:`~hvdbridge.bucket.Bucket.room`."""
+    dtype = values.dtype
     if not indices.numel():  # so it is on every rank
-        return torch.zeros(numel, dtype=values.dtype, device=values.device)
-    messages = yield AllGather(pack_pairs(indices, values))
-    return add_up(*unpack_pairs(messages, values.dtype), numel)
+        return bucket.room(dtype).zero_()
+    request = AllGather(pack_pairs(indices, values))
+    del indices, values
+    messages = yield request
+    del request
+    return add_up(*unpack_pairs(messages, dtype), bucket.room(dtype))
+
+
+def rest_of(bucket: Bucket, indices: Tensor, values: Tensor) -> Tensor | None:
+    """The bucket's buffer, less ``values`` at ``indices``, where somebody needs to know."""
+    if not bucket.needs_sent:
+        return None
+    return bucket.buffer.index_add_(0, indices, values.to(bucket.buffer.dtype), alpha=-1)
 
 
 @dataclass(frozen=True)
@@ -73,8 +85,8 @@ class TopK(WithFeedback):
     def compress(self, bucket: Bucket, state: State) -> Flow:
         flat = bucket.weighted().buffer
         indices, values = largest(flat, plan_of(bucket, self.ratio, self.select == "exact"))
-        update = yield from gathered_sum(indices, values, flat.numel())
-        return Chosen(update, indices=indices, values=values)
+        rest = rest_of(bucket, indices, values)
+        return Aggregated((yield from gathered_sum(bucket, indices, values)), rest=rest)
 
 
 @dataclass(frozen=True)
@@ -102,8 +114,8 @@ class Threshold(WithFeedback):
         low = values.abs() < self.value / contributors(bucket)  # False for NaN
         indices.masked_fill_(low, 0)
         values.masked_fill_(low, 0)
-        update = yield from gathered_sum(indices, values, flat.numel())
-        return Chosen(update, indices=indices, values=values)
+        rest = rest_of(bucket, indices, values)
+        return Aggregated((yield from gathered_sum(bucket, indices, values)), rest=rest)
 
 
 @dataclass(frozen=True)
@@ -136,17 +148,18 @@ class RandomK(WithFeedback):
     def compress(self, bucket: Bucket, state: State) -> Flow:
         flat, layout = bucket.weighted().buffer, bucket.layout
         plan = plan_of(bucket, self.ratio)
-        update = torch.zeros(flat.numel(), dtype=accumulator(flat.dtype), device=flat.device)
+        dtype = accumulator(flat.dtype)
         if not plan.total:
-            return Aggregated(update, update)
+            return Aggregated(bucket.room(dtype).zero_(), rest=flat if bucket.needs_sent else None)
         indices = shuffled(plan, key(bucket.seed, bucket.step, "randomk"), flat.device)
-        values = flat.index_select(0, indices).to(update.dtype)
+        values = flat.index_select(0, indices).to(dtype)
         numbers, slots, scale = layout.derive(("randomk", plan), lambda: _slots(plan, flat.device))
-        values.index_add_(0, slots, poison(flat, layout)[numbers].to(update.dtype))
+        values.index_add_(0, slots, poison(flat, layout)[numbers].to(dtype))
         if self.unbiased:
             values.mul_(scale)
-        total = yield AllReduce(values.clone())  # what is yielded is given away
-        return Chosen(update.index_copy_(0, indices, total), indices=indices, values=values)
+        rest = rest_of(bucket, indices, values)
+        total = yield AllReduce(values)
+        return Aggregated(bucket.room(dtype).zero_().index_copy_(0, indices, total), rest=rest)
 
 
 def _slots(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

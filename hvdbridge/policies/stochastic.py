@@ -28,7 +28,7 @@ from hvdbridge.kernels.pack import pack, unpack
 from hvdbridge.kernels.quantise import Blocks, Linear, PowerOfTwo, Ternary, decode, encode, largest, norms
 from hvdbridge.kernels.random import seed_of
 from hvdbridge.options import option
-from hvdbridge.policies.sharded import FlatShards, as_wide, blocks_of, check_block, sharded_code
+from hvdbridge.policies.sharded import FlatShards, accumulator, blocks_of, check_block, sharded_code
 from hvdbridge.policy import Aggregated, Flow, Policy, State
 
 
@@ -70,8 +70,7 @@ class Qsgd(Policy):
         return Linear(levels, "stochastic", self.norm)
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        coded = yield from sharded_code(bucket, bucket.weighted().buffer, self.code, self.block)
-        return Aggregated(as_wide(coded.update, bucket), coded.sent)
+        return (yield from sharded_code(bucket, self.code, self.block)).aggregated
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ class Natural(Policy):
     deterministic = False
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        coded = yield from sharded_code(bucket, bucket.weighted().buffer, PowerOfTwo())
-        return Aggregated(as_wide(coded.update, bucket), coded.sent)
+        return (yield from sharded_code(bucket, PowerOfTwo())).aggregated
 
 
 @dataclass(frozen=True)
@@ -125,16 +123,20 @@ class TernGrad(Policy):
         once, back = Ternary(), Linear(size)
         codes, _ = encode(once, flat, blocks, seed_of(bucket, "to owner", private=True), given)
         per_block = given[:, 0].unsqueeze(0)
-        sent = decode(once, codes.unsqueeze(0), per_block, blocks) if bucket.needs_sent else None
+        rest = decode(once, codes.unsqueeze(0), per_block, blocks, flat, add=-1) if bucket.needs_sent else None
         # Integers are the same whoever adds them, so nobody asks who owned a shard: flat ones will do.
         shards = FlatShards(flat.numel(), size)
-        theirs = yield AllToAll(pack(shards.pack(codes, torch.uint8), 2))
+        rows = pack(shards.pack(codes, torch.uint8), 2)
+        del codes
+        theirs = yield AllToAll(rows)
+        del rows
         total = unpack(theirs, shards.length, 2).sum(0, dtype=torch.int32).sub_(size)
         sums = torch.empty(total.shape, dtype=back.dtype, device=flat.device)
         back.write(total, sums)
         answer = yield AllGather(back.to_wire(sums))
         codes = shards.unpack(back.from_wire(answer, shards.length), back.dtype)
-        return Aggregated(as_wide(decode(back, codes.unsqueeze(0), per_block, blocks), bucket), sent)
+        update = decode(back, codes.unsqueeze(0), per_block, blocks, bucket.room(accumulator(flat.dtype)))
+        return Aggregated(update, rest=rest)
 
 
 class _Parameters:

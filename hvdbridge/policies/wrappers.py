@@ -74,7 +74,7 @@ class Warmup(Policy):
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         key = "first" if bucket.step < self.steps else "then"
         result = yield from self.inners()[key].aggregate(bucket, state[key])
-        return Aggregated(result.update, result.sent, {key: result.state})
+        return replace(result, state={key: result.state})
 
     @property
     def acts_after_step(self) -> bool:
@@ -166,10 +166,10 @@ class Partition(Policy):
         return next((text for text, _ in self.rules if _matcher(text)(name, shape, dtype)), "rest")
 
     def init(self, params: Mapping[str, Tensor]) -> State:
-        parts: dict[str, dict[str, Tensor]] = {key: {} for key in self.inners()}
-        for name, p in params.items():
-            parts[self.rule_of(name, p.shape, p.dtype)][name] = p
-        return {key: inner.init(parts[key]) for key, inner in self.inners().items()}
+        return {key: inner.init(self.parameters_of(key, params)) for key, inner in self.inners().items()}
+
+    def parameters_of(self, key: str, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {name: p for name, p in params.items() if self.rule_of(name, p.shape, p.dtype) == key}
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         inners = self.inners()
@@ -187,11 +187,12 @@ class Partition(Policy):
     def _each(self, bucket: Bucket, state: State, start: Callable[[str], Callable[[Bucket, State], Flow]]) -> Flow:
         """Run each part's flow, one after the other; where one is early, the rest of them after all have begun."""
         layout, (parts, runs) = bucket.layout, self._plan(bucket)
+        given: dict[str, Bucket] = {}
         flows: dict[str, Flow] = {}
         ends: dict[str, Early | Aggregated] = {}
         for key, names in parts.items():
-            part = bucket if names is layout else bucket.select(names)
-            flows[key] = start(key)(part, state[key])
+            given[key] = bucket if names is layout else bucket.select(names)
+            flows[key] = start(key)(given[key], state[key])
             ends[key] = yield from advance(flows[key])
         if any(isinstance(end, Early) for end in ends.values()):
             yield Early(self._join({key: end.update for key, end in ends.items()}, runs))
@@ -199,9 +200,9 @@ class Partition(Policy):
         for key, end in ends.items():
             results[key] = (yield from finish(flows[key])) if isinstance(end, Early) else end
         update = self._join({key: result.update for key, result in results.items()}, runs)
-        sents = {key: result.sent for key, result in results.items() if result.sent is not None}
-        sent = self._join(sents, runs) if bucket.needs_sent else None
-        return Aggregated(update, sent, {key: result.state for key, result in results.items()})
+        left = {key: results[key].left_of(part) for key, part in given.items()} if bucket.needs_sent else {}
+        state = {key: result.state for key, result in results.items()}
+        return Aggregated(update, state=state, rest=self._join(left, runs) if left else None)
 
     @staticmethod
     def _join(tensors: Mapping[str, Tensor], runs: list[tuple[str, int, int]]) -> Tensor:

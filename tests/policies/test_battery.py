@@ -20,7 +20,7 @@ from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.errors import ConfigurationError, SpecError, WeightError
 from hvdbridge.options import options_of
 from hvdbridge.policies import ErrorFeedback, from_spec, name_of, to_spec
-from hvdbridge.policy import Aggregated, Flow, Policy, State
+from hvdbridge.policy import Flow, Policy, State
 from hvdbridge.simulation import Simulation
 from hvdbridge.state import StateStore, leaves, slot_of
 from policies.policies import CASES, SHAPES, Case, Grads, Trained, bits, close, gradients, unlisted, weights_for
@@ -524,11 +524,12 @@ class Recorded(Policy):
         asked = replace(bucket.weighted(), needs_sent=True)
         kept = asked.buffer.clone()
         result = yield from self.inner.aggregate(asked, state["inner"])
-        assert torch.equal(kept, asked.buffer), "the buffer was changed although needs_sent says not to"
-        assert result.sent is not None
-        assert result.sent.shape == kept.shape
-        SENT.append(result.sent)
-        return Aggregated(result.update, result.sent, {"inner": result.state})
+        if result.rest is None:
+            assert torch.equal(kept, asked.buffer), "the buffer was changed although `sent` says it would not be"
+        left = result.left_of(asked)
+        assert left.shape == kept.shape
+        SENT.append(kept - left)
+        return replace(result, state={"inner": result.state})
 
 
 @every_that(case for case in CASES if case.policy.additive)

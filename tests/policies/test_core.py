@@ -540,7 +540,7 @@ def test_another_number_of_ranks() -> None:
 class Telling(Policy):
     inner: Policy = dense.MEAN
 
-    def statistics(self, state: State) -> dict[str, float]:
+    def statistics(self, params: dict[str, Tensor], state: State) -> dict[str, float]:
         return {"figure": 3.0}
 
 
@@ -553,7 +553,7 @@ def test_statistics_bear_the_key_of_an_inner_policy() -> None:
         (Warmup(Clip(Telling())), {"then.figure": 3.0}),
         (Partition((("*.bias", Telling()),)), {"*.bias.figure": 3.0}),
     ):
-        assert policy.statistics(policy.init(PARAMS)) == want
+        assert policy.statistics(PARAMS, policy.init(PARAMS)) == want
 
 
 # Predicted bytes

@@ -319,7 +319,7 @@ def test_what_is_compressed_and_what_is_sent() -> None:
     side = math.isqrt(numel - 1) + 1
     assert PowerSGD(rank=2, batched=True).compression_rate(params) == pytest.approx(numel / (4 * side))
     store = simulation.stores[0].portable()
-    assert simulation.policy.statistics(store) == {"compression_rate": pytest.approx(numel / (thin / 2 + rest))}
+    assert simulation.policy.statistics(params, store) == {"compression_rate": pytest.approx(numel / (thin / 2 + rest))}
     assert PowerSGD(min_rate=1e9).compression_rate(params) == 1
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from hvdbridge.kernels import quantise as kernels
 from hvdbridge.kernels.quantise import Blocks, Code, Float8, Linear, PowerOfTwo, decode, encode
 from hvdbridge.policies import Fp8, Int4, Int8, from_spec
 from hvdbridge.policies.sharded import _code_plan, sharded_code
-from hvdbridge.policy import Aggregated, Flow, Policy, State
+from hvdbridge.policy import Flow, Policy, State
 from hvdbridge.simulation import Simulation, simulate
 from policies.codes import (
     Array,
@@ -426,9 +426,9 @@ class Carrying(Policy):
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         carry = state["server"].flat
-        coded = yield from sharded_code(bucket, bucket.weighted().buffer, Linear(127), 64, carry, Linear(1))
+        coded = yield from sharded_code(bucket, Linear(127), 64, carry, Linear(1))
         assert coded.error is not None
-        return Aggregated(coded.update, coded.sent, {"server": Views(bucket.layout, coded.error)})
+        return replace(coded.aggregated, state={"server": Views(bucket.layout, coded.error)})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -6,6 +6,7 @@ buckets: multiples of the largest bucket's gradients (for a policy of scope "ste
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,14 +20,15 @@ from torch.utils._pytree import tree_leaves
 
 from hvdbridge.bucket import Bucket, Layout, cut_layouts, join_layouts, number_blocks
 from hvdbridge.collectives import AllGather, AllToAll, Collective, ReduceScatter
-from hvdbridge.policy import Early
+from hvdbridge.policies import from_spec
+from hvdbridge.policy import Early, Policy
 from hvdbridge.state import StateStore
 from policies.policies import CASES, Case
 
 SIZE = 5
 NODES = (0, 0, 1, 1, 2)
-SHAPES = {f"{i}.weight": (512, 1024) for i in range(4)} | {f"{i}.bias": (1024,) for i in range(4)} | {"scale": ()}
-BUCKET_MB = 2.0
+SHAPES = {f"{i}.weight": (1024, 1024) for i in range(2)} | {f"{i}.bias": (1024,) for i in range(2)} | {"scale": ()}
+BUCKET_MB = 4.0
 USUAL = 2.0
 
 
@@ -89,6 +91,12 @@ def answer(request: Collective, bucket: Bucket) -> Tensor:
             return tensor
 
 
+def usual(case: Case) -> Policy:
+    """At the ratio that sparse policies have by default (that of a test of values is higher, and what travels is in
+    proportion), and with the noise that is not for tests."""
+    return from_spec(re.sub("ratio=[0-9.]+", "ratio=0.01", case.spec).replace(",test_seed=7", ""))
+
+
 @dataclass
 class Rank:
     """Rank 0 of :data:`SIZE`, as an aggregator treats it.
@@ -97,7 +105,7 @@ class Rank:
         peak, rest: what was held beside gradients and state at most, and between steps; in buckets.
     """
 
-    case: Case
+    policy: Policy
     peak: float = 0.0
     rest: float = 0.0
     _layouts: list[Layout] = field(default_factory=list)
@@ -111,10 +119,10 @@ class Rank:
     def train(self, steps: int) -> None:
         with Living() as living:
             buffers = [torch.empty(layout.numel) for layout in self._layouts]
-            store = StateStore(self.case.policy, {name: torch.zeros(shape) for name, shape in SHAPES.items()})
+            store = StateStore(self.policy, {name: torch.zeros(shape) for name, shape in SHAPES.items()})
             sizes = [4 * layout.numel for layout in self._layouts]
             kept = sum(sizes) + store.nbytes
-            at_once = sum(sizes) if self.case.policy.scope == "step" else max(sizes)
+            at_once = sum(sizes) if self.policy.scope == "step" else max(sizes)
             for step in range(steps):
                 for buffer in buffers:
                     buffer.normal_(generator=torch.Generator().manual_seed(step))
@@ -124,7 +132,7 @@ class Rank:
                 self.rest = max(self.rest, (living.now - kept) / at_once)
 
     def _step(self, step: int, buffers: Sequence[Tensor], store: StateStore) -> None:
-        if self.case.policy.scope == "bucket":
+        if self.policy.scope == "bucket":
             for index, (layout, buffer) in enumerate(zip(self._layouts, buffers, strict=True)):
                 self._aggregate(self._bucket(buffer, layout, index, step), store, [buffer])
         else:
@@ -137,7 +145,7 @@ class Rank:
 
     def _aggregate(self, bucket: Bucket, store: StateStore, outs: Sequence[Tensor]) -> None:
         layout = bucket.layout
-        flow = self.case.policy.aggregate(bucket, store.part(layout))
+        flow = self.policy.aggregate(bucket, store.part(layout))
         try:
             request = next(flow)
             while True:
@@ -156,71 +164,41 @@ class Rank:
             out.copy_(part)
 
 
-FEEDBACK = "feedback: the new residual, what was sent and the update"
-GATHER = "what N ranks sent, at these high ratios"
-PLANS = "plans of some 30 bytes per element that travels, at these high ratios"
-DICE = "random numbers"
-ROWS = "the ranks' rows of a shard, and what is worked out from them"
 JOINED = "the bucket is a copy of all gradients"
+ROWS = "the ranks' rows of a shard, and what is worked out from them"
 MORE: dict[str, tuple[float, str]] = {
-    "bf16(topk(ratio=0.1))": (4.25, f"{FEEDBACK}; {GATHER}"),
-    "int8:ef=true,block=64": (4.25, FEEDBACK),
-    "int8:rounding=stochastic": (2.5, DICE),
-    "int4": (3.75, FEEDBACK),
-    "int4:rounding=stochastic,ef=false": (2.5, DICE),
-    "fp8": (2.25, "codes of the second stage, and a table for them"),
-    "fp8:format=e5m2,ef=true": (4.25, FEEDBACK),
-    "qsgd": (2.5, DICE),
-    "qsgd:norm=l2,bits=4": (2.5, DICE),
-    "terngrad": (2.5, DICE),
-    "natural": (3.5, "nine bits of each element, apart and together"),
-    "topk:ratio=0.05": (3.25, f"{FEEDBACK}; {GATHER}"),
-    "threshold:value=1.0": (3.25, f"{FEEDBACK}; {GATHER}"),
-    "randomk:ratio=0.1": (5.5, f"{FEEDBACK}; {PLANS}"),
-    "randomk:ratio=0.1,unbiased=true,ef=false": (4.5, PLANS),
-    "dgc:ratio=0.05": (4.25, f"momentum and accumulated gradient anew; {GATHER}"),
-    "dgc:ratio=0.05,clip=10.0,nesterov=true,warmup=2": (9.75, f"the same; {JOINED}; a quarter of all elements travels"),
-    "oktopk:ratio=0.05": (6.5, f"{FEEDBACK}; what was sent is worked out in three vectors; {PLANS}"),
-    "sign:momentum=0.9": (2.5, "the new momentum"),
-    "efsign": (3.5, FEEDBACK),
-    "efsign:exact=true,block=64": (5.0, f"{FEEDBACK}; N messages and a vector for each of them in turn"),
-    "onebit": (4.5, f"{FEEDBACK}; the server's error"),
-    "powersgd:rank=2": (4.25, f"{FEEDBACK}; products of matrices that are not aligned"),
-    "powersgd:rank=2,alternate=true": (4.25, f"{FEEDBACK}; the same"),
-    "powersgd:rank=2,batched=true": (4.25, f"{FEEDBACK}; the padded square"),
-    "powersgd:rank=2,batched=true,alternate=true": (4.25, f"{FEEDBACK}; the same"),
-    "powersgd:rank=2,warm_start=false": (4.25, f"{FEEDBACK}; products of matrices that are not aligned"),
-    "adasum": (3.25, ROWS),
-    "median": (2.5, ROWS),
-    "trimmed_mean": (2.5, ROWS),
-    "krum": (4.5, f"{ROWS}; {JOINED}"),
-    "multi_krum": (4.5, f"{ROWS}; {JOINED}"),
-    "geometric_median": (4.5, f"{ROWS}; {JOINED}"),
-    "clipped_mean:radius=30": (4.5, f"{ROWS}; {JOINED}"),
-    "dp:norm=30.0,noise=0.1,test_seed=7": (5.25, f"{JOINED}; the noise and what it is drawn from"),
-    "delayed(ef(bf16))": (5.75, f"{FEEDBACK}; half messages; what outlives the step"),
-    "hierarchical(ef(bf16))": (5.25, f"{FEEDBACK}; half messages; a piece of each for this lane"),
-    "ef(fp16)": (4.75, f"{FEEDBACK}; half messages"),
-    "ef(bf16)": (4.75, f"{FEEDBACK}; half messages"),
-    "clip(ef(bf16), norm=30.0)": (5.75, f"{FEEDBACK}; half messages; {JOINED}"),
-    "warmup(powersgd(rank=2), steps=1, first=ef(bf16))": (4.75, f"{FEEDBACK}; half messages"),
-    "partition(*.bias=mean, 2d=topk(ratio=0.1), <2=fp16, rest=bf16)": (5.25, f"a copy of each part; {FEEDBACK}"),
+    "int8:ef=true,block=64": (2.25, "tables of the many blocks, kept between steps"),
+    "dgc:ratio=0.05": (2.5, "momentum and accumulated gradient anew; messages"),
+    "dgc:ratio=0.05,clip=10.0,nesterov=true,warmup=2": (7.75, f"the same; {JOINED}; a quarter of all elements travels"),
+    "oktopk:ratio=0.05": (2.5, "the owner's sum of what arrives; routes and messages"),
+    "sign:momentum=0.9": (2.5, "the new momentum; bits of parameters that do not fill words, apart and together"),
+    "efsign:exact=true,block=64": (2.25, "tables of the many blocks; N messages"),
+    "onebit": (2.75, "the owners' new error; messages"),
+    "adasum": (2.25, ROWS),
+    "krum": (3.01, f"{ROWS}; {JOINED}"),
+    "multi_krum": (3.01, f"{ROWS}; {JOINED}"),
+    "geometric_median": (3.01, f"{ROWS}; {JOINED}"),
+    "clipped_mean:radius=30": (3.25, f"{ROWS}; {JOINED}"),
+    "delayed(ef(bf16))": (3.5, "a copy of the gradients, which outlives the step; the residual; half messages"),
+    "hierarchical(ef(bf16))": (3.75, "the residual; half messages, and a piece of each for this lane"),
+    "clip(ef(bf16), norm=30.0)": (3.01, f"{JOINED}; the residual; half messages"),
+    "partition(*.bias=mean, 2d=topk(ratio=0.1), <2=fp16, rest=bf16)": (3.25, "a copy of each part, and of its update"),
 }
 """What needs more than :data:`USUAL` for a moment, and what for; its documentation says so, too."""
-KEPT = {"randomk:ratio=0.1": 3.0, "randomk:ratio=0.1,unbiased=true,ef=false": 3.0, "oktopk:ratio=0.05": 2.0}
-"""What keeps plans of more than half a bucket between steps: it is proportional to what travels."""
+KEPT = 0.5
+"""Plans that are kept between steps: most are of fixed size, some proportional to what travels."""
 
 
 def test_the_list_is_of_policies() -> None:
-    assert {*MORE, *KEPT} <= {case.spec for case in CASES}
+    assert {*MORE} <= {case.spec for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_and_declared_state_and_two_buckets(case: Case) -> None:
-    """Or as much as is said. At rest nothing is held but plans, below half a bucket (most of them of fixed size)."""
-    rank = Rank(case)
+    """Or as much as is said. At rest nothing is held but plans."""
+    rank = Rank(usual(case))
     rank.train(3)
-    limit, reason = MORE.get(case.spec, (USUAL + 0.01, ""))  # flags and factors have a few hundred bytes
+    limit, reason = MORE.get(case.spec, (USUAL + 0.03, ""))  # flags, scales, and factors of rank 2 in 4 MiB
     assert rank.peak <= limit, f"{rank.peak:.2f} buckets {reason}"
     assert case.spec not in MORE or rank.peak > USUAL, f"{rank.peak:.2f} buckets need no exception any more"
-    assert rank.rest <= KEPT.get(case.spec, 0.5), f"{rank.rest:.2f} buckets"
+    assert rank.rest <= KEPT, f"{rank.rest:.2f} buckets"

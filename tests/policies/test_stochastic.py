@@ -212,7 +212,7 @@ def variance_at_the_owner(code: Code, x: Tensor, size: int) -> float:
         buckets = [
             Bucket(x / size, Layout({"w": x.shape}), seed=seed, rank=r, size=size, scaled=True) for r in range(size)
         ]
-        to_owner = torch.stack([next(sharded_code(b, b.buffer, code)).tensor[0] for b in buckets])
+        to_owner = torch.stack([next(sharded_code(b, code)).tensor[0] for b in buckets])
         plan = _code_plan(buckets[0], 1024)
         total += float((decode(code, *plan.read_rows(code, to_owner), plan.owned) - x).square().sum())
     return total
@@ -359,7 +359,7 @@ def test_meta_tensors_predict_the_requests(spec: str) -> None:
             try:
                 request = flow.send(answer)
             except StopIteration as end:
-                found.append(str((end.value.update.shape, end.value.sent.shape)))
+                found.append(str((end.value.update.shape, end.value.rest.shape)))
         signatures.append(found)
     assert signatures[0] == signatures[1] == signatures[2]
 

@@ -243,6 +243,36 @@ def test_residuals_keep_their_sum_when_ranks_change(size: int) -> None:
         assert new[2]["then"]["residual"]["w"].tolist() == [2.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("before", "now"), [((0, 0, 1, 1), (0, 0, 0)), ((5, 5, 1), (0, 1, 1, 2)), ((0, 0, 1, 1), (0, 0, 0, 1))]
+)
+def test_what_belongs_to_nodes_keeps_its_sum_over_nodes(before: tuple[int, ...], now: tuple[int, ...]) -> None:
+    """Within a node all ranks hold the same, and it counts once."""
+    policy, values = from_spec("hierarchical(ef(bf16))"), {node: 2.0**i for i, node in enumerate(sorted(set(before)))}
+    saved = [{"inner": {"residual": {"w": torch.full((2,), values[node])}, "inner": {}}} for node in before]
+    new = [s["inner"]["residual"]["w"] for s in redistribute(policy, saved, len(now), nodes=(before, now))]
+    wanted = sum(values.values()) / len(set(now))
+    assert [tensor.tolist() for tensor in new] == [[pytest.approx(wanted, rel=2.0**-23)] * 2] * len(now)
+
+
+def test_ranks_on_other_nodes() -> None:
+    """The same number of ranks: what belongs to ranks stays, what belongs to nodes is refused, begun anew or moved."""
+    saved = [{"residual": {"w": torch.full((1,), float(r))}, "inner": {"inner": {}}} for r in range(2)]
+    apart, together = (0, 1), (4, 4)
+    store = StateStore(from_spec("ef(bf16)"), {"w": torch.zeros(1)})
+    store.load(saved, 1, 2, "raise", (apart, together))
+    assert store.portable()["residual"]["w"].tolist() == [1.0]
+    store = StateStore(from_spec("hierarchical(ef(bf16))"), {"w": torch.zeros(1)})
+    inside = [{"inner": state} for state in saved]
+    with pytest.raises(ConfigurationError, match="saved by 2 ranks on other nodes"):
+        store.load(inside, 1, 2, "raise", (apart, together))
+    for rule, wanted in (("redistribute", 1.0), ("reset", 0.0)):
+        store.load(inside, 1, 2, rule, (apart, together))  # type: ignore[arg-type]
+        assert store.portable()["inner"]["residual"]["w"].tolist() == [wanted]
+    store.load(inside, 1, 2, "raise", (apart, (7, 3)))
+    assert store.portable()["inner"]["residual"]["w"].tolist() == [1.0]
+
+
 def test_replicated_slots_are_those_of_rank_0() -> None:
     saved = [{"moment": {"w": torch.full((2,), float(r + 1))}} for r in range(2)]
     assert redistribute(Counted(), saved, 3)[2]["moment"]["w"].tolist() == [1.0, 1.0]
@@ -365,7 +395,7 @@ def test_a_synchronizer_takes_all_of_a_state_or_nothing(change: Any, message: st
     run.sync.loss_scale = 8.0
     run.backward(8.0)
     before = run.sync.state_dict()
-    bad = {"loss_scale": 2.0, "state_scale": 2.0, "step": 7, "size": 1, "policy": before["policy"]}
+    bad = {"loss_scale": 2.0, "state_scale": 2.0, "step": 7, "size": 1, "nodes": [], "policy": before["policy"]}
     bad["state"] = {"residual": {n: t + 1 for n, t in before["state"]["residual"].items()}, "inner": {}}
     change(bad)
     with pytest.raises(ConfigurationError, match=message):

@@ -262,8 +262,8 @@ def another_number_of_ranks() -> None:
     local = replica.sync.state_dict()
     gathered = hb.broadcast_object(replica.sync.state_dict(gather=True))
     assert replica.sync.stats()["state_bytes"] == 4 * sum(p.numel() for p in replica.module.parameters())
-    three = gathered | {"ranks": [*gathered["ranks"], gathered["ranks"][0]], "size": 3}
-    for saved in (three, local | {"size": 3}):
+    three = gathered | {"ranks": [*gathered["ranks"], gathered["ranks"][0]], "size": 3, "nodes": []}
+    for saved in (three, local | {"size": 3, "nodes": []}):
         with pytest.raises(hb.ConfigurationError, match=r"by 3 ranks .* by 2\."):
             replica.sync.load_state_dict(saved, on_resize="raise")
         replica.sync.load_state_dict(saved, on_resize="reset")
