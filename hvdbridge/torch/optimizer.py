@@ -36,7 +36,7 @@ from hvdbridge.bucket import Bucket
 from hvdbridge.collectives import AllReduce
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.driver import Driver, open_driver
-from hvdbridge.errors import CollectiveTimeout, ConfigurationError, RankFailed, RankMismatch, Unsupported
+from hvdbridge.errors import CollectiveTimeout, RankFailed, RankMismatch
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State
 from hvdbridge.sources.base import Options, inside_backward
@@ -590,7 +590,6 @@ def DistributedOptimizer(
     Raises:
         ValueError: parameters without names, names twice, an option that cannot be meant, ``hvd.init()`` is missing.
         NotImplementedError: Adasum on a process set.
-        Unsupported: Adasum where the policy ``adasum`` is not there.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor needs op=Average: it splits that division in two")
@@ -605,7 +604,7 @@ def DistributedOptimizer(
     delta = mpi_ops.size() > 1 and op == Adasum
     if delta and process_set is not global_process_set:
         raise NotImplementedError("Adasum takes the global process set only")
-    chosen = adasum() if delta else choose_policy(policy, op, compression, gradient_predivide_factor)
+    chosen = from_spec("adasum") if delta else choose_policy(policy, op, compression, gradient_predivide_factor)
     names = names_of(optimizer.param_groups, named_parameters)
     parent = _DistributedAdasumOptimizer if delta else _DistributedOptimizer
     kind: Any = type(type(optimizer).__name__, (parent, type(optimizer)), {"__module__": type(optimizer).__module__})
@@ -639,13 +638,6 @@ def choose_policy(policy: str | Policy | None, op: Any, compression: Any, prediv
         )
         return Reduction(op, compression, predivide)
     return default
-
-
-def adasum() -> Policy:
-    try:
-        return from_spec("adasum")
-    except ConfigurationError as cause:
-        raise Unsupported("op=hvd.Adasum needs the policy 'adasum', which this installation does not have") from cause
 
 
 def names_of(

@@ -231,10 +231,39 @@ def ranks_that_differ():
     return said(optimizer.step, RankMismatch)
 
 
+def adasum_of(rows):
+    """Maleki 2020, equation 7, in float64: pairs of neighbours; who has none goes up as it is."""
+    while len(rows) > 1:
+        pairs = [rows[i : i + 2] for i in range(0, len(rows), 2)]
+        rows = [p[0] if len(p) == 1 else both(*p) for p in pairs]
+    return rows[0]
+
+
+def both(a, b):
+    dot = (a * b).sum()
+    return (1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b
+
+
 @scenario
 def adasum():
-    m = model()
-    return said(lambda: wrap(m, op=hvd.Adasum), TypeError)
+    m, alone = model(), model()
+    optimizer, own = wrap(m, op=hvd.Adasum), torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    # What is combined is what each rank's optimizer changed, with the momentum in it.
+    optimizer.param_groups[0]["momentum"] = 0.9
+    errors = []
+    for _ in range(3):
+        start = [p.detach().double() for p in m.parameters()]
+        alone.load_state_dict(m.state_dict())
+        for net, each in ((m, optimizer), (alone, own)):
+            each.zero_grad()
+            loss_of(net).backward()
+            each.step()
+        for i, (p, q, s) in enumerate(zip(m.parameters(), alone.parameters(), start, strict=True)):
+            changes = hvd.allgather((q.detach().double() - s)[None], name=f"change.{i}")
+            errors.append(float((p.detach().double() - s - adasum_of(list(changes))).abs().max()))
+    weights = torch.cat([p.detach().view(-1) for p in m.parameters()])
+    same = bool((hvd.allgather(weights[None], name="weights") == weights).all())
+    return max(errors), float(weights.abs().max()), same, said(optimizer.skip_synchronize, AssertionError)
 
 
 @scenario
