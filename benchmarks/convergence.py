@@ -142,7 +142,12 @@ ROWS = [
     Row("warmup(steps={fifth}, then=topk(ratio=0.01))", "few ranks on a very slow network; long training"),
     Row("warmup(steps={fifth}, then=oktopk(ratio=0.02))", "as topk, for more than about ten ranks"),
     Row("threshold:value=0.001", "where a magnitude is known below which nothing matters"),
-    Row("dgc:ratio=0.02,warmup={fifth}", "as topk, behind SGD with momentum", **SGD),
+    Row(
+        "dgc:ratio=0.02,warmup={fifth}",
+        "as topk, behind SGD with momentum",
+        **SGD,
+        why="the optimizer is SGD, which alone (`sum`) ends behind Adam; the rest is momentum that waited",
+    ),
     Row(
         "warmup(steps={fifth}, then=randomk(ratio=0.1))",
         "no search and no indices: the fastest to compute, at any number of ranks",

@@ -31,7 +31,7 @@ HOME = {
         "WeightError"
     ),
     "launching": "launch",
-    "policy": "Aggregated Flow Policy Slot State",
+    "policy": "Aggregated Early Flow Policy Slot State",
     "primitives": (
         "Group Handle P2POp ReduceOp all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier "
         "batch_isend_irecv broadcast gather irecv isend new_group recv reduce reduce_scatter reduce_scatter_tensor "
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from hvdbridge.errors import WeightError as WeightError
     from hvdbridge.launching import launch as launch
     from hvdbridge.policy import Aggregated as Aggregated
+    from hvdbridge.policy import Early as Early
     from hvdbridge.policy import Flow as Flow
     from hvdbridge.policy import Policy as Policy
     from hvdbridge.policy import Slot as Slot
