@@ -23,6 +23,7 @@ HOME = {
     "bridges.compression": "from_horovod_compression to_horovod_compression",
     "bridges.ddp": "DistributedDataParallel",
     "bridges.foreign_hook": "from_comm_hook",
+    "bridges.fsdp": "set_all_reduce_hook",
     "bucket": "Bucket",
     "collectives": "AllGather AllReduce AllToAll Broadcast Collective ReduceScatter",
     "errors": (
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from hvdbridge.bridges.compression import to_horovod_compression as to_horovod_compression
     from hvdbridge.bridges.ddp import DistributedDataParallel as DistributedDataParallel
     from hvdbridge.bridges.foreign_hook import from_comm_hook as from_comm_hook
+    from hvdbridge.bridges.fsdp import set_all_reduce_hook as set_all_reduce_hook
     from hvdbridge.bucket import Bucket as Bucket
     from hvdbridge.collectives import AllGather as AllGather
     from hvdbridge.collectives import AllReduce as AllReduce

@@ -143,8 +143,8 @@ class Aggregator:
             self._start(self._pieces, last)
             self._pieces = []
 
-    def end(self) -> None:
-        """Wait for all flows of this step.
+    def wait(self) -> None:
+        """Wait for the flows of this step that were submitted; others may follow.
 
         Raises:
             BaseException: the driver's failure, the same cause on all ranks.
@@ -156,6 +156,14 @@ class Aggregator:
             pending.wait()
         self.driver.order()
         self._pending.clear()
+
+    def end(self) -> None:
+        """Wait for all flows of this step.
+
+        Raises:
+            BaseException: the driver's failure, the same cause on all ranks.
+        """
+        self.wait()
         self.last_traffic = self.driver.traffic
         if self._unfinished:
             self._start_rest()
@@ -186,6 +194,18 @@ class Aggregator:
             self._rest.wait()
             self._rest = None
             self.driver.order()
+
+    def stats(self) -> dict[str, float]:
+        """See ``GradientSynchronizer.stats``."""
+        self.settle()
+        return {
+            "step": self.step,
+            "collectives": self.last_traffic.collectives,
+            "bytes_sent": self.last_traffic.bytes_sent,
+            "communication_seconds": self.last_traffic.seconds,
+            "state_bytes": self.store.nbytes,
+            **self.policy.statistics(self.store.params, self.store.whole()),
+        }
 
     def flush(self) -> Mapping[str, Tensor]:
         """What the policy holds back, by name; it holds nothing afterwards."""

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from hvdbridge import runtime
+from hvdbridge import checkpoint, runtime
 from hvdbridge.after import AfterStep
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.agreement import agree, describe, open_group, trainable
@@ -23,7 +23,7 @@ from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors
 from hvdbridge.sources import attach
 from hvdbridge.sources.base import Options
 from hvdbridge.sources.hooks import HookSource
-from hvdbridge.state import OnResize, resized
+from hvdbridge.state import OnResize
 from hvdbridge.sync_batchnorm import SyncBatchNorm
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -222,17 +222,7 @@ class GradientSynchronizer:
         ``state_bytes``, what the policy keeps on this rank; and whatever the policy reports of itself
         (:meth:`Policy.statistics <hvdbridge.policy.Policy.statistics>`). Waits for a step that runs in the background.
         """
-        aggregator = self._aggregator
-        aggregator.settle()
-        traffic = aggregator.last_traffic
-        return {
-            "step": aggregator.step,
-            "collectives": traffic.collectives,
-            "bytes_sent": traffic.bytes_sent,
-            "communication_seconds": traffic.seconds,
-            "state_bytes": aggregator.store.nbytes,
-            **self.policy.statistics(aggregator.store.params, aggregator.store.whole()),
-        }
+        return self._aggregator.stats()
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """The policy's state: plain dicts of tensors, readable with ``torch.load(weights_only=True)``.
@@ -243,20 +233,7 @@ class GradientSynchronizer:
         """
         if gather:
             self._after.catch_up()
-        self._aggregator.settle()
-        local = {
-            "policy": label(self.policy),
-            "size": self._control.size,
-            "nodes": list(self._communicator.nodes),
-            "step": self._aggregator.step,
-            "loss_scale": self._aggregator.loss_scale,
-            "state_scale": self._aggregator._held_scale,  # the loss scale may have been set for the next backward
-            "state": self._aggregator.store.portable(),
-        }
-        if not gather:
-            return local
-        ranks = self._control.all_gather_object(local["state"])
-        return local | {"ranks": ranks} if self._control.rank == 0 else {}
+        return checkpoint.state_dict(self._aggregator, gather)
 
     def load_state_dict(self, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
         """Take up what :meth:`state_dict` gave, of either form; local, so call it on every rank.
@@ -271,21 +248,7 @@ class GradientSynchronizer:
             ConfigurationError: the state is of another policy, other parameters or shapes, or of another number of
                 ranks where that is refused; or it is not what :meth:`state_dict` gives. Nothing is loaded.
         """
-        numbers = check_saved(saved, label(self.policy))
-        aggregator, size, now = self._aggregator, self._control.size, self._communicator.nodes
-        aggregator.settle()
-        nodes = (saved["nodes"], now) if now and saved["nodes"] else None
-        if "ranks" in saved:
-            aggregator.store.load(saved["ranks"], self._control.rank, size, on_resize, nodes)
-        else:
-            resize = numbers["size"] != size or (nodes is not None and aggregator.store.moves(*nodes))
-            if resize and on_resize != "reset":
-                raise resized(int(numbers["size"]), size)
-            aggregator.store.load(saved["state"], on_resize=on_resize)
-            if resize:
-                aggregator.store.reset()
-        aggregator.step = int(numbers["step"])
-        aggregator.loss_scale, aggregator._held_scale = numbers["loss_scale"], numbers["state_scale"]
+        checkpoint.load_state_dict(self._aggregator, saved, on_resize)
         self._after.forget()
 
     def close(self) -> None:
@@ -401,35 +364,6 @@ def averaging(session: runtime.Session, group: Any, device: torch.device) -> tup
             runtime.at_shutdown(close)
     opened: tuple[Communicator, Communicator, Driver] = session.opened[key]
     return opened
-
-
-def check_saved(saved: Any, spec: str) -> dict[str, float]:
-    """The numbers in what :meth:`GradientSynchronizer.state_dict` gave, checked.
-
-    Raises:
-        ConfigurationError: it is of another policy than ``spec``, or not what that gives.
-    """
-    least = {"size": 1, "step": 0, "loss_scale": 0, "state_scale": 0}
-    if not isinstance(saved, Mapping):
-        raise ConfigurationError(f"a saved state is a dict, not of type {type(saved).__name__}")
-    if not saved:
-        raise ConfigurationError("the state is empty: state_dict(gather=True) is complete on rank 0 alone")
-    if missing := [key for key in ("policy", *least, "nodes", "state") if key not in saved]:
-        raise ConfigurationError(f"this is no state_dict() of a synchronizer: {', '.join(missing)} missing")
-    if saved["policy"] != spec:
-        raise ConfigurationError(f"the state is one of policy {saved['policy']!r}, this is {spec!r}")
-    numbers: dict[str, float] = {}
-    for key, limit in least.items():
-        value = saved[key]
-        fits = isinstance(value, int | float) and limit <= value < float("inf")
-        if not fits or (value == 0 and key.endswith("scale")) or (value % 1 and not key.endswith("scale")):
-            raise ConfigurationError(f"the state has {key}={value!r}, which cannot be")
-        numbers[key] = value
-    if not isinstance(saved["nodes"], list) or len(saved["nodes"]) not in (0, saved["size"]):
-        raise ConfigurationError(f"the state has nodes={saved['nodes']!r}, which is a list of one number per rank")
-    if not isinstance(saved.get("ranks", []), list | tuple):
-        raise ConfigurationError(f"the state has ranks of type {type(saved['ranks']).__name__}, which is a list")
-    return numbers
 
 
 def has_leaves(state: Mapping[str, Any]) -> bool:

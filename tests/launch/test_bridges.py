@@ -1,4 +1,4 @@
-"""Bridges at two ranks: every hook of torch on every backend, policies as hooks, DDP's signature, compressions."""
+"""Bridges: every hook of torch on every backend, policies as hooks of DDP and FSDP2, DDP's signature, compressions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 SCRIPTS = Path(__file__).parent / "scripts"
 HOOKS = str(SCRIPTS / "foreign_hooks.py")
 BRIDGES = str(SCRIPTS / "bridges.py")
+FSDP = str(SCRIPTS / "fsdp.py")
 
 AS_IN_DDP = [
     "allreduce", "fp16", "power", "power, cold", "power, stacked", "batched power", "fp16 of power",
@@ -87,3 +88,30 @@ def test_a_hook_joins_what_the_script_has_started(on_torch: list[dict[str, str]]
         assert len(rank) == 5
         for scenario, result in rank.items():
             assert result == on_torch[0][scenario], result
+
+
+@pytest.fixture(scope="module")
+def fsdp() -> list[dict[str, str]]:
+    """Two shards, two replicas."""
+    return jobs.run("torchrun", "torch", 4, [FSDP], timeout=180).check().records
+
+
+def test_policies_between_the_replicas_of_fsdp(fsdp: list[dict[str, str]]) -> None:
+    """What the script itself compares: with native HSDP, by name, between replicas, after a save and a load."""
+    for result in fsdp[0].values():
+        assert "Traceback" not in result, result
+    assert len(fsdp[0]) == 7
+    assert all(rank == fsdp[0] for rank in fsdp)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend", "options"), [("torchrun", None, ["late"]), ("mpiexec", "mpi", [])], ids=["late", "mpi"]
+)
+def test_fsdp_with_whatever_runs(
+    launcher: str, backend: str | None, options: list[str], fsdp: list[dict[str, str]]
+) -> None:
+    """hvdbridge joins what the script has started; or the replicas' traffic is MPI's, and the shards' FSDP's own."""
+    names = ["mean_is_hsdp", "state_goes_on", "weights_of_replicas"]
+    records = jobs.run(launcher, backend, 4, [FSDP, *options, *names], timeout=120).check().records
+    for rank in records:
+        assert rank == {name: fsdp[0][name] for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
 import traceback
@@ -114,9 +115,40 @@ def hook_with_state() -> str:
     assert list(ours["state"]["residual"]) == list(theirs["state"]["residual"])
     for name, tensor in theirs["state"]["residual"].items():
         assert torch.equal(ours["state"]["residual"][name], tensor), name
-    sync.load_state_dict(ours)
     gathered = state.state_dict(gather=True)
     assert (len(gathered.get("ranks", ())) == SIZE) == (RANK == 0)
+    assert ours.keys() == theirs.keys()
+    sync.load_state_dict(ours)
+    if LATE:
+        dist.broadcast_object_list(everyone := [gathered])
+    else:
+        everyone = [hb.broadcast_object(gathered)]
+    sync.load_state_dict(everyone[0])
+    fresh = nn.parallel.DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=BUCKET_MB)
+    taker, hook = hb.to_comm_hook("ef(bf16)", fresh)
+    taker.load_state_dict(theirs)  # kept until the first step
+    fresh.register_comm_hook(taker, hook)
+    for each in (sync.model, fresh):
+        each.zero_grad()
+        loss_of(each, 9).backward()
+    for ddp, p in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ddp.grad, p.grad)
+    after, wanted = taker.state_dict(), sync.state_dict()
+    assert after["step"] == wanted["step"] == 5
+    for name, tensor in wanted["state"]["residual"].items():
+        assert torch.equal(after["state"]["residual"][name], tensor), name
+    taker.load_state_dict(everyone[0])
+    assert taker.state_dict()["step"] == 4
+    for refused in (ours | {"size": 3, "nodes": []}, everyone[0] | {"ranks": everyone[0]["ranks"] * 2}):
+        with pytest.raises(hb.ConfigurationError, match="ranks"):
+            taker.load_state_dict(refused, on_resize="raise")
+    taker.load_state_dict(ours | {"size": 3, "nodes": []}, on_resize="reset")
+    assert not any(tensor.any() for tensor in taker.state_dict()["state"]["residual"].values())
+    with pytest.raises(hb.ConfigurationError, match="missing"):
+        hb.to_comm_hook("ef(bf16)")[0].load_state_dict({"policy": "ef(bf16)", "state": {}})
+    with pytest.raises(hb.ConfigurationError, match="acts after"):
+        hb.to_comm_hook("local_sgd(every=2)")
+    taker.close()
     positions, by_position = hooked("ef(bf16)")
     assert positions == found
     saved = by_position.state_dict()
