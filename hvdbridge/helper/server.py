@@ -2,8 +2,10 @@
 
 Rules:
 
-1. A connection is a guest until it showed the secret: at most GUESTS of them (the oldest goes first, for a
-   rank shows its secret at once), each for HELLO_SECONDS and with a buffer of a few KiB.
+1. A connection is a guest until it showed the secret: at most GUESTS of them, each for HELLO_SECONDS and with a
+   buffer of a few KiB. When all seats are taken, the oldest goes, but not before GRACE: a rank shows its secret at
+   once, yet what it sent may still be unread (ticks are counted, not seconds: this process may have had no core),
+   and MPICH crashes when its first connection is cut. Until then the next ones wait in the kernel's queue.
 2. Everything that decides stands in job.py and pmi.py; this file moves bytes and keeps time.
 3. After a failure every rank has KILL_SECONDS to end by itself; those on this host that do not (stopped, or
    holding the GIL in C) are killed. PMI connections are cut: an MPI_Init elsewhere fails instead of waiting.
@@ -33,6 +35,7 @@ from hvdbridge.helper.wire import GUEST_FRAME, LENGTH, MEMBER_FRAME, Message, ke
 BACKLOG = 512
 GUESTS = 128
 HELLO_SECONDS = 10.0
+GRACE = 5  # ticks
 BUFFER = 8 << 10
 TICK = 0.1
 LINGER = 0.3
@@ -54,7 +57,8 @@ class Server:
         self._sockets: list[tuple[socket.socket, Serve]] = [(monitor, self._member), (pmi, self._pmi_rank)]
         self._job = Job(settings["size"], settings["timeout"], settings["stall"])
         self._pmi = Pmi(f"hvdbridge_{settings['job']}", settings["size"], settings["secret"], self._nodes)
-        self._guests: dict[asyncio.StreamWriter, None] = {}
+        self._ticks = 0
+        self._guests: dict[asyncio.StreamWriter, int] = {}  # since which tick, oldest first
         self._members: dict[int, asyncio.StreamWriter] = {}
         self._pmi_ranks: dict[int, asyncio.StreamWriter] = {}
         self._local: dict[int, tuple[int, int]] = {}  # ranks on this host: pid and pidfd
@@ -65,10 +69,7 @@ class Server:
         with suppress(ValueError, OSError):
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        servers = [
-            await asyncio.start_server(self._guarded(serve), sock=sock, limit=BUFFER, backlog=BACKLOG)
-            for sock, serve in self._sockets
-        ]
+        doors = [asyncio.create_task(self._accept(sock, serve)) for sock, serve in self._sockets]
         try:
             started = idle_since = time.monotonic()
             while (now := time.monotonic()) < idle_since + LINGER:
@@ -77,8 +78,8 @@ class Server:
                 if not self._idle(now - started):
                     idle_since = time.monotonic()
         finally:
-            for server in servers:
-                server.close()
+            for door in doors:
+                door.cancel()
             unlink_segments(self._segments | segments_of_kvs(self._pmi.kvsname))
 
     def _idle(self, age: float) -> bool:
@@ -90,6 +91,7 @@ class Server:
         return not seen and identity(self._settings["pid"]) != self._settings["parent"]
 
     def _tick(self, now: float) -> None:
+        self._ticks += 1
         self._job.tick(now)
         starting = [m.rank for m in self._job.members.values() if any(w.phase for w in m.waits.values())]
         if starting:  # one per tick, in turn: they share their segments, and reading maps takes a millisecond
@@ -118,25 +120,42 @@ class Server:
 
     # Connections -------------------------------------------------------------------------------------
 
-    def _guarded(self, serve: Serve) -> Serve:
-        """Whatever comes over a connection ends at most this connection."""
+    async def _accept(self, sock: socket.socket, serve: Serve) -> None:
+        loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        served = set()  # a loop holds its tasks weakly
+        while True:
+            await self._seat()
+            try:
+                connection, _ = await loop.sock_accept(sock)
+            except OSError:  # it went again, or no file descriptors are left
+                await asyncio.sleep(TICK)
+                continue
+            reader, writer = await asyncio.open_connection(sock=connection, limit=BUFFER)
+            self._guests[writer] = self._ticks
+            served.add(task := asyncio.create_task(self._guarded(serve, reader, writer)))
+            task.add_done_callback(served.discard)
 
-        async def guarded(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            self._guests[writer] = None
-            while len(self._guests) > GUESTS:
-                oldest = next(iter(self._guests))
+    async def _seat(self) -> None:
+        """Wait until one more guest may come in (rule 1)."""
+        while len(self._guests) >= GUESTS:
+            oldest, since = next(iter(self._guests.items()))
+            if self._ticks > since + GRACE:
                 del self._guests[oldest]
                 oldest.transport.abort()
-            try:
-                await serve(reader, writer)
-            except BROKEN as error:
-                if self._settings["debug"]:
-                    print(f"hvdbridge helper: a connection ends: {error!r}", file=sys.stderr, flush=True)
-            finally:
-                self._guests.pop(writer, None)
-                writer.close()
+            else:
+                await asyncio.sleep(TICK / 10)
 
-        return guarded
+    async def _guarded(self, serve: Serve, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Whatever comes over a connection ends at most this connection."""
+        try:
+            await serve(reader, writer)
+        except BROKEN as error:
+            if self._settings["debug"]:
+                print(f"hvdbridge helper: a connection ends: {error!r}", file=sys.stderr, flush=True)
+        finally:
+            self._guests.pop(writer, None)
+            writer.close()
 
     async def _member(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello, _ = await asyncio.wait_for(read_frame(reader, GUEST_FRAME), HELLO_SECONDS)
