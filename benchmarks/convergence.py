@@ -163,25 +163,46 @@ ROWS = [
         why="every step has the same length, so it ends as near as its learning rate lets it",
     ),
     # Low rank
-    Row("powersgd:rank=4", "wide matrices (transformers), any number of ranks: the best ratio of bytes to loss"),
-    Row("warmup(steps={tenth}, then=powersgd(rank=2))", "the same with fewer bytes"),
     Row(
-        "warmup(steps={tenth}, then=powersgd(rank=4, alternate=true))",
+        "warmup(steps={fifth}, then=powersgd(rank=4))",
+        "wide matrices (transformers), any number of ranks: the best ratio of bytes to loss",
+    ),
+    Row("warmup(steps={fifth}, then=powersgd(rank=2))", "the same with fewer bytes"),
+    Row(
+        "warmup(steps={fifth}, then=powersgd(rank=4, alternate=true))",
         "half of powersgd's bytes and one round: slow networks",
     ),
-    Row("warmup(steps={tenth}, then=powersgd(rank=4, batched=true))", "many small parameters"),
+    Row("warmup(steps={fifth}, then=powersgd(rank=8, batched=true))", "many small parameters"),
     # Combining
     Row("adasum", "more ranks without a new learning rate"),
     Row("adasum_delta", "the same with an optimizer that scales its steps, as Horovod does it", 0.5),
     # Robust
-    Row("median", "up to half of the ranks broken or hostile, element by element"),
-    Row("trimmed_mean:f=1", "the same for a known number f; throws less away"),
+    Row(
+        "median",
+        "up to half of the ranks broken or hostile, element by element",
+        why="gradients of small batches are skewed, so their median is not their mean, however many ranks",
+    ),
+    Row(
+        "trimmed_mean:f=1",
+        "the same for a known number f; throws less away",
+        why="of four values two are left, which is the median",
+    ),
     Row("geometric_median", "up to half of the ranks broken or hostile; nearly the mean where none is"),
-    Row("krum:f=0", "one gradient that the others agree with"),
-    Row("multi_krum:f=0", "as krum, less noise; f hostile ranks of 2 f + 3 and more"),
+    Row(
+        "krum:f=0", "one gradient that the others agree with", why="a batch of a quarter: one of four gradients counts"
+    ),
+    Row(
+        "multi_krum:f=0",
+        "as krum, less noise; f hostile ranks of 2 f + 3 and more",
+        why="a batch of a half: two of four gradients count, the two that are most alike",
+    ),
     Row("clipped_mean", "hostile ranks that hide within the spread of honest ones"),
     # Private
-    Row("dp:norm=1.0,noise=0.01", "ranks whose contribution must not be told from the model"),
+    Row(
+        "dp:norm=1.0,noise=0.01",
+        "ranks whose contribution must not be told from the model",
+        why="privacy is paid for with noise in every step",
+    ),
     # Later or less often
     Row("delayed", "communication as long as a whole step hides"),
     Row("local_sgd", "an 8th of the bytes in an 8th of the rounds: high latency"),
@@ -191,7 +212,10 @@ ROWS = [
     Row("hierarchical(int8)", "fast links inside a node, slow ones between", local_size=2),
     Row("ef(bf16)", "bf16 where even its rounding is too much"),
     Row("clip(mean)", "single ranks with exploding gradients"),
-    Row("partition(<1024=mean, rest=powersgd(rank=4))", "small parameters whole, large ones small"),
+    Row(
+        "partition(<1024=mean, rest=warmup(steps={fifth}, then=powersgd(rank=4)))",
+        "small parameters whole, large ones small",
+    ),
     # Controls
     Row("noop", "debugging: each rank trains alone", control=True, why="each rank learns from a quarter of the data"),
     Row("topk:ratio=0.01,ef=false", "never", control=True, why="what is not sent is lost"),
