@@ -23,6 +23,7 @@ from weakref import ref
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from hvdbridge.bridges.fiber import flow_of
@@ -136,6 +137,7 @@ class ForeignHook(Policy):
         seen = GradBucket(flat, layout, parameters, bucket.index, bucket.last)
         if isinstance(mine, PostLocalSGDState) and mine.subgroup is None:  # a host's ranks; torch asks CUDA for them
             mine.subgroup = FlowGroup.named("node", bucket.place("node"))
+        _mend_batched_power()
         result = yield from flow_of(lambda: inside(world, lambda: _call(self.hook, _adopted(mine, world), seen)))
         if not isinstance(result, Tensor) or result.numel() != layout.numel:
             what = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
@@ -240,6 +242,28 @@ def _call(hook: Hook, state: Any, bucket: GradBucket) -> Any:
         )
     value = future.wait()
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
+@functools.cache
+def _mend_batched_power() -> None:
+    """Let torch's batched PowerSGD run in our hooks: in torch 2.13 it hands matrices to a function that takes stacks.
+
+    That function is tried first, so nothing changes where torch is mended; nor for hooks that torch itself runs.
+    """
+    original = getattr(power_hooks, "_orthogonalize", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def orthogonalize(matrices: Tensor, *args: Any, **options: Any) -> None:
+        try:
+            original(matrices, *args, **options)
+        except AssertionError:
+            if matrices.dim() != 2 or not isinstance(dist.group.WORLD, FlowGroup):
+                raise
+            original(matrices.unsqueeze(0), *args, **options)  # a view: it works in place
+
+    power_hooks._orthogonalize = orthogonalize
 
 
 def _as_in_ddp(bucket: Bucket) -> Layout:

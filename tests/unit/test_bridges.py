@@ -17,7 +17,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     optimizer_overlap_hooks,
     quantization_hooks,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    batched_powerSGD_hook,
+    powerSGD_hook,
+)
 from torch.futures import Future
 
 import hvdbridge as hb
@@ -127,9 +131,10 @@ def test_per_tensor_by_torchs_own_quantisation(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_power_sgd_of_full_rank_is_the_mean(size: int) -> None:
-    state = PowerSGDState(None, matrix_approximation_rank=5, start_powerSGD_iter=2, min_compression_rate=0.1)
-    simulation = hb.Simulation(hb.from_comm_hook(state, powerSGD_hook), {n: t.shape for n, t in GRADS[0].items()}, size)
+@pytest.mark.parametrize(("hook", "rank"), [(powerSGD_hook, 5), (batched_powerSGD_hook, 6)])
+def test_power_sgd_of_full_rank_is_the_mean(hook: Any, rank: int, size: int) -> None:
+    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=0.1)
+    simulation = hb.Simulation(hb.from_comm_hook(state, hook), {n: t.shape for n, t in GRADS[0].items()}, size)
     for _ in range(4):
         for update in simulation.step(copies(size)):
             for name, wanted in mean(size).items():

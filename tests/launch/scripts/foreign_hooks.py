@@ -1,13 +1,18 @@
-"""Every hook that torch ships, in small buckets through the bridge; with ``plain``: under DDP itself, in one bucket."""
+"""Every hook that torch ships, in small buckets through the bridge; with ``plain``: under DDP itself, in one bucket.
+
+Batched PowerSGD, which torch 2.13 cannot run by itself, is compared with :func:`batched_power_in_one_process`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from jobs import record
@@ -75,6 +80,9 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "power, cold": lambda: (power(warm_start=False, use_error_feedback=False), powerSGD_hook),
     "power, stacked": lambda: (power(batch_tensors_with_same_shape=True, orthogonalization_epsilon=1e-8), POWER),
     "batched power": lambda: (power(matrix_approximation_rank=1), batched_powerSGD_hook),
+    "batched power of rank 3": lambda: (power(matrix_approximation_rank=3), batched_powerSGD_hook),
+    "batched power by bucket": lambda: (power(matrix_approximation_rank=1), batched_powerSGD_hook),
+    "fp16 of batched power": lambda: (power(), default_hooks.fp16_compress_wrapper(batched_powerSGD_hook)),
     "fp16 of power": lambda: (power(), default_hooks.fp16_compress_wrapper(powerSGD_hook)),
     "fp16 of allreduce": lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
     "bf16 of allreduce": lambda: (None, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)),
@@ -95,8 +103,57 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(12, 3))
 
 
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(4, 12, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def batched_power_in_one_process(state: PowerSGDState, by_bucket: bool) -> list[torch.Tensor]:
+    """The parameters after training with batched PowerSGD, by its paper: every rank's matrices are here.
+
+    A bucket's gradients, filled up by zeros, are a square M_r. P is an orthonormal basis of sum(M_r) Q; the update is
+    P P' mean(M_r), the next Q is mean(M_r)' P, and what the update lacks of M_r is added to rank r's next gradients.
+    """
+    model = mlp()
+    parameters = list(model.parameters())[::-1]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    buckets = [[p] for p in parameters] if by_bucket else [parameters]
+    numbers = np.random.RandomState(0)
+    q: dict[int, torch.Tensor] = {}
+    error = {(i, rank): torch.zeros(()) for i in range(len(buckets)) for rank in range(SIZE)}
+    for step in range(STEPS):
+        gradients = []
+        for rank in range(SIZE):
+            x, y = batch(step, rank)
+            found = torch.autograd.grad(nn.functional.mse_loss(model(x), y), parameters)
+            gradients.append(dict(zip(parameters, found, strict=True)))
+        for i, bucket in enumerate(buckets):
+            flats = [torch.cat([of_rank[p].flatten() for p in bucket]) for of_rank in gradients]
+            update = sum(flats) / SIZE
+            if step >= state.start_powerSGD_iter:
+                side = math.ceil(math.sqrt(len(update)))
+                matrices = [torch.zeros(side, side) for _ in flats]
+                for rank, (matrix, flat) in enumerate(zip(matrices, flats, strict=True)):
+                    matrix.view(-1)[: len(flat)] = flat
+                    matrix += error[i, rank]
+                if i not in q:
+                    generator = torch.Generator().manual_seed(numbers.randint(1_000_000_000))
+                    q[i] = torch.randn(side, state.matrix_approximation_rank, generator=generator)
+                basis = torch.linalg.qr(sum(matrices) @ torch.linalg.qr(q[i]).Q).Q
+                q[i] = sum(matrices).T @ basis / SIZE
+                approximation = basis @ q[i].T
+                for rank, matrix in enumerate(matrices):
+                    error[i, rank] = matrix - approximation
+                update = approximation.view(-1)[: len(update)]
+            for p, piece in zip(bucket, update.split([p.numel() for p in bucket]), strict=True):
+                p.grad = piece.view_as(p).clone()
+        optimizer.step()
+    return list(model.parameters())
+
+
 def train(case: str) -> str:
     state, hook = CASES[case]()
+    by_bucket = case.endswith("by bucket")
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     calls = [0]
@@ -105,7 +162,8 @@ def train(case: str) -> str:
         wrapped.register_comm_hook(state, hook)
     else:
         bucket_mb = 25 if "one" in sys.argv else 1e-5
-        sync = hb.GradientSynchronizer(model, optimizer, policy=hb.from_comm_hook(state, hook), bucket_mb=bucket_mb)
+        policy = hb.from_comm_hook(state, hook, scope="bucket" if by_bucket else None)
+        sync = hb.GradientSynchronizer(model, optimizer, policy=policy, bucket_mb=bucket_mb)
         wrapped, optimizer = sync.model, sync.optimizer
         original = sync._aggregator.submit
 
@@ -115,8 +173,7 @@ def train(case: str) -> str:
 
         sync._aggregator.submit = counted
     for step in range(STEPS):
-        generator = torch.Generator().manual_seed(1000 * step + RANK)
-        x, y = torch.randn(4, 12, generator=generator), torch.randn(4, 3, generator=generator)
+        x, y = batch(step, RANK)
         optimizer.zero_grad()
         calls[0] = 0
         nn.functional.mse_loss(wrapped(x), y).backward()
@@ -124,6 +181,9 @@ def train(case: str) -> str:
     assert PLAIN or "one" in sys.argv or calls[0] >= 8, f"{calls[0]} buckets"
     if isinstance(state, dict):
         assert (state["steps"], len(state["parameters"])) == (STEPS, 10), state
+    if case.startswith("batched power") and not PLAIN:
+        expected = batched_power_in_one_process(state, by_bucket)
+        torch.testing.assert_close(list(model.parameters()), expected, rtol=1e-4, atol=1e-5)
     sha = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
     return sha.hexdigest()[:16]
 
@@ -135,7 +195,7 @@ for case in chosen or CASES:
         results[case] = train(case) if PLAIN or case != "allreduce of WORLD" or hb.backend() == "torch" else "n/a"
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        in_torch = "ddp_comm_hooks" in last.filename  # a hook that does not run in this version of torch
+        in_torch = PLAIN and "ddp_comm_hooks" in last.filename  # a hook that does not run in this version of torch
         results[case] = f"{type(error).__name__} in {last.name}" if in_torch else traceback.format_exc()
 record(RANK, results)
 if chosen:
