@@ -68,18 +68,17 @@ def ddp_topk(model: nn.Module, optimizer: Optimizer) -> Way:
         indices = corrected.abs().topk(max(1, buffer.numel() // 100)).indices.int()
         values = corrected[indices.long()]
         residuals[bucket.index()] = corrected.index_fill(0, indices.long(), 0)
-        all_values, all_indices = (
-            [torch.empty_like(t) for _ in range(dist.get_world_size())] for t in (values, indices)
-        )
+        everybody = range(dist.get_world_size())
+        all_values, all_indices = ([torch.empty_like(mine) for _ in everybody] for mine in (values, indices))
         works = [
             dist.all_gather(all_values, values, async_op=True),
             dist.all_gather(all_indices, indices, async_op=True),
         ]
 
-        def decode(_: Any) -> Tensor:
+        def decode(_: Any) -> Any:
             buffer.zero_()
             for each, at in zip(all_values, all_indices, strict=True):
-                buffer.index_add_(0, at.long(), each, alpha=1 / dist.get_world_size())
+                buffer.index_add_(0, at.long(), each, alpha=1 / len(everybody))
             return buffer
 
         futures = torch.futures.collect_all([work.get_future() for work in works])

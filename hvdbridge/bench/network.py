@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -84,7 +85,7 @@ class Network:
         number, whole = size, request.tensor.numel() * request.tensor.element_size()
         levels = math.ceil(math.log2(number))
         sent = request.bytes_sent(size)
-        options: list[tuple[float, float]] = {  # (rounds, bytes)
+        options: Sequence[tuple[float, float]] = {  # (rounds, bytes)
             AllReduce: [(2 * (number - 1), sent), (2 * levels, 2 * whole)],
             AllToAll: [(number - 1, sent * share)],
             ReduceScatter: [(number - 1, sent)],

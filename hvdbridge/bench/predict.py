@@ -14,8 +14,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,13 +23,13 @@ from torch import Tensor
 from hvdbridge.bench.network import Network
 from hvdbridge.collectives import Collective
 from hvdbridge.dry_run import Asked, Ended, dry_run
+from hvdbridge.errors import ConfigurationError
 from hvdbridge.policy import Policy
 
-FEW = (2, 8)
+SETTLED = 10_000_000
+"""A step after any warm-up."""
+FEW = (2, 4, 8)
 """Numbers of ranks at which arithmetic is measured."""
-DRY_RANKS = 64
-"""Beyond so many ranks requests are scaled from those at this number: a row per rank does not fit in memory."""
-
 Shapes = Mapping[str, Tensor | Sequence[int]]
 
 
@@ -73,112 +73,129 @@ class Planner:
     cores: float = 2.0
 
     def predict(self, spec: str, policy: Policy, ranks: int, arithmetic: Arithmetic) -> Prediction:
-        """One step of ``policy`` among ``ranks`` ranks."""
-        buckets = self._buckets(policy, ranks, arithmetic)
-        sent = sum(request.bytes_sent(size) for bucket in buckets for _, request, size in bucket.legs)
-        compression = sum(bucket.tail + sum(leg[0] for leg in bucket.legs) for bucket in buckets)
-        carried = [
-            self.network.seconds(request, size, min(self.local_size, ranks))
-            for bucket in buckets
-            for _, request, size in bucket.legs
-        ]
-        step = self._simulate(buckets, min(self.local_size, ranks))
-        return Prediction(spec, ranks, step, self.forward + self.backward, compression, sum(carried), sent)
+        """One step among ``ranks`` ranks, after any warm-up; what is done only in some steps is spread over all."""
+        every = range(SETTLED, SETTLED + 1000)
+        due = sum(map(policy.due, every)) / len(every)
+        usual = next((step for step in every if not policy.due(step)), SETTLED)
+        found = self._one(spec, policy, ranks, arithmetic, usual)
+        if 0 < due < 1:
+            extra = self._one(spec, policy, ranks, arithmetic, next(filter(policy.due, every)))
+            mixed = {
+                name: (1 - due) * getattr(found, name) + due * getattr(extra, name)
+                for name in ("step", "compression", "communication", "bytes_sent")
+            }
+            found = replace(found, **mixed)
+        return found
 
-    def _buckets(self, policy: Policy, ranks: int, arithmetic: Arithmetic) -> list[Bucket]:
+    def _one(self, spec: str, policy: Policy, ranks: int, arithmetic: Arithmetic, step: int) -> Prediction:
+        local_size = min(self.local_size, ranks)
+        buckets = self._buckets(policy, ranks, arithmetic, step)
+        legs = [leg for bucket in buckets for leg in bucket.legs]
+        sent = sum(request.bytes_sent(size) for _, request, size in legs)
+        compression = sum(bucket.tail for bucket in buckets) + sum(seconds for seconds, _, _ in legs)
+        carried = sum(self.network.seconds(request, size, local_size) for _, request, size in legs)
+        seconds = self._simulate(buckets, local_size)
+        return Prediction(spec, ranks, seconds, self.forward + self.backward, compression, carried, sent)
+
+    def _buckets(self, policy: Policy, ranks: int, arithmetic: Arithmetic, step: int) -> list[Bucket]:
         found: dict[int, Bucket] = {}
-        factors = arithmetic.at(ranks)
-        events = dry_run(policy, self.params, ranks, arithmetic.step, self.bucket_mb, min(self.local_size, ranks))
-        for number, event in enumerate(events):
+        seconds = iter(arithmetic.at(ranks, policy.due(step)))
+        for event in dry_run(policy, self.params, ranks, step, self.bucket_mb, min(self.local_size, ranks)):
             bucket = found.setdefault(event.bucket, Bucket())
-            seconds = factors[number] if number < len(factors) else 0.0
             match event:
                 case Asked():
-                    bucket.legs.append((seconds, event.request, event.size))
+                    bucket.legs.append((next(seconds), event.request, event.size))
                 case Ended():
-                    bucket.numel, bucket.tail = event.numel, seconds
+                    bucket.numel, bucket.tail = event.numel, next(seconds)
         return [found[index] for index in sorted(found)]
 
     def _simulate(self, buckets: Sequence[Bucket], local_size: int) -> float:
-        """Event by event: whoever is ready first is served first, on the core(s) and on the network."""
-        shared = self.cores < 2
+        """Event by event: whoever is ready first is served first, on the cores and on the network."""
         total = max(1, sum(bucket.numel for bucket in buckets))
-        free = {"backward": self.forward, "policy": 0.0, "network": 0.0}
-        core = "backward" if shared else "policy"
+        core = "backward" if self.cores < 2 else "policy"
+        free = {"backward": self.forward, "policy": 0.0, "network": 0.0}  # from when on
+        waiting: list[tuple[float, int, str, float, Callable[[float], None]]] = []
         order = itertools.count()
-        waiting: list[tuple[float, int, str, Iterator[tuple[str, float]] | None, float]] = []
-        end = self.forward
 
-        def journey(bucket: Bucket) -> Iterator[tuple[str, float]]:
-            for seconds, request, size in bucket.legs:
-                yield core, seconds
-                yield "network", self.network.seconds(request, size, local_size)
-            yield core, bucket.tail
+        def then(at: float, where: str, seconds: float, go_on: Callable[[float], None]) -> None:
+            heapq.heappush(waiting, (at, next(order), where, seconds, go_on))
 
-        def go_on(at: float, way: Iterator[tuple[str, float]]) -> None:
-            step = next(way, None)
-            if step is not None:
-                heapq.heappush(waiting, (at, next(order), step[0], way, step[1]))
+        def travel(at: float, legs: Sequence[tuple[str, float]]) -> None:
+            if legs:
+                then(at, *legs[0], lambda end: travel(end, legs[1:]))
 
-        ready = iter(buckets)
+        def produce(at: float, rest: Sequence[Bucket]) -> None:
+            """Backward goes on to the next bucket's gradients."""
+            if rest:
+                bucket, seconds = rest[0], self.backward * rest[0].numel / total
+                legs = [
+                    leg
+                    for spent, request, size in bucket.legs
+                    for leg in ((core, spent), ("network", self.network.seconds(request, size, local_size)))
+                ]
 
-        def produce() -> None:
-            """Backward's next piece of work."""
-            bucket = next(ready, None)
-            if bucket is not None:
-                seconds = self.backward * bucket.numel / total
-                heapq.heappush(waiting, (free["backward"], next(order), "backward", journey(bucket), -1.0 - seconds))
+                def ready(end: float) -> None:
+                    travel(end, [*legs, (core, bucket.tail)])
+                    produce(end, rest[1:])
 
-        produce()
+                then(at, "backward", seconds, ready)
+
+        produce(self.forward, buckets)
         while waiting:
-            at, _, where, way, seconds = heapq.heappop(waiting)
-            assert way is not None
-            first = seconds < 0
-            spent = -1.0 - seconds if first else seconds
-            began = max(at, free[where])
-            free[where] = began + spent
-            end = max(end, free[where])
-            go_on(free[where], way)
-            if first:
-                produce()
-        return max(end, self.forward + self.backward)
+            at, _, where, seconds, go_on = heapq.heappop(waiting)
+            free[where] = max(at, free[where]) + seconds
+            go_on(free[where])
+        return max(*free.values(), self.forward + self.backward)
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a policy computes between its collectives, measured at :data:`FEW` ranks.
+    """What a policy computes between its collectives.
 
     Attributes:
-        step: the number of the step that is looked at.
-        seconds: for each of FEW: seconds before each collective and before each end, in order.
+        seconds: (ranks, whether :meth:`Policy.due`) -> seconds before each collective and each end, in order.
     """
 
-    step: int
-    seconds: Mapping[int, Sequence[float]]
+    seconds: Mapping[tuple[int, bool], Sequence[float]]
 
-    def at(self, ranks: int) -> list[float]:
+    def at(self, ranks: int, due: bool) -> list[float]:
         """At any number of ranks: on the line through what was measured, not below zero."""
-        low, high = sorted(self.seconds)[0], sorted(self.seconds)[-1]
-        a, b = self.seconds[low], self.seconds[high]
-        if len(a) != len(b) or low == high:
-            return list(b)
+        known = sorted(n for n, also in self.seconds if also == due)
+        low, high = known[0], known[-1]
+        a, b = self.seconds[low, due], self.seconds[high, due]
+        if low == high:
+            return list(a)
         return [max(0.0, x + (y - x) * (ranks - low) / (high - low)) for x, y in zip(a, b, strict=True)]
 
 
 def measure_arithmetic(
-    policy: Policy, params: Shapes, bucket_mb: float, step: int, local_size: int | None = None, repeats: int = 3,
+    policy: Policy,
+    params: Shapes,
+    bucket_mb: float = 25.0,
+    repeats: int = 3,
     device: torch.device | str = "cpu",
-) -> Arithmetic:  # fmt: skip
-    """Time a policy's own work on this machine, without other ranks; the median of ``repeats`` steps, after one."""
+) -> Arithmetic:
+    """Time a policy's own work on this machine, without other ranks: medians of ``repeats`` steps, after one.
+
+    Raises:
+        ConfigurationError: the policy is not defined for any of :data:`FEW` ranks.
+    """
+    every = range(SETTLED, SETTLED + 1000)
+    steps = {policy.due(step): step for step in every}
     seconds = {}
+    refusal: Exception | None = None
     for ranks in FEW:
         try:
             policy.check_size(ranks, ranks)
-        except Exception:
+        except ConfigurationError as error:
+            refusal = error
             continue
-        runs = [
-            [event.seconds for event in dry_run(policy, params, ranks, step, bucket_mb, local_size, device)]
-            for _ in range(repeats + 1)
-        ][1:]
-        seconds[ranks] = [statistics.median(each) for each in zip(*runs, strict=True)]
-    return Arithmetic(step, seconds)
+        for due, step in steps.items():
+            runs = [
+                [event.seconds for event in dry_run(policy, params, ranks, step, bucket_mb, 1, device)]
+                for _ in range(repeats + 1)
+            ][1:]
+            seconds[ranks, due] = [statistics.median(each) for each in zip(*runs, strict=True)]
+    if not seconds:
+        raise ConfigurationError(f"its arithmetic is measured at {FEW} ranks: {refusal}") from refusal
+    return Arithmetic(seconds)
