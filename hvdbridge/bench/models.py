@@ -178,7 +178,7 @@ def model(text: str, samples: int | None = None) -> tuple[nn.Module, Loss]:
     if name in MODELS and (not argument or argument.isdigit()):
         make, default = MODELS[name]
         count = samples or default
-        return LayerList(make(*[int(argument)] * bool(argument))), lambda module: module(count)
+        return LayerList(make(int(argument)) if argument else make()), lambda module: module(count)
     if not argument:
         raise ConfigurationError(f"unknown model {text!r}. {nearest(name, MODELS)} Your own: module:function")
     try:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,20 @@ class Line:
 
     latency: float
     bandwidth: float
+
+
+class Load(NamedTuple):
+    """What a collective asks of the network: bytes that one rank sends, among ``size`` ranks of its group."""
+
+    kind: str
+    group: str
+    sent: float
+    size: int
+
+    @classmethod
+    def of(cls, request: Collective, size: int) -> Load:
+        """The load of a request."""
+        return cls(request.kind, request.group, request.bytes_sent(size), size)
 
 
 @dataclass(frozen=True)
@@ -56,8 +70,8 @@ class Network:
         """Bytes per second that a rank sends at best."""
         return max(line.bandwidth for line in self.lines.values())
 
-    def seconds(self, request: Collective, size: int, local_size: int = 1) -> float:
-        """How long ``request`` takes among ``size`` ranks of its group, ``local_size`` of them on a node.
+    def seconds(self, load: Load, local_size: int = 1) -> float:
+        """How long a collective takes where ``local_size`` ranks are on a node.
 
         Rounds and bytes are those of the algorithm that is the faster one here:
 
@@ -73,25 +87,25 @@ class Network:
         Ranks of one node share its network: where every rank talks to every other, each has its part of it.
 
         >>> net = Network.given(latency=1e-3, bandwidth=1e9)
-        >>> net.seconds(AllReduce(torch.empty(250_000_000, device="meta")), 2)
+        >>> net.seconds(Load("AllReduce", "world", sent=1e9, size=2))
         1.002
         """
+        kind, group, sent, size = load
         if size < 2:
             return 0.0
-        inside = request.group == "node" and self.local is not None
+        inside = group == "node" and self.local is not None
         lines = self.local if inside and self.local is not None else self.lines
-        line = lines.get(request.kind) or lines[""] if "" in lines else lines[request.kind]
-        share = 1 if inside or request.group == "cross" else local_size
-        number, whole = size, request.tensor.numel() * request.tensor.element_size()
-        levels = math.ceil(math.log2(number))
-        sent = request.bytes_sent(size)
+        line = lines[kind if kind in lines else ""]
+        share = 1 if inside or group == "cross" else local_size
+        levels = math.ceil(math.log2(size))
+        once = sent * size / (size - 1)  # the bytes of which (N-1)/N are sent in each direction
         options: Sequence[tuple[float, float]] = {  # (rounds, bytes)
-            AllReduce: [(2 * (number - 1), sent), (2 * levels, 2 * whole)],
-            AllToAll: [(number - 1, sent * share)],
-            ReduceScatter: [(number - 1, sent)],
-            AllGather: [(number - 1, sent), (levels, sent * share)],
-            Broadcast: [(levels, levels * whole)],
-        }[type(request)]
+            "AllReduce": [(2 * (size - 1), sent), (2 * levels, once)],
+            "AllToAll": [(size - 1, sent * share)],
+            "ReduceScatter": [(size - 1, sent)],
+            "AllGather": [(size - 1, sent), (levels, sent * share)],
+            "Broadcast": [(levels, levels * once)],
+        }[kind]
         return min(rounds * line.latency + amount / line.bandwidth for rounds, amount in options)
 
     def to_dict(self) -> dict[str, Any]:

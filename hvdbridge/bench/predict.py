@@ -14,20 +14,21 @@ from __future__ import annotations
 import heapq
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from hvdbridge.bench.network import Network
-from hvdbridge.collectives import Collective
+from hvdbridge.bench.network import Load, Network
 from hvdbridge.dry_run import Asked, Ended, dry_run
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policy import Policy
 
 SETTLED = 10_000_000
 """A step after any warm-up."""
+MOST = 1024
+"""Beyond so many ranks requests are extrapolated: a dry run has a row for each rank."""
 FEW = (2, 4, 8)
 """Numbers of ranks at which arithmetic is measured."""
 Shapes = Mapping[str, Tensor | Sequence[int]]
@@ -35,10 +36,10 @@ Shapes = Mapping[str, Tensor | Sequence[int]]
 
 @dataclass
 class Bucket:
-    """One bucket's way: (compute seconds, collective, ranks in its group), ..., and a last computation."""
+    """One bucket's way: seconds of computing and what is sent then, ..., and a last computation."""
 
     numel: int = 0
-    legs: list[tuple[float, Collective, int]] = field(default_factory=list)
+    legs: list[tuple[float, Load]] = field(default_factory=list)
     tail: float = 0.0
 
 
@@ -91,23 +92,42 @@ class Planner:
         local_size = min(self.local_size, ranks)
         buckets = self._buckets(policy, ranks, arithmetic, step)
         legs = [leg for bucket in buckets for leg in bucket.legs]
-        sent = sum(request.bytes_sent(size) for _, request, size in legs)
-        compression = sum(bucket.tail for bucket in buckets) + sum(seconds for seconds, _, _ in legs)
-        carried = sum(self.network.seconds(request, size, local_size) for _, request, size in legs)
+        sent = sum(load.sent for _, load in legs)
+        compression = sum(bucket.tail for bucket in buckets) + sum(seconds for seconds, _ in legs)
+        carried = sum(self.network.seconds(load, local_size) for _, load in legs)
         seconds = self._simulate(buckets, local_size)
         return Prediction(spec, ranks, seconds, self.forward + self.backward, compression, carried, sent)
 
     def _buckets(self, policy: Policy, ranks: int, arithmetic: Arithmetic, step: int) -> list[Bucket]:
         found: dict[int, Bucket] = {}
-        seconds = iter(arithmetic.at(ranks, policy.due(step)))
-        for event in dry_run(policy, self.params, ranks, step, self.bucket_mb, min(self.local_size, ranks)):
+        seconds = arithmetic.at(ranks, policy.due(step))
+        for spent, (event, load) in zip(seconds, self._events(policy, ranks, step), strict=True):
             bucket = found.setdefault(event.bucket, Bucket())
-            match event:
-                case Asked():
-                    bucket.legs.append((next(seconds), event.request, event.size))
-                case Ended():
-                    bucket.numel, bucket.tail = event.numel, next(seconds)
+            if isinstance(event, Ended):
+                bucket.numel, bucket.tail = event.numel, spent
+            else:
+                assert load is not None
+                bucket.legs.append((spent, load))
         return [found[index] for index in sorted(found)]
+
+    def _events(self, policy: Policy, ranks: int, step: int) -> Iterator[tuple[Asked | Ended, Load | None]]:
+        """A dry run; with more than MOST ranks each load grows on as it did up to there."""
+
+        def run(size: int) -> list[tuple[Asked | Ended, Load | None]]:
+            events = dry_run(policy, self.params, size, step, self.bucket_mb, min(self.local_size, size))
+            return [(one, Load.of(one.request, one.size) if isinstance(one, Asked) else None) for one in events]
+
+        if ranks <= MOST:
+            yield from run(ranks)
+            return
+        policy.check_size(ranks, -(-ranks // self.local_size))
+        for (_, few), (event, many) in zip(run(MOST // 2), run(MOST), strict=True):
+            if few is None or many is None:
+                yield event, None
+                continue
+            slope = (many.sent - few.sent) / (MOST - MOST // 2)
+            size = many.size if few.size == many.size else round(many.size * ranks / MOST)
+            yield event, many._replace(sent=many.sent + slope * (ranks - MOST), size=size)
 
     def _simulate(self, buckets: Sequence[Bucket], local_size: int) -> float:
         """Event by event: whoever is ready first is served first, on the cores and on the network."""
@@ -130,8 +150,8 @@ class Planner:
                 bucket, seconds = rest[0], self.backward * rest[0].numel / total
                 legs = [
                     leg
-                    for spent, request, size in bucket.legs
-                    for leg in ((core, spent), ("network", self.network.seconds(request, size, local_size)))
+                    for spent, load in bucket.legs
+                    for leg in ((core, spent), ("network", self.network.seconds(load, local_size)))
                 ]
 
                 def ready(end: float) -> None:

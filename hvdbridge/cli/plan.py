@@ -3,7 +3,7 @@
 ::
 
     hvdbridge plan --model bert-base --gbits 10 --latency-us 30
-    hvdbridge plan --model gpt2 --from bench.json          # network and computation as `hvdbridge bench --json` found them
+    hvdbridge plan --model gpt2 --from bench.json     # network and computation as `hvdbridge bench --json` found them
 """
 
 from __future__ import annotations
