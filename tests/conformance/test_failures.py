@@ -25,4 +25,4 @@ def test_error(backend: str, fate: str, kind: str, error: str) -> None:
     assert cause != "NoneType"
     assert text.startswith("rank 0: ")
     assert kind in text
-    assert seconds < 10
+    assert seconds < 30

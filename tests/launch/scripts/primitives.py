@@ -326,7 +326,7 @@ def timeout() -> str:
         began = time.monotonic()
         with pytest.raises(hb.CollectiveTimeout, match="recv"):
             handle.wait(timedelta(seconds=0.3))
-        assert 0.2 < time.monotonic() - began < 3
+        assert 0.2 < time.monotonic() - began < 30
         hb.send(torch.zeros(1), 1, tag=34)
         handle.wait()
     if RANK == 1:
