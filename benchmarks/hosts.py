@@ -83,7 +83,7 @@ class Hosts:
         finally:
             for process in typed:
                 process.kill()
-                process.wait()
+                process.communicate()
         return [process.returncode for process in typed], output
 
     def shape(self, mbits: float, delay_ms: float = 0.0) -> None:

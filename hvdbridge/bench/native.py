@@ -59,7 +59,7 @@ def ddp_topk(model: nn.Module, optimizer: Optimizer) -> Way:
 
     residuals: dict[int, Tensor] = {}
 
-    def hook(state: None, bucket: Any) -> Any:
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
         buffer = bucket.buffer()
         residual = residuals.setdefault(bucket.index(), torch.zeros_like(buffer))
         if residual.numel() != buffer.numel():  # DDP rebuilt its buckets after the first step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -15,8 +15,10 @@ from torch import Tensor
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.errors import ConfigurationError
 
-SMALL, LARGE = 256, 1 << 20
-"""Elements of a probe, float32: one that is all latency, and one that is nearly all bandwidth."""
+SMALL, LARGE = 256, 1 << 23
+"""Elements of a probe, float32: one that is all latency, and the most that is sent to find the bandwidth."""
+ENOUGH = 0.05
+"""Seconds that a probe should take beyond its latency."""
 
 
 @dataclass(frozen=True)
@@ -127,16 +129,15 @@ class Network:
         )
 
 
-def probe(repeats: int = 7) -> Network:
-    """Measure the network of the session that runs: each kind, small and large, median. Collective.
+def probe(repeats: int = 5) -> Network:
+    """Measure the network of the session that runs: each kind, small and large, medians. Collective.
 
-    A job of one rank has no network; its lines are those of memory.
+    The large one grows until it takes ENOUGH. A job of one rank has no network; its lines are those of memory.
     """
     import hvdbridge as hb
 
-    session = hb.current()
     size, device = hb.size(), hb.device()
-    kinds: dict[str, Any] = {
+    kinds: dict[str, Callable[[int], Collective]] = {
         "AllReduce": lambda n: AllReduce(torch.ones(n, device=device)),
         "AllGather": lambda n: AllGather(torch.ones(max(1, n // size), device=device)),
         "AllToAll": lambda n: AllToAll(torch.ones(size, max(1, n // size), device=device)),
@@ -145,17 +146,25 @@ def probe(repeats: int = 7) -> Network:
     }
     lines = {}
     for kind, make in kinds.items():
-        times = []
-        for elements in (SMALL, LARGE):
-            request = make(elements)
-            times.append(statistics.median(_timed(session.communicator, request) for _ in range(repeats)))
+        small = _median(make(SMALL), repeats)
+        elements, large = SMALL, small
+        while elements < LARGE and large < small + ENOUGH:
+            elements *= 8
+            large = _median(make(elements), repeats)
         rounds = _rounds(kind, size)
-        sent = make(LARGE).bytes_sent(size) - make(SMALL).bytes_sent(size)
-        slope = max(times[1] - times[0], 1e-9)
-        lines[kind] = Line(times[0] / rounds, max(sent, 1) / slope)
-    found = torch.tensor([[line.latency, line.bandwidth] for line in lines.values()], dtype=torch.float64)
-    hb.broadcast(found, src=0)  # one network on all ranks, whoever asks
-    return Network({kind: Line(*map(float, row)) for kind, row in zip(lines, found, strict=True)})
+        sent = make(elements).bytes_sent(size) - make(SMALL).bytes_sent(size)
+        lines[kind] = Line(small / rounds, max(sent, 1) / max(large - small, 1e-9))
+    return Network(lines)
+
+
+def _median(request: Collective, repeats: int) -> float:
+    """Seconds, of the slowest rank: the same on all, so that all go on alike."""
+    import hvdbridge as hb
+
+    communicator = hb.current().communicator
+    found = torch.tensor([statistics.median(_timed(communicator, request) for _ in range(repeats))])
+    hb.all_reduce(found, op=hb.ReduceOp.MAX)
+    return float(found)
 
 
 def _timed(communicator: Any, request: Collective) -> float:

@@ -114,8 +114,8 @@ def test_a_slow_network_is_what_the_step_waits_for(tmp_path: Path) -> None:
     ]
     try:
         with hosts(2, mbits=20) as made:
-            lines = made.commands("torchrun", 1, [*words, "--json", str(out)])
-            statuses, output = made.run(lines, jobs.environment("torch"), timeout=60)
+            lines = made.commands("torchrun", 1, [*words, "--policies", "mean", "int8", "--json", str(out)])
+            statuses, output = made.run(lines, jobs.environment("torch"), timeout=90)
     except NoHosts as error:
         pytest.skip(str(error))
     assert statuses == [0, 0], output[-4000:]
