@@ -47,7 +47,7 @@ convergence: $(STAMP)  ## what every policy does to the loss, written to docs/po
 	@$(BIN)/python benchmarks/convergence.py
 
 bench: $(STAMP)  ## step times against each backend's native way
-	@$(BIN)/python benchmarks/overhead.py
+	@$(BIN)/hvdbridge bench --models bert-base,small --policies mean
 
 docs: $(STAMP)  ## the API's reference, in build/docs
 	@$(PIP) -e '.[docs]'

@@ -203,6 +203,7 @@ class Aggregator:
             "collectives": self.last_traffic.collectives,
             "bytes_sent": self.last_traffic.bytes_sent,
             "communication_seconds": self.last_traffic.seconds,
+            "compression_seconds": self.last_traffic.computing,
             "state_bytes": self.store.nbytes,
             **self.policy.statistics(self.store.params, self.store.whole()),
         }

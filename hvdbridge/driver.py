@@ -74,11 +74,17 @@ def drive(flow: Task[T], execute: Callable[[Collective], Tensor]) -> T:
 
 @dataclass
 class Traffic:
-    """What one communicator carried since it was last reset."""
+    """What was carried since this was last reset.
+
+    Attributes:
+        seconds: during which at least one collective was under way.
+        computing: seconds between collectives, in which flows computed; of the host, where the device is not one.
+    """
 
     collectives: int = 0
     bytes_sent: int = 0
     seconds: float = 0.0
+    computing: float = 0.0
 
 
 @dataclass(eq=False)
@@ -98,6 +104,7 @@ class Pending(Generic[T]):
     settled: Callable[[Pending[T]], None] | None = None
     result: T | None = None
     error: BaseException | None = None
+    since: float = 0.0  # when its flow last went on
     _done: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -168,7 +175,9 @@ class Driver:
         try:
             if self.failure is not None:
                 raise self.failure
-            result = yield from relay(pending.flow, partial(self._answer, pending.communicator))
+            pending.since = time.perf_counter()
+            result = yield from relay(pending.flow, partial(self._answer, pending))
+            self.traffic.computing += time.perf_counter() - pending.since
             if pending.then is not None:
                 pending.then(result)
         except GeneratorExit:
@@ -179,7 +188,9 @@ class Driver:
         else:
             pending.settle(result)
 
-    def _answer(self, communicator: Communicator, request: Collective) -> Answer:
+    def _answer(self, pending: Pending[Any], request: Collective) -> Answer:
+        self.traffic.computing += time.perf_counter() - pending.since
+        communicator = pending.communicator
         steps = communicator.answer(request)
         yield next(steps)
         if self.failure is not None:
@@ -204,6 +215,7 @@ class Driver:
         finally:
             if travels:
                 self._arrives()
+            pending.since = time.perf_counter()
 
     def _departs(self) -> None:
         if not self._travelling:

@@ -21,11 +21,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts, flatten, join_layouts, number_blocks
-from hvdbridge.collectives import AllGather, Collective, ReduceScatter, relay
+from hvdbridge.bucket import Bucket
+from hvdbridge.collectives import Collective, relay
 from hvdbridge.errors import ConfigurationError, WeightError
 from hvdbridge.options import check
 
@@ -311,9 +310,8 @@ class Policy:
         """Bytes that rank 0 sends in one step, counted as by :meth:`Collective.bytes_sent`; weights and other
         control messages are not among them. Other ranks send the same, or less where the last node is smaller.
 
-        Predicted by running the flow on ``meta`` tensors, which have no values and take no memory. Buckets are cut as
-        on Horovod and MPI (under DDP they differ a little, the bytes hardly). What :meth:`after_step` sends is
-        included where it is due.
+        Predicted by a :func:`~hvdbridge.dry_run.dry_run`: buckets are cut as on Horovod and MPI (under DDP they differ
+        a little, the bytes hardly). What :meth:`after_step` sends is included where it is due.
 
         Args:
             params: name -> parameter or shape (of float32).
@@ -326,81 +324,10 @@ class Policy:
         >>> [from_spec(spec).bytes_per_step({"w": (1000, 1000)}, size=4) for spec in ("mean", "bf16")]
         [6000000, 3000000]
         """
-        if size < 1 or bucket_mb <= 0 or (local_size is not None and local_size < 1):
-            raise ConfigurationError(f"size={size}, bucket_mb={bucket_mb} and local_size={local_size} must be positive")
-        given = {
-            name: torch.empty(p.shape, dtype=p.dtype, device="meta")
-            if isinstance(p, Tensor)
-            else torch.empty(torch.Size(p), device="meta")
-            for name, p in params.items()
-        }
-        local = min(size if local_size is None else local_size, size)
-        nodes = tuple(rank // local for rank in range(size))
-        sizes = {"world": size, "node": local, "cross": nodes[-1] + 1}
-        self.check_size(size, sizes["cross"])
-        blocks = number_blocks({name: p.shape for name, p in given.items()})
-        dtypes = {name: p.dtype for name, p in given.items()}
-        state = self.init(given)
-        sent = 0
+        from hvdbridge.dry_run import Asked, dry_run  # it runs policies: it stands above this module
 
-        def run(start: Callable[[Bucket, State], Flow], layout: Layout, index: int, dtype: torch.dtype) -> None:
-            nonlocal sent
-            groups = {group: (0, n) for group, n in sizes.items() if group != "world"}
-            flat = torch.empty(layout.numel, dtype=dtype, device="meta")
-            bucket = Bucket(
-                flat, layout, index, step, size=size, blocks=blocks, groups=groups, nodes=nodes, dtypes=dtypes
-            )
-            flow, answer = start(bucket, _part(state, layout)), None
-            try:
-                while True:
-                    request = next(flow) if answer is None else flow.send(answer)
-                    answer = None
-                    if isinstance(request, Collective):
-                        sent += request.bytes_sent(sizes[request.group])
-                        answer = _shaped(request, sizes[request.group])
-            except StopIteration:
-                pass
-
-        def widest(layout: Layout) -> torch.dtype:
-            dtype = torch.float32
-            for name in layout.names:
-                dtype = torch.promote_types(dtype, given[name].dtype)
-            return dtype
-
-        layouts = cut_layouts(given, bucket_mb * 2**20)
-        if self.scope == "step" and len(layouts) > 1:
-            whole = join_layouts(layouts)
-            run(self.aggregate, whole, 0, widest(whole))
-        else:
-            for index, layout in enumerate(layouts):
-                run(self.aggregate, layout, index, given[layout.names[0]].dtype)
-        if self.due(step):
-            whole = Layout({name: p.shape for name, p in given.items()})
-            run(self.after_step, whole, 0, widest(whole))
-        return sent
-
-
-def _part(state: State, layout: Layout) -> State:
-    """The part of a tree of state for one bucket, as :class:`~hvdbridge.state.StateStore` lays it."""
-    if not isinstance(next(iter(state.values()), None), Tensor):
-        return {key: _part(child, layout) for key, child in state.items()}
-    leaf = {name: state[name] for name in layout.names if name in state}
-    if len({t.dtype for t in leaf.values()}) != 1 or any(t.shape != layout.shapes[n] for n, t in leaf.items()):
-        return leaf
-    own = layout.part(leaf)
-    return Views(own, flatten(leaf, own))
-
-
-def _shaped(request: Collective, size: int) -> Tensor:
-    """A tensor of the answer's shape."""
-    tensor = request.tensor
-    match request:
-        case AllGather():
-            return tensor.new_empty((size, *tensor.shape))
-        case ReduceScatter():
-            return tensor.new_empty(tensor.shape[1:])
-        case _:
-            return torch.empty_like(tensor)
+        events = dry_run(self, params, size, step, bucket_mb, local_size)
+        return sum(event.request.bytes_sent(event.size) for event in events if isinstance(event, Asked))
 
 
 def check_weights(policy: Policy, weights: Sequence[float], size: int) -> tuple[float, ...]:

@@ -218,9 +218,10 @@ class GradientSynchronizer:
 
     def stats(self) -> dict[str, float]:
         """Figures of the last step: ``step``, ``collectives``, ``bytes_sent`` (by this rank, see
-        :meth:`Collective.bytes_sent <hvdbridge.collectives.Collective.bytes_sent>`), ``communication_seconds``;
-        ``state_bytes``, what the policy keeps on this rank; and whatever the policy reports of itself
-        (:meth:`Policy.statistics <hvdbridge.policy.Policy.statistics>`). Waits for a step that runs in the background.
+        :meth:`Collective.bytes_sent <hvdbridge.collectives.Collective.bytes_sent>`), ``communication_seconds``,
+        ``compression_seconds`` (in which the policy computed); ``state_bytes``, what the policy keeps on this rank;
+        and whatever the policy reports of itself (:meth:`Policy.statistics <hvdbridge.policy.Policy.statistics>`).
+        Waits for a step that runs in the background.
         """
         return self._aggregator.stats()
 

@@ -14,8 +14,10 @@ from hvdbridge.errors import HvdbridgeError
 
 # name -> (module, one line of help)
 COMMANDS = {
+    "bench": ("hvdbridge.cli.bench", "measure policies against the native way, under any launcher"),
     "doctor": ("hvdbridge.cli.doctor", "what is installed, and what each launcher and backend would do here"),
     "install-horovod": ("hvdbridge.cli.install_horovod", "build Horovod against the torch that is installed"),
+    "plan": ("hvdbridge.cli.plan", "predict step times at any number of ranks, and recommend a policy"),
     "run": ("hvdbridge.cli.run", "run an unmodified Horovod script, without Horovod"),
 }
 

@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "options": {"errors"},
     "collectives": {"errors"},
     "bucket": {"errors"},
-    "policy": VOCABULARY,
+    "policy": VOCABULARY | {"dry_run"},
+    "dry_run": VOCABULARY,
     "spec": VOCABULARY,
     "kernels": {"errors", "bucket", "kernels"},
     "policies": VOCABULARY | {"spec", "kernels", "policies"},
@@ -50,10 +51,25 @@ MAY_IMPORT = {
 
 LIBRARIES = ("torch.distributed", "torch.nn.parallel", "mpi4py", "horovod")
 SPEAKS = {
-    "torch.distributed": ("bridges", "communicators.torch", "rendezvous", "sources", "torch", "synchronizer"),
-    "torch.nn.parallel": ("bridges", "sources", "synchronizer"),
-    "mpi4py": ("communicators.mpi", "messages.mpi", "rendezvous.mpi", "cli"),
-    "horovod": ("communicators.horovod", "rendezvous.horovod", "sources.horovod", "torch.elastic.restart", "cli"),
+    "torch.distributed": (
+        "bench.native",
+        "bridges",
+        "communicators.torch",
+        "rendezvous",
+        "sources",
+        "torch",
+        "synchronizer",
+    ),
+    "torch.nn.parallel": ("bench.native", "bridges", "sources", "synchronizer"),
+    "mpi4py": ("bench.native", "communicators.mpi", "messages.mpi", "rendezvous.mpi", "cli"),
+    "horovod": (
+        "bench.native",
+        "communicators.horovod",
+        "rendezvous.horovod",
+        "sources.horovod",
+        "torch.elastic.restart",
+        "cli",
+    ),
 }
 """Library -> the modules that may know it; above all no policy, no kernel, no driver."""
 

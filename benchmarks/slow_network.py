@@ -1,0 +1,42 @@
+"""``hvdbridge bench`` between hosts whose links are slow: namespaces on one bridge, shaped to a rate and a delay.
+
+    sudo python benchmarks/slow_network.py --mbits 100 --hosts 2 --launcher mpiexec -- --policies mean int8
+
+What stands after ``--`` goes to ``hvdbridge bench``. Needs the right to make network namespaces; everything is gone
+afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from hosts import NoHosts, hosts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2, metavar="N")
+    parser.add_argument(
+        "--mbits", type=float, default=1000.0, help="what each host sends at most (default: %(default)s)"
+    )
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of each packet (default: %(default)s)")
+    parser.add_argument("--ranks-per-host", type=int, default=1, metavar="N")
+    parser.add_argument("--launcher", choices=["torchrun", "horovodrun", "mpiexec"], default="torchrun")
+    parser.add_argument("bench", nargs="*", metavar="-- ...", help="for hvdbridge bench")
+    arguments = parser.parse_args()
+    env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    try:
+        with hosts(arguments.hosts, arguments.mbits, arguments.delay_ms) as made:
+            words = ["-m", "hvdbridge", "bench", *arguments.bench]
+            lines = made.commands(arguments.launcher, arguments.ranks_per_host, words)
+            statuses, _ = made.run(lines, env, quiet=False)
+    except NoHosts as error:
+        print(f"benchmarks/slow_network.py: {error}", file=sys.stderr)
+        return 2
+    return max(map(abs, statuses))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""``python -m hvdbridge``, for launchers that start Python: ``torchrun --nproc-per-node 2 -m hvdbridge bench``."""
+
+import sys
+
+from hvdbridge.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

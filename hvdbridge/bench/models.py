@@ -1,0 +1,191 @@
+"""Models as lists of layers: the parameters of ResNet-50, BERT-base and GPT-2 small, and their arithmetic.
+
+Rules:
+
+1. The shapes are those of the published models; a test counts the parameters.
+2. A layer is the three matrix products that it costs in training (forward, gradient of the input, gradient of the
+   weights), on rows of its own: what else a model does (attention, normalisation) is little beside them, and no
+   data set and no model library is needed.
+3. Every gradient is random, dense and different in every step, so that a policy has real work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdbridge.errors import ConfigurationError, nearest
+
+Loss = Callable[[nn.Module], Tensor]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A weight matrix with its vectors (biases, normalisation).
+
+    Attributes:
+        rows: rows per sample that are multiplied with ``weight``, e.g. pixels or tokens; 0: a table that is looked up.
+    """
+
+    weight: tuple[int, ...]
+    vectors: tuple[int, ...] = ()
+    rows: float = 1.0
+
+
+def resnet50(side: int = 224) -> list[Layer]:
+    """He et al., *Deep residual learning for image recognition*, 2016; a sample is an image of ``side`` x ``side``.
+
+    >>> parameters(resnet50())
+    25557032
+    """
+    layers = [Layer((64, 3, 7, 7), (64, 64), (side / 2) ** 2)]
+    width_in = 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width, pixels = 64 << stage, (side / (4 << stage)) ** 2
+        for block in range(blocks):
+            for shape in ((width, width_in, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)):
+                layers.append(Layer(shape, (shape[0],) * 2, pixels))
+            if block == 0:
+                layers.append(Layer((4 * width, width_in, 1, 1), (4 * width,) * 2, pixels))
+            width_in = 4 * width
+    return [*layers, Layer((1000, 2048), (1000,))]
+
+
+def transformer(vocabulary: int, positions: int, layers: int, width: int) -> Iterator[Layer]:
+    """What BERT and GPT-2 have in common; a sample is a token."""
+    yield Layer((positions, width), (), 0)
+    for _ in range(layers):
+        yield Layer((3 * width, width), (3 * width, width, width))
+        yield Layer((width, width), (width,))
+        yield Layer((4 * width, width), (4 * width, width, width))
+        yield Layer((width, 4 * width), (width,))
+    yield Layer((vocabulary, width))
+
+
+def bert_base() -> list[Layer]:
+    """Devlin et al., *BERT*, 2019, base, uncased, with its pooler; a sample is a token.
+
+    >>> parameters(bert_base())
+    109482240
+    """
+    return [*transformer(30522, 512, 12, 768), Layer((2, 768), (768, 768), 0), Layer((768, 768), (768,))]
+
+
+def gpt2() -> list[Layer]:
+    """Radford et al., *Language models are unsupervised multitask learners*, 2019, small; a sample is a token.
+
+    >>> parameters(gpt2())
+    124439808
+    """
+    return [*transformer(50257, 1024, 12, 768), Layer((768, 1), (768,), 0)]
+
+
+def small(layers: int = 300) -> list[Layer]:
+    """Many small layers, where the cost of an operation counts and not its bytes."""
+    return [Layer((64, 64), (64,)) for _ in range(layers)]
+
+
+def parameters(layers: list[Layer]) -> int:
+    """How many numbers a model has."""
+    return sum(math.prod(layer.weight) + sum(layer.vectors) for layer in layers)
+
+
+MODELS: dict[str, tuple[Callable[..., list[Layer]], int]] = {
+    "resnet50": (resnet50, 1),
+    "bert-base": (bert_base, 64),
+    "gpt2": (gpt2, 64),
+    "small": (small, 128),
+}
+"""name -> (layers, samples per step unless told otherwise)"""
+
+
+class LayerList(nn.Module):
+    """A model that is a list of layers; called with the number of samples it returns a loss.
+
+    >>> model = LayerList(small(2))
+    >>> model(4).backward()
+    >>> [tuple(p.grad.shape) for p in model.parameters()]
+    [(64, 64), (64,), (64, 64), (64,)]
+    """
+
+    def __init__(self, layers: list[Layer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Product(layer) for layer in layers)
+
+    def forward(self, samples: int) -> Tensor:
+        signal = torch.ones((), device=next(self.parameters()).device, requires_grad=True)
+        for layer in self.layers:
+            signal = layer(signal, samples)
+        return signal
+
+
+class Product(nn.Module):
+    """One layer: it passes a scalar on, and costs what the layer would."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.rows = layer.rows
+        self.weight = nn.Parameter(torch.randn(layer.weight) / math.prod(layer.weight[1:]) ** 0.5)
+        self.vectors = nn.ParameterList(torch.zeros(n) for n in layer.vectors)
+        self._kept: dict[int, tuple[Tensor, ...]] = {}
+
+    def forward(self, signal: Tensor, samples: int) -> Tensor:
+        return _Product.apply(signal, *self._rows(samples), self.weight, *self.vectors)  # type: ignore
+
+    def _rows(self, samples: int) -> tuple[Tensor, ...]:
+        rows = max(1, round(self.rows * samples))
+        if rows not in self._kept:
+            weight = self.weight.detach().flatten(1)
+            self._kept = {
+                rows: tuple(torch.randn(rows, n, device=weight.device) for n in weight.T.shape)
+            }  # x, gradient
+        return self._kept[rows]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, signal: Tensor, x: Tensor, grad: Tensor, weight: Tensor, *vectors: Tensor) -> Tensor:
+        ctx.save_for_backward(x, grad, weight, *vectors)
+        x @ weight.flatten(1).T
+        return signal.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, grad, weight, *vectors = ctx.saved_tensors
+        grad @ weight.flatten(1)
+        # Gradients of one direction would flatter low rank, and equal ones whatever remembers the step before
+        grad = torch.roll(grad, int(torch.randint(len(grad), ())), 0)
+        return upstream, None, None, (grad.T @ x).view_as(weight), *(torch.randn_like(v) for v in vectors)
+
+
+def model(text: str, samples: int | None = None) -> tuple[nn.Module, Loss]:
+    """A model and its loss by name: ``resnet50``, ``bert-base``, ``gpt2``, ``small``, ``small:3000``, or
+    ``module:function``, whose function returns ``(module, loss)`` and ``loss(module)`` a scalar to differentiate.
+
+    Raises:
+        ConfigurationError: no such name, module or function.
+
+    >>> module, loss = model("small:2")
+    >>> loss(module).backward()
+    """
+    name, _, argument = text.partition(":")
+    if name in MODELS and (not argument or argument.isdigit()):
+        make, default = MODELS[name]
+        count = samples or default
+        return LayerList(make(int(argument)) if argument else make()), lambda module: module(count)
+    if not argument:
+        raise ConfigurationError(f"unknown model {text!r}. {nearest(name, MODELS)} Your own: module:function")
+    try:
+        module, loss = getattr(importlib.import_module(name), argument)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{text}: {error}. It must name a function without arguments in a module that can be imported, "
+            "which returns (torch.nn.Module, loss), where loss(module) is a scalar"
+        ) from error
+    return module, loss

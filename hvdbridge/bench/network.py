@@ -1,0 +1,183 @@
+"""A network as two numbers per kind of collective (alpha-beta model), and how long collectives take on it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.errors import ConfigurationError
+
+SMALL, LARGE = 256, 1 << 23
+"""Elements of a probe, float32: one that is all latency, and the most that is sent to find the bandwidth."""
+ENOUGH = 0.05
+"""Seconds that a probe should take beyond its latency."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """``seconds = rounds * latency + bytes_sent / bandwidth``; latency in seconds, bandwidth in bytes per second."""
+
+    latency: float
+    bandwidth: float
+
+
+class Load(NamedTuple):
+    """What a collective asks of the network: bytes that one rank sends, among ``size`` ranks of its group."""
+
+    kind: str
+    group: str
+    sent: float
+    size: int
+
+    @classmethod
+    def of(cls, request: Collective, size: int) -> Load:
+        """The load of a request."""
+        return cls(request.kind, request.group, request.bytes_sent(size), size)
+
+
+@dataclass(frozen=True)
+class Network:
+    """What connects the ranks, as seen by collectives.
+
+    Attributes:
+        lines: kind of collective -> its line; the kind "" stands for those that are not listed.
+        local: the same inside a node; None: no faster there.
+    """
+
+    lines: dict[str, Line]
+    local: dict[str, Line] | None = None
+
+    @classmethod
+    def given(cls, latency: float, bandwidth: float, local: tuple[float, float] | None = None) -> Network:
+        """One line for all kinds: seconds and bytes per second.
+
+        Raises:
+            ConfigurationError: negative latency, or a bandwidth that is not positive.
+        """
+        for seconds, rate in [(latency, bandwidth), *([local] if local else [])]:
+            if not (seconds >= 0 and rate > 0 and math.isfinite(seconds)):
+                raise ConfigurationError(f"latency={seconds} s must not be negative, bandwidth={rate} B/s positive")
+        return cls({"": Line(latency, bandwidth)}, {"": Line(*local)} if local else None)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that a rank sends at best."""
+        return max(line.bandwidth for line in self.lines.values())
+
+    def seconds(self, load: Load, local_size: int = 1) -> float:
+        """How long a collective takes where ``local_size`` ranks are on a node.
+
+        Rounds and bytes are those of the algorithm that is the faster one here:
+
+        ==============  ==========================  =======================================
+        AllReduce       ring (Patarasu 2009)        2 (N-1) rounds, 2 (N-1)/N of the bytes
+        ..              tree (Sanders 2009)         2 log2 N rounds, twice the bytes
+        AllToAll        pairwise                    N-1 rounds, (N-1)/N of the bytes
+        ReduceScatter   ring                        N-1 rounds, (N-1)/N of the bytes
+        AllGather       ring; Bruck (1997)          N-1 or log2 N rounds, N-1 times the bytes
+        Broadcast       binomial tree               log2 N rounds, the bytes once per round
+        ==============  ==========================  =======================================
+
+        Ranks of one node share its network: where every rank talks to every other, each has its part of it.
+
+        >>> net = Network.given(latency=1e-3, bandwidth=1e9)
+        >>> net.seconds(Load("AllReduce", "world", sent=1e9, size=2))
+        1.002
+        """
+        kind, group, sent, size = load
+        if size < 2:
+            return 0.0
+        inside = group == "node" and self.local is not None
+        lines = self.local if inside and self.local is not None else self.lines
+        line = lines[kind if kind in lines else ""]
+        share = 1 if inside or group == "cross" else local_size
+        levels = math.ceil(math.log2(size))
+        once = sent * size / (size - 1)  # the bytes of which (N-1)/N are sent in each direction
+        options: Sequence[tuple[float, float]] = {  # (rounds, bytes)
+            "AllReduce": [(2 * (size - 1), sent), (2 * levels, once)],
+            "AllToAll": [(size - 1, sent * share)],
+            "ReduceScatter": [(size - 1, sent)],
+            "AllGather": [(size - 1, sent), (levels, sent * share)],
+            "Broadcast": [(levels, levels * once)],
+        }[kind]
+        return min(rounds * line.latency + amount / line.bandwidth for rounds, amount in options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Network:
+        """The inverse of :meth:`to_dict`.
+
+        >>> net = Network.given(1e-5, 1e9)
+        >>> Network.from_dict(net.to_dict()) == net
+        True
+        """
+        lines, local = saved["lines"], saved.get("local")
+        return cls(
+            {kind: Line(**line) for kind, line in lines.items()},
+            None if local is None else {kind: Line(**line) for kind, line in local.items()},
+        )
+
+
+def probe(repeats: int = 5) -> Network:
+    """Measure the network of the session that runs: each kind, small and large, medians. Collective.
+
+    The large one grows until it takes ENOUGH. A job of one rank has no network; its lines are those of memory.
+    """
+    import hvdbridge as hb
+
+    size, device = hb.size(), hb.device()
+    kinds: dict[str, Callable[[int], Collective]] = {
+        "AllReduce": lambda n: AllReduce(torch.ones(n, device=device)),
+        "AllGather": lambda n: AllGather(torch.ones(max(1, n // size), device=device)),
+        "AllToAll": lambda n: AllToAll(torch.ones(size, max(1, n // size), device=device)),
+        "ReduceScatter": lambda n: ReduceScatter(torch.ones(size, max(1, n // size), device=device)),
+        "Broadcast": lambda n: Broadcast(torch.ones(n, device=device)),
+    }
+    lines = {}
+    for kind, make in kinds.items():
+        small = _median(make(SMALL), repeats)
+        elements, large = SMALL, small
+        while elements < LARGE and large < small + ENOUGH:
+            elements *= 8
+            large = _median(make(elements), repeats)
+        rounds = _rounds(kind, size)
+        sent = make(elements).bytes_sent(size) - make(SMALL).bytes_sent(size)
+        lines[kind] = Line(small / rounds, max(sent, 1) / max(large - small, 1e-9))
+    return Network(lines)
+
+
+def _median(request: Collective, repeats: int) -> float:
+    """Seconds, of the slowest rank: the same on all, so that all go on alike."""
+    import hvdbridge as hb
+
+    communicator = hb.current().communicator
+    found = torch.tensor([statistics.median(_timed(communicator, request) for _ in range(repeats))])
+    hb.all_reduce(found, op=hb.ReduceOp.MAX)
+    return float(found)
+
+
+def _timed(communicator: Any, request: Collective) -> float:
+    import hvdbridge as hb
+
+    hb.barrier()
+    started = time.perf_counter()
+    result: Tensor = communicator.execute(request)
+    if result.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _rounds(kind: str, size: int) -> int:
+    levels = max(1, math.ceil(math.log2(size)))
+    return {"AllReduce": 2 * levels, "AllGather": levels, "Broadcast": levels}.get(kind, max(1, size - 1))

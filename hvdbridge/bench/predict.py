@@ -1,0 +1,221 @@
+"""A step's time, predicted: what a policy asks for and computes, on a network, beside a backward.
+
+Rules:
+
+1. What a policy asks for comes from a dry run at that number of ranks, what it computes from a dry run with real
+   tensors at two small numbers: arithmetic grows at most linearly with the ranks (a sparse all-gather is decoded rank
+   by rank), so a line through both is enough.
+2. Buckets become ready while backward runs, in proportion to their elements. One network carries one collective at
+   a time; the policy's arithmetic has a core of its own, or shares that of backward.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from hvdbridge.bench.network import Load, Network
+from hvdbridge.dry_run import Asked, Ended, dry_run
+from hvdbridge.errors import ConfigurationError
+from hvdbridge.policy import Policy
+
+SETTLED = 10_000_000
+"""A step after any warm-up."""
+MOST = 1024
+"""Beyond so many ranks requests are extrapolated: a dry run has a row for each rank."""
+FEW = (2, 4, 8)
+"""Numbers of ranks at which arithmetic is measured."""
+Shapes = Mapping[str, Tensor | Sequence[int]]
+
+
+@dataclass
+class Bucket:
+    """One bucket's way: seconds of computing and what is sent then, ..., and a last computation."""
+
+    numel: int = 0
+    legs: list[tuple[float, Load]] = field(default_factory=list)
+    tail: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds and bytes of one step of one rank; the fields are those of :class:`~hvdbridge.bench.measure.Row`."""
+
+    policy: str
+    ranks: int
+    step: float
+    compute: float
+    compression: float
+    communication: float
+    bytes_sent: float
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A job: parameters, computation, network.
+
+    Attributes:
+        forward, backward: seconds without synchronization.
+        cores: cores per rank; with less than two, a policy computes in the time of backward.
+    """
+
+    params: Shapes
+    forward: float
+    backward: float
+    network: Network
+    bucket_mb: float = 25.0
+    local_size: int = 1
+    cores: float = 2.0
+
+    def predict(self, spec: str, policy: Policy, ranks: int, arithmetic: Arithmetic) -> Prediction:
+        """One step among ``ranks`` ranks, after any warm-up; what is done only in some steps is spread over all."""
+        every = range(SETTLED, SETTLED + 1000)
+        due = sum(map(policy.due, every)) / len(every)
+        usual = next((step for step in every if not policy.due(step)), SETTLED)
+        found = self._one(spec, policy, ranks, arithmetic, usual)
+        if 0 < due < 1:
+            extra = self._one(spec, policy, ranks, arithmetic, next(filter(policy.due, every)))
+            mixed = {
+                name: (1 - due) * getattr(found, name) + due * getattr(extra, name)
+                for name in ("step", "compression", "communication", "bytes_sent")
+            }
+            found = replace(found, **mixed)
+        return found
+
+    def _one(self, spec: str, policy: Policy, ranks: int, arithmetic: Arithmetic, step: int) -> Prediction:
+        local_size = min(self.local_size, ranks)
+        buckets = self._buckets(policy, ranks, arithmetic, step)
+        legs = [leg for bucket in buckets for leg in bucket.legs]
+        sent = sum(load.sent for _, load in legs)
+        compression = sum(bucket.tail for bucket in buckets) + sum(seconds for seconds, _ in legs)
+        carried = sum(self.network.seconds(load, local_size) for _, load in legs)
+        seconds = self._simulate(buckets, local_size)
+        return Prediction(spec, ranks, seconds, self.forward + self.backward, compression, carried, sent)
+
+    def _buckets(self, policy: Policy, ranks: int, arithmetic: Arithmetic, step: int) -> list[Bucket]:
+        found: dict[int, Bucket] = {}
+        seconds = arithmetic.at(ranks, policy.due(step))
+        for spent, (event, load) in zip(seconds, self._events(policy, ranks, step), strict=True):
+            bucket = found.setdefault(event.bucket, Bucket())
+            if isinstance(event, Ended):
+                bucket.numel, bucket.tail = event.numel, spent
+            else:
+                assert load is not None
+                bucket.legs.append((spent, load))
+        return [found[index] for index in sorted(found)]
+
+    def _events(self, policy: Policy, ranks: int, step: int) -> Iterator[tuple[Asked | Ended, Load | None]]:
+        """A dry run; with more than MOST ranks each load grows on as it did up to there."""
+
+        def run(size: int) -> list[tuple[Asked | Ended, Load | None]]:
+            events = dry_run(policy, self.params, size, step, self.bucket_mb, min(self.local_size, size))
+            return [(one, Load.of(one.request, one.size) if isinstance(one, Asked) else None) for one in events]
+
+        if ranks <= MOST:
+            yield from run(ranks)
+            return
+        policy.check_size(ranks, -(-ranks // self.local_size))
+        for (_, few), (event, many) in zip(run(MOST // 2), run(MOST), strict=True):
+            if few is None or many is None:
+                yield event, None
+                continue
+            slope = (many.sent - few.sent) / (MOST - MOST // 2)
+            size = many.size if few.size == many.size else round(many.size * ranks / MOST)
+            yield event, many._replace(sent=many.sent + slope * (ranks - MOST), size=size)
+
+    def _simulate(self, buckets: Sequence[Bucket], local_size: int) -> float:
+        """Event by event: whoever is ready first is served first, on the cores and on the network."""
+        total = max(1, sum(bucket.numel for bucket in buckets))
+        core = "backward" if self.cores < 2 else "policy"
+        free = {"backward": self.forward, "policy": 0.0, "network": 0.0}  # from when on
+        waiting: list[tuple[float, int, str, float, Callable[[float], None]]] = []
+        order = itertools.count()
+
+        def then(at: float, where: str, seconds: float, go_on: Callable[[float], None]) -> None:
+            heapq.heappush(waiting, (at, next(order), where, seconds, go_on))
+
+        def travel(at: float, legs: Sequence[tuple[str, float]]) -> None:
+            if legs:
+                then(at, *legs[0], lambda end: travel(end, legs[1:]))
+
+        def produce(at: float, rest: Sequence[Bucket]) -> None:
+            """Backward goes on to the next bucket's gradients."""
+            if rest:
+                bucket, seconds = rest[0], self.backward * rest[0].numel / total
+                legs = [
+                    leg
+                    for spent, load in bucket.legs
+                    for leg in ((core, spent), ("network", self.network.seconds(load, local_size)))
+                ]
+
+                def ready(end: float) -> None:
+                    travel(end, [*legs, (core, bucket.tail)])
+                    produce(end, rest[1:])
+
+                then(at, "backward", seconds, ready)
+
+        produce(self.forward, buckets)
+        while waiting:
+            at, _, where, seconds, go_on = heapq.heappop(waiting)
+            free[where] = max(at, free[where]) + seconds
+            go_on(free[where])
+        return max(*free.values(), self.forward + self.backward)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a policy computes between its collectives.
+
+    Attributes:
+        seconds: (ranks, whether :meth:`Policy.due`) -> seconds before each collective and each end, in order.
+    """
+
+    seconds: Mapping[tuple[int, bool], Sequence[float]]
+
+    def at(self, ranks: int, due: bool) -> list[float]:
+        """At any number of ranks: on the line through what was measured, not below zero."""
+        known = sorted(n for n, also in self.seconds if also == due)
+        low, high = known[0], known[-1]
+        a, b = self.seconds[low, due], self.seconds[high, due]
+        if low == high:
+            return list(a)
+        return [max(0.0, x + (y - x) * (ranks - low) / (high - low)) for x, y in zip(a, b, strict=True)]
+
+
+def measure_arithmetic(
+    policy: Policy,
+    params: Shapes,
+    bucket_mb: float = 25.0,
+    repeats: int = 3,
+    device: torch.device | str = "cpu",
+) -> Arithmetic:
+    """Time a policy's own work on this machine, without other ranks: medians of ``repeats`` steps, after one.
+
+    Raises:
+        ConfigurationError: the policy is not defined for any of :data:`FEW` ranks.
+    """
+    every = range(SETTLED, SETTLED + 1000)
+    steps = {policy.due(step): step for step in every}
+    seconds = {}
+    refusal: Exception | None = None
+    for ranks in FEW:
+        try:
+            policy.check_size(ranks, ranks)
+        except ConfigurationError as error:
+            refusal = error
+            continue
+        for due, step in steps.items():
+            runs = [
+                [event.seconds for event in dry_run(policy, params, ranks, step, bucket_mb, 1, device)]
+                for _ in range(repeats + 1)
+            ][1:]
+            seconds[ranks, due] = [statistics.median(each) for each in zip(*runs, strict=True)]
+    if not seconds:
+        raise ConfigurationError(f"its arithmetic is measured at {FEW} ranks: {refusal}") from refusal
+    return Arithmetic(seconds)

@@ -1,0 +1,117 @@
+"""What was measured or predicted, as tables, JSON and plots."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from hvdbridge.bench.measure import Row
+from hvdbridge.bench.network import Network
+from hvdbridge.bench.predict import Prediction
+from hvdbridge.errors import BackendUnavailable
+
+
+def measured(rows: Sequence[Row]) -> Table:
+    """The table of ``hvdbridge bench``; milliseconds are medians."""
+    names = "backend model policy step compute compress communicate exposed MB/step MB/s /native quartiles /limit"
+    table = Table(*names.split(), title="milliseconds per step")
+    for row in rows:
+        low, middle, high = row.ratio
+        times = (row.step, row.compute, row.compression, row.communication, row.exposed)
+        table.add_row(
+            row.backend, row.model, row.policy, *(f"{1e3 * each:.1f}" for each in times),
+            f"{row.bytes_sent / 1e6:.2f}", f"{row.bandwidth / 1e6:.0f}", f"{middle:.3f}", f"{low:.2f} .. {high:.2f}",
+            f"{row.limit:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def predicted(found: Sequence[Prediction]) -> Table:
+    """The table of ``hvdbridge plan``: a line per policy, a column per number of ranks, milliseconds and megabytes."""
+    sizes = sorted({one.ranks for one in found})
+    title = "predicted milliseconds per step (megabytes sent per rank)"
+    table = Table("policy", *(f"{n:,} ranks" for n in sizes), title=title)
+    for policy in dict.fromkeys(one.policy for one in found):
+        at = {one.ranks: one for one in found if one.policy == policy}
+        cells = [f"{1e3 * at[n].step:.1f} ({at[n].bytes_sent / 1e6:.1f})" if n in at else "–" for n in sizes]
+        table.add_row(policy, *cells)
+    return table
+
+
+def save(path: Path, network: Network, rows: Sequence[Row | Prediction], **more: Any) -> None:
+    """All figures, in seconds and bytes, as JSON."""
+    content = {**more, "network": network.to_dict(), "rows": [asdict(row) for row in rows]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def plot_measured(path: Path, rows: Sequence[Row]) -> None:
+    """Stacked bars: compute, compression, what is exposed; beside each the native step as a line."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.35 * len(rows)), layout="constrained")
+    labels = [f"{row.policy} · {row.model} · {row.backend}" for row in rows]
+    left = [0.0] * len(rows)
+    for part in ("compute", "compression", "exposed"):
+        values = [1e3 * getattr(row, part) for row in rows]
+        axes.barh(labels, values, left=left, label=part)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    native = [1e3 * row.native for row in rows]
+    axes.plot(native, range(len(rows)), "k|", markersize=14, label="native step")
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds per step")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def plot_predicted(path: Path, found: Sequence[Prediction]) -> None:
+    """Step time over the number of ranks, a line per policy."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    for policy in dict.fromkeys(one.policy for one in found):
+        mine = [one for one in found if one.policy == policy]
+        axes.plot([one.ranks for one in mine], [1e3 * one.step for one in mine], marker=".", label=policy)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("milliseconds per step")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def recommend(found: Sequence[Prediction], ranks: int) -> str:
+    """The policy to take at ``ranks`` ranks, and why: the fastest, unless a simpler one is as fast within 5 %.
+
+    ``found`` is ordered from the simplest policy to the one that asks most of a training's recipe.
+    """
+    here = [one for one in found if one.ranks == ranks and math.isfinite(one.step)]
+    best = min(here, key=lambda one: one.step)
+    simplest = next(one for one in here if one.step <= 1.05 * best.step)
+    dense = here[0]
+    hidden = simplest.step <= 1.05 * (simplest.compute + simplest.compression)
+    reason = "its communication hides behind backward" if hidden else "the network is what the step waits for"
+    gain = dense.step / simplest.step
+    text = f"{ranks:,} ranks: {simplest.policy}: {1e3 * simplest.step:.1f} ms a step, {reason}"
+    if simplest is not dense:
+        text += f"; {gain:.1f} times as fast as {dense.policy}"
+    elif hidden:
+        text += "; nothing is gained by sending less"
+    return text + "."
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise BackendUnavailable("plots need matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

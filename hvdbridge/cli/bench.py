@@ -1,0 +1,123 @@
+"""``hvdbridge bench``: what policies cost here, against the native way, under whatever launcher started it.
+
+::
+
+    torchrun --nproc-per-node 2 -m hvdbridge bench --models bert-base --policies mean,bf16,int8
+    horovodrun -np 4 hvdbridge bench --backends horovod
+    hvdbridge bench                                        # no launcher: 2 ranks here, each backend by its own
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hvdbridge.errors import ConfigurationError, HvdbridgeError
+from hvdbridge.world import World
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = __doc__
+    backend = os.environ.get("HVDBRIDGE_BACKEND", "auto")
+    parser.add_argument("--backends", default=backend, help="torch,horovod,mpi (default: %(default)s)")
+    parser.add_argument("--models", default="small", help="resnet50, bert-base, gpt2, small[:LAYERS], module:function")
+    parser.add_argument("--policies", nargs="+", default=["mean", "bf16", "int8"], metavar="SPEC")
+    parser.add_argument(
+        "--against", metavar="WAY", help="a native way: ddp, ddp-fp16, ddp-topk, horovod, mpi-loop, ..."
+    )
+    parser.add_argument("--steps", type=int, default=30, help="counted steps of each way (default: %(default)s)")
+    parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
+    parser.add_argument("--ranks", type=int, default=2, help="without a launcher (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.steps < 1 or arguments.ranks < 1:
+        raise ConfigurationError(f"--steps {arguments.steps} and --ranks {arguments.ranks} must be positive")
+    if World.from_environment().launcher != "none":
+        return _measure(arguments)
+    return _launch(arguments)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    """Each backend under its own launcher, on this machine."""
+    names = arguments.backends.split(",") if arguments.backends != "auto" else ["torch", "horovod", "mpi"]
+    words = sys.argv[1:]
+    status = 0
+    for name in names:
+        ranks = str(arguments.ranks)
+        lines = {
+            "torch": ["torchrun", "--nproc-per-node", ranks, "--standalone", "-m"],
+            "horovod": ["horovodrun", "-np", ranks, sys.executable, "-m"],
+            "mpi": ["mpiexec", "-n", ranks, sys.executable, "-m"],
+        }
+        if name not in lines:
+            raise ConfigurationError(f"--backends {name}: known are {', '.join(lines)}")
+        line = [*lines[name], "hvdbridge", *words, "--backends", name]
+        for option in ("json", "plot"):
+            if (path := getattr(arguments, option)) is not None and len(names) > 1:
+                line += [f"--{option}", str(path.with_stem(f"{path.stem}-{name}"))]
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        program = shutil.which(line[0], path=path)
+        if program is None:
+            raise ConfigurationError(f"{line[0]} is not here, which starts the {name} backend (hvdbridge doctor)")
+        status |= subprocess.run([program, *line[1:]], env=os.environ | {"PATH": path}, check=False).returncode
+    return status
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    import hvdbridge as hb
+    from hvdbridge.bench import network, report
+    from hvdbridge.bench.measure import WARM_UP, Row, measure
+
+    rows: list[Row] = []
+    link: network.Network | None = None
+    models = arguments.models.split(",")
+    console = Console(stderr=True)
+    first = World.from_environment().rank == 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    interrupted = False
+    with Progress(*columns, console=console, disable=not first) as progress:
+        try:
+            for backend in arguments.backends.split(","):
+                hb.init(backend=backend)
+                link = network.probe()
+                for model in models:
+                    for policy in arguments.policies:
+                        total = WARM_UP + arguments.steps
+                        task = progress.add_task(f"{hb.backend()} · {model} · {policy}", total=total)
+                        rows.append(
+                            measure(
+                                model, policy, arguments.against, link, arguments.steps, arguments.samples,
+                                lambda task=task: progress.advance(task),  # type: ignore[misc]
+                            )
+                        )  # fmt: skip
+                        _keep(arguments.json if first else None, link, rows)
+                hb.shutdown()
+        except KeyboardInterrupt:
+            interrupted = True
+    if first and rows and link is not None:
+        Console(width=None if sys.stdout.isatty() else 150).print(report.measured(rows))
+        if arguments.plot is not None:
+            report.plot_measured(arguments.plot, rows)
+    return 130 if interrupted else 0
+
+
+def _keep(path: Path | None, link: object, rows: list) -> None:  # type: ignore[type-arg]
+    """After every row: Ctrl-C leaves those so far."""
+    from hvdbridge.bench import report
+
+    if path is not None:
+        report.save(path, link, rows)  # type: ignore[arg-type]
+
+
+__all__ = ["HvdbridgeError", "add_arguments", "run"]

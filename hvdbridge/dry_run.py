@@ -1,0 +1,145 @@
+"""What a policy asks for in one step, without other ranks: flows run on tensors whose answers are made up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts, flatten, join_layouts, number_blocks
+from hvdbridge.collectives import AllGather, Collective, ReduceScatter
+from hvdbridge.errors import ConfigurationError
+from hvdbridge.policy import Flow, Policy, State
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A collective that rank 0 asked for.
+
+    Attributes:
+        bucket: number of its bucket.
+        size: how many ranks take part in it.
+        seconds: what the policy computed before it, since the collective before.
+    """
+
+    bucket: int
+    request: Collective
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A bucket's flow came to its end; ``seconds`` as in :class:`Asked`, ``numel`` elements."""
+
+    bucket: int
+    numel: int
+    seconds: float
+
+
+def dry_run(
+    policy: Policy,
+    params: Mapping[str, Tensor | Sequence[int]],
+    size: int,
+    step: int = 0,
+    bucket_mb: float = 25.0,
+    local_size: int | None = None,
+    device: torch.device | str = "meta",
+) -> Iterator[Asked | Ended]:
+    """What rank 0 does in one step, in order; arguments as for :meth:`Policy.bytes_per_step`.
+
+    Buckets follow each other, as they would on a network that takes no time; under DDP they are cut a little
+    differently.
+
+    Args:
+        device: ``meta``, whose tensors have no values and take no memory and no time; or a real one, where gradients
+            are random and ``seconds`` is what the policy's arithmetic takes. There an all-reduce answers with the
+            rank's own tensor, and the others as if every rank had sent what this one did.
+
+    Raises:
+        ConfigurationError: an argument is not positive, or the policy is not defined for so many ranks.
+
+    >>> from hvdbridge.policies import from_spec
+    >>> asked = dry_run(from_spec("mean"), {"w": (1024,)}, size=4)
+    >>> [one.request.signature() for one in asked if isinstance(one, Asked)]
+    ['AllReduce[1024] float32 op=sum group=world']
+    """
+    if size < 1 or bucket_mb <= 0 or (local_size is not None and local_size < 1):
+        raise ConfigurationError(f"size={size}, bucket_mb={bucket_mb} and local_size={local_size} must be positive")
+    given = {
+        name: torch.empty(p.shape, dtype=p.dtype, device=device)
+        if isinstance(p, Tensor)
+        else torch.empty(torch.Size(p), device=device)
+        for name, p in params.items()
+    }
+    local = min(size if local_size is None else local_size, size)
+    nodes = tuple(rank // local for rank in range(size))
+    sizes = {"world": size, "node": local, "cross": nodes[-1] + 1}
+    policy.check_size(size, sizes["cross"])
+    blocks = number_blocks({name: p.shape for name, p in given.items()})
+    dtypes = {name: p.dtype for name, p in given.items()}
+    state = policy.init(given)
+
+    def run(start: Callable[[Bucket, State], Flow], layout: Layout, index: int, dtype: torch.dtype) -> Iterator[Any]:
+        groups = {group: (0, n) for group, n in sizes.items() if group != "world"}
+        flat = torch.empty(layout.numel, dtype=dtype, device=device).normal_()
+        bucket = Bucket(flat, layout, index, step, size=size, blocks=blocks, groups=groups, nodes=nodes, dtypes=dtypes)
+        part, answer, spent = _part(state, layout), None, 0.0
+        since = time.perf_counter()
+        flow = start(bucket, part)
+        try:
+            while True:
+                request = next(flow) if answer is None else flow.send(answer)
+                answer = None
+                if not isinstance(request, Collective):
+                    continue
+                spent += time.perf_counter() - since
+                yield Asked(index, request, sizes[request.group], spent)
+                answer, spent = _answer(request, sizes[request.group]), 0.0
+                since = time.perf_counter()
+        except StopIteration:
+            yield Ended(index, layout.numel, spent + time.perf_counter() - since)
+
+    def widest(layout: Layout) -> torch.dtype:
+        dtype = torch.float32
+        for name in layout.names:
+            dtype = torch.promote_types(dtype, given[name].dtype)
+        return dtype
+
+    layouts = cut_layouts(given, bucket_mb * 2**20)
+    if policy.scope == "step" and len(layouts) > 1:
+        layouts = [join_layouts(layouts)]
+        yield from run(policy.aggregate, layouts[0], 0, widest(layouts[0]))
+    else:
+        for index, layout in enumerate(layouts):
+            yield from run(policy.aggregate, layout, index, given[layout.names[0]].dtype)
+    if policy.due(step):
+        whole = Layout({name: p.shape for name, p in given.items()})
+        yield from run(policy.after_step, whole, len(layouts), widest(whole))
+
+
+def _part(state: State, layout: Layout) -> State:
+    """The part of a tree of state for one bucket, as :class:`~hvdbridge.state.StateStore` lays it."""
+    if not isinstance(next(iter(state.values()), None), Tensor):
+        return {key: _part(child, layout) for key, child in state.items()}
+    leaf = {name: state[name] for name in layout.names if name in state}
+    if len({t.dtype for t in leaf.values()}) != 1 or any(t.shape != layout.shapes[n] for n, t in leaf.items()):
+        return leaf
+    own = layout.part(leaf)
+    return Views(own, flatten(leaf, own))
+
+
+def _answer(request: Collective, size: int) -> Tensor:
+    """What ranks that all sent the same would receive; an all-reduce's sum is not done."""
+    tensor = request.tensor
+    match request:
+        case AllGather():
+            return tensor.expand(size, *tensor.shape).clone()
+        case ReduceScatter():
+            return tensor[0].clone()
+        case _:
+            return tensor.clone()

@@ -1,0 +1,156 @@
+"""``hvdbridge bench`` in real jobs: its figures are those of what ran."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+
+from benchmarks.hosts import NoHosts, hosts
+from hvdbridge.bench.models import model
+from hvdbridge.policies import from_spec
+
+SMALL = ["--models", "small:8", "--samples", "4", "--steps", "3"]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return list(json.loads(path.read_text())["rows"])
+
+
+@pytest.mark.parametrize("launcher", jobs.LAUNCHERS)
+def test_three_backends_in_one_job(launcher: str, tmp_path: Path) -> None:
+    out, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    words = ["-m", "hvdbridge", "bench", *SMALL, "--backends", "torch,mpi,horovod", "--policies", "mean", "int8"]
+    job = jobs.run(launcher, None, 2, [*words, "--json", str(out), "--plot", str(picture)])
+    assert job.status == 0, job.output
+    rows = read(out)
+    assert [(row["backend"], row["policy"]) for row in rows] == [
+        (backend, policy) for backend in ("torch", "mpi", "horovod") for policy in ("mean", "int8")
+    ]
+    params = dict(model("small:8")[0].named_parameters())
+    for row in rows:
+        assert (row["launcher"], row["ranks"], row["steps"]) == (launcher, 2, 3)
+        assert row["parameters"] == sum(p.numel() for p in params.values())
+        # One bucket holds the model, so DDP cuts it as we predict
+        assert row["bytes_sent"] == from_spec(row["policy"]).bytes_per_step(params, 2)
+        assert row["step"] >= max(row["compression"], row["communication"]) > 0
+        assert row["exposed"] == pytest.approx(max(0, row["step"] - row["compute"] - row["compression"]))
+        assert row["ratio"] == sorted(row["ratio"])
+        assert row["limit"] > 0
+    assert "milliseconds per step" in job.output
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("backend", "way"), [("torch", "ddp-fp16"), ("torch", "ddp-powersgd"), ("torch", "ddp-topk"),
+                                              ("mpi", "mpi-loop")])  # fmt: skip
+def test_other_native_ways(backend: str, way: str, tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    words = ["-m", "hvdbridge", "bench", *SMALL, "--policies", "mean", "--against", way, "--json", str(out)]
+    job = jobs.run(jobs.NATIVE[backend], backend, 2, words)
+    assert job.status == 0, job.output
+    assert [row["against"] for row in read(out)] == [way]
+
+
+def test_without_a_launcher_each_backend_has_its_own(tmp_path: Path) -> None:
+    words = ["bench", *SMALL, "--policies", "mean", "--json", str(tmp_path / "b.json")]
+    job = jobs.run(None, None, 2, ["-m", "hvdbridge", *words], timeout=90)
+    assert job.status == 0, job.output
+    found = {path.stem: read(path)[0]["launcher"] for path in tmp_path.glob("*.json")}
+    assert found == {"b-torch": "torchrun", "b-horovod": "horovodrun", "b-mpi": "mpiexec"}
+
+
+def test_a_wrong_policy_ends_the_job_with_its_reason() -> None:
+    job = jobs.run("mpiexec", "mpi", 2, ["-m", "hvdbridge", "bench", *SMALL, "--policies", "int9"])
+    assert job.status != 0
+    assert "int9" in job.output
+
+
+def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    words = ["bench", "--models", "small:8", "--samples", "4", "--policies", "mean", "bf16", "--json", str(out)]
+    line = jobs.command("torchrun", 2, ["-m", "hvdbridge", *words, "--steps", "3000"])
+    line[-1] = "40"  # the first row comes soon, the second is interrupted
+    job = subprocess.Popen(
+        line, env=jobs.environment("torch"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not out.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.killpg(job.pid, signal.SIGINT)  # what a terminal does
+        output = job.communicate(timeout=60)[0]
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert [row["policy"] for row in read(out)] == ["mean"]
+    assert "milliseconds per step" in output
+
+
+def test_a_slow_network_is_what_the_step_waits_for(tmp_path: Path) -> None:
+    """Two hosts, 20 Mbit/s: 1 MB of gradients takes 0.4 s, so a step cannot take less, nor int8 more than mean."""
+    out = tmp_path / "bench.json"
+    words = [
+        "-m",
+        "hvdbridge",
+        "bench",
+        "--models",
+        "small:60",
+        "--samples",
+        "4",
+        "--steps",
+        "2",
+        "--policies",
+        "mean",
+        "int8",
+    ]
+    try:
+        with hosts(2, mbits=20) as made:
+            lines = made.commands("torchrun", 1, [*words, "--policies", "mean", "int8", "--json", str(out)])
+            statuses, output = made.run(lines, jobs.environment("torch"), timeout=90)
+    except NoHosts as error:
+        pytest.skip(str(error))
+    assert statuses == [0, 0], output[-4000:]
+    mean, int8 = read(out)
+    burst = 256_000 * 2  # what a token bucket lets through at once, and a queue on the way
+    assert mean["step"] > (mean["bytes_sent"] - burst) * 8 / 20e6
+    assert int8["step"] < mean["step"]
+
+
+def test_hosts_leave_nothing(tmp_path: Path) -> None:
+    """SIGTERM while ranks run: namespaces, bridge and ranks are gone."""
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time; print('here', flush=True); time.sleep(600)")
+    code = (
+        "import os, sys; from benchmarks.hosts import *\n"
+        "try:\n"
+        "    with hosts(2) as made:\n"
+        "        print(made.names[0], flush=True)\n"
+        f"        made.run([[sys.executable, {str(script)!r}]] * 2, os.environ, quiet=False)\n"
+        "except NoHosts as error: print(error)\n"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert job.stdout is not None
+    try:
+        name = job.stdout.readline().strip()
+        if " " in name:
+            pytest.skip(name)
+        assert [job.stdout.readline().strip() for _ in range(2)] == ["here", "here"]
+        job.terminate()
+        assert job.wait(30) == 143
+    finally:
+        job.kill()
+        job.communicate()
+    assert name not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert not Path("/etc/netns", name).exists()
+    assert str(script) not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout

@@ -1,0 +1,229 @@
+"""Layer lists, dry runs, the network's model and the plan: what can be known without a job."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hvdbridge.bench import models
+from hvdbridge.bench.native import WAYS, native
+from hvdbridge.bench.network import Line, Load, Network
+from hvdbridge.bench.predict import MOST, Arithmetic, Planner, Prediction, measure_arithmetic
+from hvdbridge.bench.report import recommend
+from hvdbridge.cli import main
+from hvdbridge.dry_run import Asked, Ended, dry_run
+from hvdbridge.errors import ConfigurationError
+from hvdbridge.policies import from_spec
+
+SPECS = [
+    "mean", "bf16", "int8", "int4", "qsgd", "natural", "topk:ratio=0.1", "oktopk:ratio=0.1", "randomk:ratio=0.1",
+    "onebit", "efsign", "sign:momentum=0.9", "powersgd:rank=2", "adasum", "median", "geometric_median",
+    "dp:norm=1.0,noise=0.1", "delayed(int8)", "hierarchical(int8)", "clip(mean)", "local_sgd:every=4",
+]  # fmt: skip
+PARAMS = {"a": (48, 40), "b": (40,), "c": (30, 16)}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_dry_run_with_values_asks_for_what_one_without_asks_for(spec: str) -> None:
+    policy = from_spec(spec)
+    without, real = (
+        [
+            (event.bucket, event.request.signature(), event.size) if isinstance(event, Asked) else event.numel
+            for event in dry_run(policy, PARAMS, 4, step=7, bucket_mb=0.005, local_size=2, device=device)
+        ]
+        for device in ("meta", "cpu")
+    )
+    assert without == real
+    assert sum(event for event in real if isinstance(event, int)) >= 2440
+
+
+@pytest.mark.parametrize("text", ["resnet50", "small:3"])
+def test_every_parameter_of_a_layer_list_has_a_gradient_of_its_own_in_every_step(text: str) -> None:
+    model, loss = models.model(text, samples=1)
+    if text == "resnet50":
+        model = models.LayerList(models.resnet50(side=32))
+    seen = []
+    for _ in range(2):
+        model.zero_grad()
+        loss(model).backward()
+        seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(seen[0]) == len(list(model.parameters()))
+    for p, one, other in zip(model.parameters(), *seen, strict=True):
+        assert one.shape == p.shape
+        assert one.isfinite().all()
+        assert one.count_nonzero() > 0.99 * one.numel()
+        if p.dim() == 1:
+            assert not torch.equal(one, other)
+
+
+def own() -> tuple[torch.nn.Module, models.Loss]:
+    return torch.nn.Linear(3, 2), lambda module: module(torch.ones(4, 3)).sum()
+
+
+def test_a_model_of_ones_own() -> None:
+    module, loss = models.model(f"{__name__}:own")
+    loss(module).backward()
+    assert module.weight.grad is not None
+
+
+@pytest.mark.parametrize(("text", "error"), [("resnet5", "Did you mean 'resnet50'"), ("os:nowhere", "os:nowhere: ")])
+def test_a_model_that_is_none(text: str, error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
+        models.model(text)
+
+
+def test_native_ways_belong_to_backends() -> None:
+    assert {native(backend)[0] for backend in ("torch", "horovod", "mpi")} == {"ddp", "horovod", "mpi"}
+    with pytest.raises(ConfigurationError, match="mpi-loop runs on the mpi backend, not on torch"):
+        native("torch", "mpi-loop")
+    with pytest.raises(ConfigurationError, match="unknown native way"):
+        native("torch", "dpd")
+    assert all(native(owner, name) == (name, make) for name, (owner, make) in WAYS.items())
+
+
+# The network --------------------------------------------------------------------------------------
+
+
+def test_ring_and_tree_take_turns() -> None:
+    """Latency decides for few bytes, bandwidth for many: 2 log2 N (a + B/b) against 2 (N-1) a + 2 (N-1)/N B/b."""
+    net, n = Network.given(latency=1e-3, bandwidth=1e6), 16
+    few, many = (Load("AllReduce", "world", whole * 2 * (n - 1) / n, n) for whole in (10.0, 1e7))
+    assert net.seconds(few) == pytest.approx(8 * 1e-3 + 2 * 10 / 1e6)
+    assert net.seconds(many) == pytest.approx(30 * 1e-3 + 1e7 * 2 * 15 / 16 / 1e6)
+
+
+def test_ranks_of_a_node_share_its_network_where_everybody_talks_to_everybody() -> None:
+    net = Network.given(0.0, 1e6)
+    assert net.seconds(Load("AllToAll", "world", 1e6, 8), local_size=4) == pytest.approx(4.0)
+    assert net.seconds(Load("AllReduce", "world", 1e6, 8), local_size=4) == pytest.approx(1.0)
+    assert net.seconds(Load("AllToAll", "cross", 1e6, 2), local_size=4) == pytest.approx(1.0)
+
+
+def test_inside_a_node_its_own_line_counts() -> None:
+    net = Network.given(0.0, 1e6, local=(0.0, 1e9))
+    assert net.seconds(Load("AllReduce", "node", 1e6, 2)) == pytest.approx(1e-3)
+    assert net.seconds(Load("AllReduce", "world", 1e6, 1)) == 0.0
+    assert Network.from_dict(json.loads(json.dumps(net.to_dict()))) == net
+
+
+@pytest.mark.parametrize(("latency", "bandwidth"), [(-1.0, 1.0), (0.0, 0.0), (math.nan, 1.0)])
+def test_a_network_that_cannot_be(latency: float, bandwidth: float) -> None:
+    with pytest.raises(ConfigurationError, match="must not be negative"):
+        Network.given(latency, bandwidth)
+
+
+# The plan -----------------------------------------------------------------------------------------
+
+
+def planner(network: Network, **more: float) -> Planner:
+    return Planner({f"w{i}": (1000,) for i in range(4)}, 1.0, 4.0, network, bucket_mb=4000 / 2**20, **more)
+
+
+IDLE = Arithmetic({(2, False): [0.0] * 8})
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_bucket", "step"),
+    [
+        (0.5, 5.5),  # hidden but for the last bucket's
+        (1.0, 6.0),  # just so
+        (2.0, 10.0),  # forward, the first bucket's backward, and then the network without a pause
+    ],
+)
+def test_backward_hides_what_it_can(seconds_per_bucket: float, step: float) -> None:
+    """Four buckets of 4,000 bytes, each a second of backward; two ranks send each once."""
+    found = planner(Network.given(0.0, 4000 / seconds_per_bucket)).predict("mean", from_spec("mean"), 2, IDLE)
+    assert found.step == pytest.approx(step)
+    assert found.bytes_sent == 16_000
+    assert found.communication == pytest.approx(4 * seconds_per_bucket)
+
+
+def test_arithmetic_takes_the_time_of_backward_where_no_core_is_free() -> None:
+    busy = Arithmetic({(2, False): [0.25, 0.25] * 4})
+    fast = Network.given(0.0, 1e12)
+    alone = planner(fast, cores=2).predict("mean", from_spec("mean"), 2, busy)
+    shared = planner(fast, cores=1).predict("mean", from_spec("mean"), 2, busy)
+    assert alone.step == pytest.approx(5.5)
+    assert shared.step == pytest.approx(7.0)
+    assert alone.compression == pytest.approx(2.0)
+
+
+def test_arithmetic_grows_along_a_line() -> None:
+    assert Arithmetic({(2, False): [1.0], (8, False): [4.0]}).at(20, due=False) == [10.0]
+    assert Arithmetic({(2, False): [1.0], (8, False): [0.4]}).at(20, due=False) == [0.0]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_predicted_bytes_are_those_of_bytes_per_step(spec: str) -> None:
+    policy = from_spec(spec)
+    arithmetic = measure_arithmetic(policy, PARAMS, bucket_mb=0.005, repeats=1)
+    job = Planner(PARAMS, 1e-3, 2e-3, Network.given(1e-6, 1e9), bucket_mb=0.005)
+    for ranks in (4, 8):
+        found = job.predict(spec, policy, ranks, arithmetic)
+        every = [policy.bytes_per_step(PARAMS, ranks, step, 0.005, 1) for step in range(10_000, 10_004)]
+        assert found.bytes_sent == pytest.approx(sum(every) / 4)
+        assert found.step >= 3e-3
+
+
+@pytest.mark.parametrize("spec", ["mean", "topk:ratio=0.01", "powersgd:rank=2"])
+def test_beyond_a_dry_run_bytes_go_on_as_they_grew(spec: str) -> None:
+    policy = from_spec(spec)
+    params = {"w": (1000, 1000)}
+    arithmetic = measure_arithmetic(policy, params, repeats=1)
+    found = Planner(params, 0.0, 0.0, Network.given(1e-6, 1e9)).predict(spec, policy, 4 * MOST, arithmetic)
+    assert found.bytes_sent == pytest.approx(policy.bytes_per_step(params, 4 * MOST), rel=0.01)
+
+
+def test_a_policy_that_needs_more_ranks_is_measured_where_it_is_defined() -> None:
+    arithmetic = measure_arithmetic(from_spec("krum:f=1"), PARAMS, repeats=1)
+    assert {ranks for ranks, _ in arithmetic.seconds} == {8}
+    with pytest.raises(ConfigurationError, match="its arithmetic is measured at"):
+        measure_arithmetic(from_spec("krum:f=9"), PARAMS)
+
+
+def test_the_recommendation_prefers_the_simple() -> None:
+    mean = Prediction("mean", 8, 1.0, 0.5, 0.0, 0.9, 100)
+    rows = [mean, replace(mean, policy="bf16", step=0.52), replace(mean, policy="topk", step=0.51)]
+    text = recommend(rows, 8)
+    assert text.startswith("8 ranks: bf16: 520.0 ms a step, its communication hides behind backward")
+    assert "1.9 times as fast as mean" in text
+    assert "nothing is gained" in recommend([replace(mean, step=0.5)], 8)
+
+
+def test_plan_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    words = ["--model", "small:4", "--gbits", "1", "--ranks", "2", "64", "--policies", "mean", "int8", "krum:f=20"]
+    assert main(["plan", *words, "--compute-ms", "3", "--json", str(out), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "64 ranks" in printed
+    assert "krum:f=20: left out" in printed
+    assert {(row["policy"], row["ranks"]) for row in json.loads(out.read_text())["rows"]} == {
+        (policy, ranks) for policy in ("mean", "int8") for ranks in (2, 64)
+    }
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["plan"], "which network"),
+        (["plan", "--gbits", "1", "--ranks", "0"], "must be positive"),
+        (["plan", "--gbits", "-1", "--model", "small"], "bandwidth"),
+        (["bench", "--steps", "0"], "must be positive"),
+        (["bench", "--backends", "nccl"], "known are torch, horovod, mpi"),
+    ],
+)
+def test_bad_words(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_a_line_is_what_it_says() -> None:
+    assert Network({"AllReduce": Line(0.5, 2.0)}).seconds(Load("AllReduce", "world", 4.0, 2)) == pytest.approx(3.0)
+    assert not any(isinstance(event, Asked) for event in dry_run(from_spec("noop"), PARAMS, 2))
+    assert all(isinstance(event, Ended) for event in dry_run(from_spec("noop"), PARAMS, 2))
