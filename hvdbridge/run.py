@@ -15,8 +15,8 @@ Rules:
    (whose backend ``horovod`` it is): who imports, decides. Its modules leave ``sys.modules`` between their own imports.
    Only ``horovod.runner.*`` below the launcher's API remains visible: it unpickles its own messages by name.
 3. The script runs as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``.
-
-Processes that the script starts anew (``multiprocessing`` by ``spawn``) do not know of this; forked ones do.
+4. Processes that it starts by ``multiprocessing``, as a DataLoader does, inherit this: forked ones as they are, others
+   (``spawn``, ``forkserver``) by what they are sent before they import the script.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from multiprocessing import spawn
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -172,6 +174,30 @@ def known() -> set[str]:
     return {*PACKAGES, *STANDS_FOR}
 
 
+class Heritage:
+    """Is sent to a process that begins anew; unpickling it there stands in."""
+
+    def __init__(self, path: Sequence[str]) -> None:
+        self._path = [*path, str(Path(__file__).parents[1])]
+
+    def __reduce__(self) -> Any:
+        # As text: there is no path yet by which hvdbridge could be imported.
+        return exec, (f"import sys; sys.path[:] = {self._path!r}; import hvdbridge.run; hvdbridge.run.stand_in()", {})
+
+
+def bequeath() -> None:
+    """Have ``multiprocessing`` send a :class:`Heritage` with what its new processes begin with."""
+    prepare = spawn.get_preparation_data
+
+    def prepared(name: str) -> dict[str, Any]:
+        data = prepare(name)
+        if name == "ignore":  # for the fork server itself, which may import the script, and is sent text alone
+            return {key: value for key, value in data.items() if not key.startswith("init_main")}
+        return {**data, "hvdbridge": Heritage(data["sys_path"])}
+
+    spawn.get_preparation_data = prepared
+
+
 _finder: StandIn | None = None
 
 
@@ -189,6 +215,7 @@ def stand_in() -> None:
     _finder = StandIn()
     sys.meta_path.insert(0, _finder)
     builtins.__import__ = Imports(_finder)
+    bequeath()
 
 
 def stands_in() -> bool:
