@@ -49,16 +49,23 @@ STANDS_FOR = {
     "horovod.torch.mpi_ops": "hvdbridge.torch.mpi_ops",
     "horovod.torch.optimizer": "hvdbridge.torch.optimizer",
     "horovod.torch.sync_batch_norm": "hvdbridge.torch.sync_batch_norm",
+    "horovod.common.basics": "hvdbridge.torch.basics",
     "horovod.common.elastic": "hvdbridge.torch.elastic.state",
     "horovod.common.exceptions": "hvdbridge.torch.exceptions",
     "horovod.common.process_sets": "hvdbridge.torch.process_sets",
     "horovod.common.util": "hvdbridge.torch.util",
+    "horovod.data.data_loader_base": "hvdbridge.torch.data_loader_base",
+    "horovod.runner.launch": "hvdbridge.torch.launch",
 }
 """Horovod's module -> ours."""
 
 PACKAGES: Mapping[str, Mapping[str, str]] = {
     "horovod": {"run": "hvdbridge.launching:launch"},
     "horovod.common": {},
+    "horovod.data": {
+        "AsyncDataLoaderMixin": "hvdbridge.torch.data_loader_base:AsyncDataLoaderMixin",
+        "BaseDataLoader": "hvdbridge.torch.data_loader_base:BaseDataLoader",
+    },
     "horovod.runner": {"run": "hvdbridge.launching:launch"},
 }
 """Packages that are made up, with what they hold."""
@@ -164,8 +171,8 @@ class Imports:
             sys.modules.update({**{n: m for n, m in there.items() if n not in known()}, **self._real})
             return {name: module for name, module in there.items() if name in known()}
         self._real = there
-        sys.modules.update({name: m for name, m in there.items() if name.startswith("horovod.runner.")})
-        sys.modules.update(ours)
+        runner = {name: m for name, m in there.items() if name.startswith("horovod.runner.") and name not in known()}
+        sys.modules.update({**runner, **ours})
         return there
 
 

@@ -62,6 +62,11 @@ def test_a_module_by_the_command(tmp_path: Path) -> None:
         "from horovod.common.exceptions import HorovodInternalError\nfrom horovod.torch.mpi_ops import Average\n"
         "assert hvd.__name__ == 'hvdbridge.torch' and hvd.Average is Average and __name__ == '__main__'\n"
         "assert hvd.HorovodInternalError is HorovodInternalError\n"
+        "import horovod.runner.launch, horovod.data.data_loader_base\n"
+        "from horovod.common.basics import HorovodBasics\nfrom horovod.data import AsyncDataLoaderMixin\n"
+        "from horovod.torch.mpi_ops import _basics\nassert isinstance(_basics, HorovodBasics)\n"
+        "assert horovod.runner.launch.run_commandline.__module__ == 'hvdbridge.torch.launch'\n"
+        "assert AsyncDataLoaderMixin is horovod.data.data_loader_base.AsyncDataLoaderMixin\n"
         "try:\n    import horovod.tensorflow\nexcept ImportError as error:\n    print(error)\n"
         "hvd.init()\nprint('arguments', sys.argv[1:], horovod.__version__, hvd.size())\n"
     )
