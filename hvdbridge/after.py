@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.bucket import Layout
 from hvdbridge.driver import Pending, Task
+from hvdbridge.module_hook import BeforeForward
 from hvdbridge.policy import finish
 
 
@@ -85,7 +86,8 @@ class AfterStep:
             return
         self._step = self._noted = step
         if not self._hooks and self._model is not None:
-            self._hooks.append(self._model.register_forward_pre_hook(self._before_forward, prepend=True))
+            before_forward = BeforeForward(self._before_forward)
+            self._hooks.append(self._model.register_forward_pre_hook(before_forward, prepend=True))
             for held in self._holders:
                 if held.optimizer is not None:
                     self._hooks.append(held.optimizer.register_step_post_hook(self._after_optimizer))
@@ -135,7 +137,7 @@ class AfterStep:
         layout = Layout({name: p.shape for name, p in mine.items()})
         self._holders.append(Held(optimizer, layout, list(mine.values())))
 
-    def _before_forward(self, model: Module, args: object) -> None:
+    def _before_forward(self) -> None:
         if torch.is_grad_enabled() and not self._within:
             self.catch_up()
 

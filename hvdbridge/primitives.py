@@ -7,9 +7,11 @@ Rules:
    for, the tensors belong to the operation.
 3. All ranks of a group call its collectives in the same order. Each group has a channel and a thread of its own, so
    groups do not wait for each other, and no synchronizer's traffic is met.
-4. ``send`` and ``recv`` are called by the two ranks concerned alone. A send may be over before it is received.
-5. A rank outside of ``group`` takes no part: it is warned, and gets None, as in ``torch.distributed``.
-6. What is wrong with arguments is said before anything travels.
+4. Shapes and dtypes agree between ranks. To compare them would cost each operation a message, so of unequal lengths MPI
+   makes wrong numbers in silence; ``HVDBRIDGE_DEBUG=1`` compares operations of all ranks, and raises.
+5. ``send`` and ``recv`` are called by the two ranks concerned alone. A send may be over before it is received.
+6. A rank outside of ``group`` takes no part: it is warned, and gets None, as in ``torch.distributed``.
+7. What is wrong with arguments is said before anything travels.
 """
 
 from __future__ import annotations
@@ -55,11 +57,15 @@ class Group:
     Attributes:
         ranks: of the job, ascending.
         communicator: the group's channel; None on a rank that is not in it.
+        timeout: of what is waited for without a limit of its own; None: the job's.
+        description: what ``new_group`` was told that it is.
     """
 
     ranks: tuple[int, ...]
     communicator: Communicator | None
     number: int
+    timeout: timedelta | None = None
+    description: str = ""
     _driver: Driver | None = field(default=None, repr=False)
     _messages: Messages | None = field(default=None, repr=False)
 
@@ -71,6 +77,9 @@ class Group:
         """This process's number in the group; -1 outside of it."""
         mine = runtime.rank()
         return self.ranks.index(mine) if mine in self.ranks else -1
+
+    def __str__(self) -> str:
+        return f"ranks {list(self.ranks)}" + (f" ({self.description})" if self.description else "")
 
     def close(self) -> None:
         """Free the channel. Harmless when repeated."""
@@ -99,15 +108,15 @@ class Handle:
 
 
 class _Collective(Handle):
-    def __init__(self, pending: Pending[None], driver: Driver, what: str) -> None:
-        self._pending, self._driver, self._what = pending, driver, what
+    def __init__(self, pending: Pending[None], driver: Driver, what: str, timeout: timedelta | None) -> None:
+        self._pending, self._driver, self._what, self._timeout = pending, driver, what, timeout
 
     def is_completed(self) -> bool:
         return self._pending.done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout is not None:
-            _until(self.is_completed, timeout, self._what)
+        if (limit := self._timeout if timeout is None else timeout) is not None:
+            _until(self.is_completed, limit, self._what)
         self._pending.wait()
         self._driver.order()
         return True
@@ -133,8 +142,8 @@ class _Message(Handle):
         if self._over:
             return True
         with runtime.current().monitor.watch(self._what):
-            if timeout is not None:
-                _until(self._work.done, timeout, self._what)
+            if (limit := self._group.timeout if timeout is None else timeout) is not None:
+                _until(self._work.done, limit, self._what)
             self._work.wait()
         self._over = True
         self.under_way.discard(self)
@@ -154,7 +163,7 @@ def _until(done: Callable[[], bool], timeout: timedelta, what: str) -> None:
     while not done():
         if time.monotonic() > end:
             raise CollectiveTimeout(
-                f"rank {runtime.rank()}: {what} is not over after {timeout.total_seconds():g} s (wait's timeout); "
+                f"rank {runtime.rank()}: {what} is not over after its timeout of {timeout.total_seconds():g} s; "
                 "some rank has not come to it"
             )
         time.sleep(pause)
@@ -192,25 +201,65 @@ def _groups() -> _Groups:
     return groups
 
 
-def new_group(ranks: Sequence[int] | None = None) -> Group:
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+    sort_ranks: bool = True,
+) -> Group:
     """A group of ``ranks`` (None: all). Collective: every rank of the job calls it, also those not in the group, and
     several calls in the same order.
+
+    Args:
+        ranks: of the job.
+        timeout: how long an operation of the group is waited for; None: ``HVDBRIDGE_TIMEOUT_SECONDS``, the most.
+        backend: None, or the job's own: what carries a group is chosen by ``hb.init``.
+        group_desc: named in messages.
+        device_id: None, or this rank's device.
+        pg_options, use_local_synchronization, sort_ranks: as they are by default.
 
     Raises:
         ConfigurationError: a rank is there twice, or is none of the job's.
         RankMismatch: the ranks ask for different groups.
+        Unsupported: an argument that cannot be honoured.
     """
     groups, session = _groups(), runtime.current()
     size = session.world.size
     wanted = list(range(size)) if ranks is None else sorted(ranks)
     if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(range(size)):
         raise ConfigurationError(f"new_group({ranks}) needs distinct ranks of this job, 0 to {size - 1}")
+    carriers = (session.backend, *session.communicator.capabilities.carriers)
+    asked = {part.rpartition(":")[2] for part in str(backend).lower().split(",")}  # "cpu:gloo,cuda:nccl"
+    for honoured, argument, remedy in (
+        (backend is None or asked <= set(carriers), f"backend={backend!r}", f"this job has {', '.join(carriers)}"),
+        (pg_options is None, "pg_options", "they belong to one library of torch's"),
+        (not use_local_synchronization, "use_local_synchronization=True", "all ranks of the job call new_group"),
+        (device_id in (None, session.device), f"device_id={device_id}", f"this rank's device is {session.device}"),
+        (sort_ranks or ranks is None or list(ranks) == wanted, "sort_ranks=False", "ranks count in ascending order"),
+    ):
+        if not honoured:
+            raise Unsupported(f"new_group({argument}): {remedy}. Leave it out.")
+    _check_limit(timeout, "new_group")
     number = next(groups.numbers)
     if size > 1:
         session.monitor.agree(f"new_group number {number}", str(wanted))
-    made = Group(tuple(wanted), session.channel("primitives.groups").split([wanted]), number)
+    channel = session.channel("primitives.groups").split([wanted])
+    made = Group(tuple(wanted), channel, number, timeout, group_desc or "")
     groups.made.append(made)
     return made
+
+
+def _check_limit(timeout: timedelta | None, what: str) -> None:
+    most = runtime.current().config.timeout_seconds
+    if timeout is not None and timeout.total_seconds() > most:
+        raise Unsupported(
+            f"{what}(timeout={timeout}): no operation of this job may take longer than {most:g} s. "
+            "Set HVDBRIDGE_TIMEOUT_SECONDS."
+        )
 
 
 def _member(group: Group | None, what: str) -> Group | None:
@@ -220,13 +269,13 @@ def _member(group: Group | None, what: str) -> Group | None:
     if not isinstance(group, Group):
         raise Unsupported(f"{what}: group={group!r} must come from hvdbridge.new_group(); got {type(group).__name__}")
     if group.rank() < 0:
-        text = f"{what} on rank {runtime.rank()}, which is not in the group {list(group.ranks)}: nothing is done"
+        text = f"{what} on rank {runtime.rank()}, which is not in the group of {group}: nothing is done"
         warnings.warn(text, stacklevel=4)
         return None
     return group
 
 
-def _start(group: Group, steps: Steps, what: str, async_op: bool) -> Handle | None:
+def _start(group: Group, steps: Steps, what: str, async_op: bool, timeout: timedelta | None = None) -> Handle | None:
     """Run ``steps`` on the group's channel."""
     session = runtime.current()
     if group.communicator is None and group.number == 0:
@@ -237,7 +286,8 @@ def _start(group: Group, steps: Steps, what: str, async_op: bool) -> Handle | No
         check = session.check() if group.number == 0 else None
         group._driver = open_driver(group.communicator, session.device, check)
         session.monitor.on_failure(group._driver.fail)
-    handle = _Collective(group._driver.submit(Pending(steps, group.communicator)), group._driver, what)
+    pending = group._driver.submit(Pending(steps, group.communicator))
+    handle = _Collective(pending, group._driver, what, group.timeout if timeout is None else timeout)
     if async_op:
         return handle
     handle.wait()
@@ -317,7 +367,7 @@ def _averaged(answer: Tensor, op: ReduceOp, size: int) -> Tensor:
 
 def _label(what: str, tensor: Tensor, group: Group) -> str:
     shape = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    return f"{what}{shape}" + (f" among ranks {list(group.ranks)}" if group.number else "")
+    return f"{what}{shape}" + (f" among {group}" if group.number else "")
 
 
 # -- Collectives ------------------------------------------------------------------------------------------------------
@@ -608,19 +658,31 @@ def _exchange(targets: list[Tensor], parts: list[Tensor]) -> Steps:
         target.copy_(row[: target.numel()].view(target.shape))
 
 
-def barrier(group: Group | None = None, async_op: bool = False) -> Handle | None:
-    """Return when all ranks have come."""
-    if group is None and not async_op:
-        runtime.barrier()
-        return None
+def barrier(
+    group: Group | None = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+) -> Handle | None:
+    """Return when all ranks have come.
+
+    Args:
+        device_ids: without effect: no device takes part.
+        timeout: how long the others are waited for; None: the group's.
+
+    Raises:
+        CollectiveTimeout: they have not come.
+        Unsupported: ``timeout`` is longer than HVDBRIDGE_TIMEOUT_SECONDS.
+    """
     if (found := _member(group, "barrier")) is None:
         return None
+    _check_limit(timeout, "barrier")
 
     def steps() -> Steps:
         yield AllReduce(torch.zeros(1, dtype=torch.int32), "max")
 
-    what = "barrier" + (f" among ranks {list(found.ranks)}" if found.number else "")
-    return _start(found, steps(), what, async_op)
+    what = "barrier" + (f" among {found}" if found.number else "")
+    return _start(found, steps(), what, async_op, timeout)
 
 
 def _first(group: Group, rank: int | None, group_rank: int | None) -> tuple[int | None, int | None]:
@@ -719,13 +781,31 @@ def recv(
 
 @dataclass(eq=False)
 class P2POp:
-    """One operation of :func:`batch_isend_irecv`: ``op`` is :func:`isend` or :func:`irecv`."""
+    """One operation of :func:`batch_isend_irecv`.
+
+    Attributes:
+        op: :func:`isend` or :func:`irecv`.
+        peer, group_peer: the other rank, by its number in the job or in the group: one of the two.
+
+    Raises:
+        ConfigurationError: another ``op``; no peer, both, or one that is not in the group.
+        Unsupported: ``tensor`` is none, or not dense.
+    """
 
     op: Callable[..., Handle | None]
     tensor: Tensor
-    peer: int
+    peer: int | None = None
     group: Group | None = None
     tag: int = 0
+    group_peer: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.op not in (isend, irecv):
+            raise ConfigurationError(f"P2POp: op={self.op!r} must be hvdbridge.isend or hvdbridge.irecv")
+        _tensor(self.tensor, "P2POp")
+        group = self.group or _groups().everyone
+        self.group_peer = _root(group, self.peer, self.group_peer, "P2POp")
+        self.peer = group.ranks[self.group_peer]
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Handle]:

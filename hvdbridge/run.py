@@ -15,8 +15,8 @@ Rules:
    (whose backend ``horovod`` it is): who imports, decides. Its modules leave ``sys.modules`` between their own imports.
    Only ``horovod.runner.*`` below the launcher's API remains visible: it unpickles its own messages by name.
 3. The script runs as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``.
-
-Processes that the script starts anew (``multiprocessing`` by ``spawn``) do not know of this; forked ones do.
+4. Processes that it starts by ``multiprocessing``, as a DataLoader does, inherit this: forked ones as they are, others
+   (``spawn``, ``forkserver``) by what they are sent before they import the script.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from multiprocessing import spawn
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -47,16 +49,23 @@ STANDS_FOR = {
     "horovod.torch.mpi_ops": "hvdbridge.torch.mpi_ops",
     "horovod.torch.optimizer": "hvdbridge.torch.optimizer",
     "horovod.torch.sync_batch_norm": "hvdbridge.torch.sync_batch_norm",
+    "horovod.common.basics": "hvdbridge.torch.basics",
     "horovod.common.elastic": "hvdbridge.torch.elastic.state",
     "horovod.common.exceptions": "hvdbridge.torch.exceptions",
     "horovod.common.process_sets": "hvdbridge.torch.process_sets",
     "horovod.common.util": "hvdbridge.torch.util",
+    "horovod.data.data_loader_base": "hvdbridge.torch.data_loader_base",
+    "horovod.runner.launch": "hvdbridge.torch.launch",
 }
 """Horovod's module -> ours."""
 
 PACKAGES: Mapping[str, Mapping[str, str]] = {
     "horovod": {"run": "hvdbridge.launching:launch"},
     "horovod.common": {},
+    "horovod.data": {
+        "AsyncDataLoaderMixin": "hvdbridge.torch.data_loader_base:AsyncDataLoaderMixin",
+        "BaseDataLoader": "hvdbridge.torch.data_loader_base:BaseDataLoader",
+    },
     "horovod.runner": {"run": "hvdbridge.launching:launch"},
 }
 """Packages that are made up, with what they hold."""
@@ -162,14 +171,38 @@ class Imports:
             sys.modules.update({**{n: m for n, m in there.items() if n not in known()}, **self._real})
             return {name: module for name, module in there.items() if name in known()}
         self._real = there
-        sys.modules.update({name: m for name, m in there.items() if name.startswith("horovod.runner.")})
-        sys.modules.update(ours)
+        runner = {name: m for name, m in there.items() if name.startswith("horovod.runner.") and name not in known()}
+        sys.modules.update({**runner, **ours})
         return there
 
 
 def known() -> set[str]:
     """The names that are ours while a script runs."""
     return {*PACKAGES, *STANDS_FOR}
+
+
+class Heritage:
+    """Is sent to a process that begins anew; unpickling it there stands in."""
+
+    def __init__(self, path: Sequence[str]) -> None:
+        self._path = [*path, str(Path(__file__).parents[1])]
+
+    def __reduce__(self) -> Any:
+        # As text: there is no path yet by which hvdbridge could be imported.
+        return exec, (f"import sys; sys.path[:] = {self._path!r}; import hvdbridge.run; hvdbridge.run.stand_in()", {})
+
+
+def bequeath() -> None:
+    """Have ``multiprocessing`` send a :class:`Heritage` with what its new processes begin with."""
+    prepare = spawn.get_preparation_data
+
+    def prepared(name: str) -> dict[str, Any]:
+        data = prepare(name)
+        if name == "ignore":  # for the fork server itself, which may import the script, and is sent text alone
+            return {key: value for key, value in data.items() if not key.startswith("init_main")}
+        return {**data, "hvdbridge": Heritage(data["sys_path"])}
+
+    spawn.get_preparation_data = prepared
 
 
 _finder: StandIn | None = None
@@ -189,6 +222,7 @@ def stand_in() -> None:
     _finder = StandIn()
     sys.meta_path.insert(0, _finder)
     builtins.__import__ = Imports(_finder)
+    bequeath()
 
 
 def stands_in() -> bool:

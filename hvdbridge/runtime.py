@@ -296,11 +296,6 @@ def launcher() -> str:
     return current().world.launcher
 
 
-def barrier() -> None:
-    """Return when all ranks have come."""
-    current().control.barrier()
-
-
 def broadcast_object(value: Any, root: int = 0) -> Any:
     """Rank ``root``'s ``value`` (anything that pickles) on all ranks.
 

@@ -6,22 +6,35 @@ Rules:
    aggregates. Both are made by a :class:`~hvdbridge.synchronizer.GradientSynchronizer` without an optimizer.
 2. ``state_dict()`` has the bare module's keys.
 3. An option of DDP's either does here what it does there, or is refused.
+4. A copy (``copy.deepcopy``, ``AveragedModel``, ``torch.save``) is of the module alone: to evaluate, not to train.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from hvdbridge.bridges.foreign_hook import from_comm_hook
-from hvdbridge.errors import Unsupported
+from hvdbridge.errors import StepError, Unsupported
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
 from hvdbridge.sources.ddp import DistributedDataParallel as TorchDDP
 from hvdbridge.synchronizer import GradientSynchronizer
+
+REFUSED = {
+    "bucket_cap_mb_list": "Give one size for all buckets, bucket_cap_mb.",
+    "delay_all_reduce_named_params": "Leave it out: all gradients are aggregated when backward() returns.",
+    "device_mesh": "Give the ranks that aggregate together as process_group, an iterable of ranks.",
+    "mixed_precision": "Run the forward under torch.autocast; with policy='bf16' gradients travel in 16 bits.",
+    "param_to_hook_all_reduce": "Leave it out: all gradients are aggregated when backward() returns.",
+    "skip_all_reduce_unused_params": "Freeze unused parameters by requires_grad_(False) before they are wrapped.",
+}
+"""torch's options of which only None and False are taken, and what to do instead."""
 
 
 class DistributedDataParallel(Module):
@@ -33,12 +46,15 @@ class DistributedDataParallel(Module):
         module: the module to train.
         device_ids, output_device: None, or the one device that the module is on already.
         dim: 0.
-        broadcast_buffers, find_unused_parameters, static_graph: as in torch's.
+        broadcast_buffers, forward_sync_buffers: as in torch's; the second, where given, counts. Both None: True.
+        find_unused_parameters, static_graph: as in torch's.
         init_sync: must be True.
         process_group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
         bucket_cap_mb: size of a bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or 25.
-        check_reduction: without effect, as in torch's.
+        check_reduction, batched_grad_copy: without effect, as in torch's; and because copies are made all at once.
         gradient_as_bucket_view: as in torch's, but True by default.
+        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision, device_mesh,
+            skip_all_reduce_unused_params, bucket_cap_mb_list: None or False; another value is refused.
         policy: a spec string, a policy, or None for what ``hb.init`` was given.
         weighted: as for ``GradientSynchronizer``; the weights are set by :attr:`weight`.
 
@@ -57,7 +73,13 @@ class DistributedDataParallel(Module):
     def __new__(cls, module: Module | None = None, *args: Any, **options: Any) -> DistributedDataParallel:
         if module is None or cls not in (DistributedDataParallel, _OnTorch, _Elsewhere):  # pickle, or a subclass
             return super().__new__(cls)
-        synchronizer = _synchronizer(module, *args, **options)
+        try:
+            given = SIGNATURE.bind(None, module, *args, **options)
+        except TypeError as error:
+            raise TypeError(f"DistributedDataParallel: {error}") from None
+        given.apply_defaults()
+        del given.arguments["self"]
+        synchronizer = _synchronizer(**given.arguments)
         made: Any = synchronizer.model
         if issubclass(type(made), TorchDDP):
             made.__class__ = _OnTorch
@@ -73,7 +95,7 @@ class DistributedDataParallel(Module):
         device_ids: list[Any] | None = None,
         output_device: Any = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: Any = None,
         bucket_cap_mb: float | None = None,
@@ -81,10 +103,22 @@ class DistributedDataParallel(Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
         policy: str | Policy | None = None,
         weighted: bool | None = None,
     ) -> None:
         """See the class; ``__new__`` has done it."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _Copy, (self.module,)
 
     @property
     def weight(self) -> float | None:
@@ -176,21 +210,43 @@ class _Elsewhere(DistributedDataParallel):
         return self._bare().load_state_dict(*args, **kwargs)
 
 
+class _Copy(_Elsewhere):
+    """What is copied or saved: nobody aggregates its gradients, so it makes none."""
+
+    def __init__(self, module: Module) -> None:
+        Module.__init__(self)
+        self.module = module
+        self.training = module.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's.
+
+        Raises:
+            StepError: it would be trained.
+        """
+        if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            raise StepError(
+                "forward of a copy of a DistributedDataParallel, whose gradients nobody aggregates. To train it: "
+                "hb.DistributedDataParallel(copy.module), on every rank; to evaluate: copy.eval(), or torch.no_grad()."
+            )
+        return self.module(*args, **kwargs)
+
+
 def _synchronizer(
     module: Module,
-    device_ids: list[Any] | None = None,
-    output_device: Any = None,
-    dim: int = 0,
-    broadcast_buffers: bool = True,
-    init_sync: bool = True,
-    process_group: Any = None,
-    bucket_cap_mb: float | None = None,
-    find_unused_parameters: bool = False,
-    check_reduction: bool = False,
-    gradient_as_bucket_view: bool = True,
-    static_graph: bool = False,
-    policy: str | Policy | None = None,
-    weighted: bool | None = None,
+    device_ids: list[Any] | None,
+    dim: int,
+    broadcast_buffers: bool | None,
+    init_sync: bool,
+    process_group: Any,
+    bucket_cap_mb: float | None,
+    find_unused_parameters: bool,
+    gradient_as_bucket_view: bool,
+    static_graph: bool,
+    forward_sync_buffers: bool | None,
+    policy: str | Policy | None,
+    weighted: bool | None,
+    **others: Any,
 ) -> GradientSynchronizer:
     if not isinstance(module, Module):
         raise Unsupported(f"DistributedDataParallel wraps a module, got {type(module).__name__}")
@@ -198,6 +254,10 @@ def _synchronizer(
         raise Unsupported(f"DistributedDataParallel(dim={dim}, init_sync={init_sync}): only dim=0 and init_sync=True")
     if device_ids is not None and len(device_ids) > 1:
         raise Unsupported(f"device_ids={device_ids}: one process drives one device. Start a process for each.")
+    for name, remedy in REFUSED.items():
+        if others[name] is not None and others[name] is not False:
+            raise Unsupported(f"DistributedDataParallel({name}=...) has no meaning here. {remedy}")
+    wanted = next(given for given in (forward_sync_buffers, broadcast_buffers, True) if given is not None)
     return GradientSynchronizer(
         module,
         None,
@@ -207,6 +267,9 @@ def _synchronizer(
         find_unused_parameters=find_unused_parameters,
         weighted=weighted,
         static_graph=static_graph,
-        broadcast_buffers=broadcast_buffers,
+        broadcast_buffers=wanted,
         gradient_as_bucket_view=gradient_as_bucket_view,
     )
+
+
+SIGNATURE = signature(DistributedDataParallel.__init__)

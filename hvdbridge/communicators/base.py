@@ -70,10 +70,12 @@ class Capabilities:
         blocks_host: ``execute`` returns when the answer is there (Gloo, MPI, Horovod); otherwise it only
             enqueues on the current CUDA stream (NCCL).
         cuda: CUDA tensors travel without passing through host memory.
+        carriers: the libraries below, as torch.distributed names its backends.
     """
 
     blocks_host: bool = True
     cuda: bool = False
+    carriers: tuple[str, ...] = ()
 
 
 class Communicator(ABC):

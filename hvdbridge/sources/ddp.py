@@ -35,6 +35,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         module: torch.nn.Module = getattr(self.module, "_orig_mod", self.module)
         return module
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's, without our hook: torch registers none in a copy, either."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return state | {"_comm_hooks": []}
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.bare.state_dict(*args, **kwargs)
 

@@ -28,6 +28,7 @@ from hvdbridge.bucket import Layout, Views, cut_layouts
 from hvdbridge.collectives import AllGather, AllReduce, Collective
 from hvdbridge.driver import Pending
 from hvdbridge.errors import StepError, Unsupported
+from hvdbridge.module_hook import BeforeForward
 from hvdbridge.replicate import broadcast_tensors
 from hvdbridge.sources.base import Options, Source, at_end_of_backward, refuse_reentrant
 
@@ -149,9 +150,9 @@ class HookSource(Source):
         forward starts a collective, so one rank may evaluate alone: the module is the user's own.
         """
         self._buffers = list(model.buffers()) if wanted else []
-        self._handles.append(model.register_forward_pre_hook(self._before_forward))
+        self._handles.append(model.register_forward_pre_hook(BeforeForward(self._before_forward)))
 
-    def _before_forward(self, model: Module, args: object) -> None:
+    def _before_forward(self) -> None:
         if self.aggregator.joining and torch.is_grad_enabled() and self.synchronizing:
             self._announce()
 

@@ -76,6 +76,7 @@ from hvdbridge.torch.process_sets import ProcessSet as ProcessSet
 from hvdbridge.torch.process_sets import add_process_set as add_process_set
 from hvdbridge.torch.process_sets import global_process_set as global_process_set
 from hvdbridge.torch.process_sets import remove_process_set as remove_process_set
+from hvdbridge.torch.util import check_extension as check_extension
 
 if TYPE_CHECKING:
     from hvdbridge.torch import elastic as elastic

@@ -42,11 +42,16 @@ class HostsUpdatedInterrupt(RuntimeError):
         self.skip_sync = skip_sync
 
 
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """What :class:`HorovodVersionMismatchError` says."""
+    return f"{name} {version} is installed, and Horovod was built for {installed_version}"
+
+
 class HorovodVersionMismatchError(ImportError):
     """Horovod was built for another version of the framework. hvdbridge has nothing that is built for one."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
-        super().__init__(f"{name} {version} is installed, and Horovod was built for {installed_version}")
+        super().__init__(get_version_mismatch_message(name, version, installed_version))
         self.name = name
         self.version = version
         self.installed_version = installed_version

@@ -29,10 +29,14 @@ from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.exceptions import HorovodInternalError as HorovodInternalError
 from hvdbridge.torch.exceptions import internal_error
 from hvdbridge.torch.operations import Operations, Pending
-from hvdbridge.torch.process_sets import ProcessSet, _setup, global_process_set
+from hvdbridge.torch.process_sets import ProcessSet, _init_process_sets, _setup, global_process_set
 from hvdbridge.torch.process_sets import add_process_set as add_process_set
 from hvdbridge.torch.process_sets import remove_process_set as remove_process_set
 from hvdbridge.torch.settings import Settings, report_unheeded
+from hvdbridge.torch.util import check_installed_version as check_installed_version
+from hvdbridge.torch.util import get_average_backwards_compatibility_fun as get_average_backwards_compatibility_fun
+from hvdbridge.torch.util import gpu_available as gpu_available
+from hvdbridge.torch.util import num_rank_is_power_2 as num_rank_is_power_2
 
 
 class ReduceOp(int):
@@ -121,8 +125,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     global_process_set.ranks = list(range(operations.size))
     if process_sets is None or isinstance(process_sets, str):
         return
-    for each in process_sets:
-        add_process_set(each)
+    _init_process_sets(process_sets)
 
 
 def shutdown() -> None:
@@ -384,6 +387,7 @@ def _number(process_set: ProcessSet) -> int:
 
 
 def _chosen(op: int | None, average: bool | None) -> ReduceOp:
+    """The reduction of a caller that may give either, or neither."""
     if op is not None:
         if average is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -396,6 +400,9 @@ def _chosen(op: int | None, average: bool | None) -> ReduceOp:
         "Parameter `average` has been replaced with `op` and will be removed in v1.0", DeprecationWarning, stacklevel=4
     )
     return Average if average else Sum
+
+
+handle_average_backwards_compatibility = _chosen
 
 
 def _allreduce_async(
@@ -970,3 +977,12 @@ def _scatter_factor(op: int, members: ProcessSet, before: float, after: float) -
     count_ = members.size() if op == Sum else 1
     assert count_ is not None
     return count_ * before * after
+
+
+def __getattr__(name: str) -> Any:
+    if name != "_basics":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hvdbridge.torch.basics import HorovodBasics  # which is made of what is here
+
+    globals()[name] = basics = HorovodBasics(__file__)
+    return basics

@@ -134,6 +134,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return wanted
 
 
+def _init_process_sets(process_set_list: Iterable[ProcessSet]) -> None:
+    """Register the sets that ``hvd.init`` was given."""
+    for each in process_set_list:
+        add_process_set(each)
+
+
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a set; all ranks call this alike. Whether it was removed: the global set and unknown ones are not.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -25,6 +26,29 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     """Raises ImportError for any framework but torch."""
     if ext_name not in ("horovod.torch", "hvdbridge.torch"):
         raise ImportError(f"{ext_name}: hvdbridge stands in for horovod.torch alone")
+
+
+def check_installed_version(name: str, version: str, exception: BaseException | None = None) -> None:
+    """Does nothing: hvdbridge is not built for one version of a framework."""
+
+
+def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, bool | None], Any]:
+    """``f(op, average)``: the reduction that a caller means who may give either, or neither.
+
+    Args:
+        reduce_ops: what has ``Average`` and ``Sum``.
+    """
+
+    def chosen(op: Any, average: bool | None) -> Any:
+        if op is not None and average is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        if average is not None:
+            text = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            return reduce_ops.Average if average else reduce_ops.Sum
+        return reduce_ops.Average if op is None else op
+
+    return chosen
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:

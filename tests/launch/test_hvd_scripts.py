@@ -62,6 +62,11 @@ def test_a_module_by_the_command(tmp_path: Path) -> None:
         "from horovod.common.exceptions import HorovodInternalError\nfrom horovod.torch.mpi_ops import Average\n"
         "assert hvd.__name__ == 'hvdbridge.torch' and hvd.Average is Average and __name__ == '__main__'\n"
         "assert hvd.HorovodInternalError is HorovodInternalError\n"
+        "import horovod.runner.launch, horovod.data.data_loader_base\n"
+        "from horovod.common.basics import HorovodBasics\nfrom horovod.data import AsyncDataLoaderMixin\n"
+        "from horovod.torch.mpi_ops import _basics\nassert isinstance(_basics, HorovodBasics)\n"
+        "assert horovod.runner.launch.run_commandline.__module__ == 'hvdbridge.torch.launch'\n"
+        "assert AsyncDataLoaderMixin is horovod.data.data_loader_base.AsyncDataLoaderMixin\n"
         "try:\n    import horovod.tensorflow\nexcept ImportError as error:\n    print(error)\n"
         "hvd.init()\nprint('arguments', sys.argv[1:], horovod.__version__, hvd.size())\n"
     )
@@ -72,9 +77,9 @@ def test_a_module_by_the_command(tmp_path: Path) -> None:
         assert "No module named 'horovod.tensorflow' under hvdbridge.run" in job.output
 
 
-@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "torch"), ("mpiexec", "mpi"), ("torchrun", "mpi")])
-def test_where_horovod_is_not_installed(launcher: str, backend: str, tmp_path: Path) -> None:
-    """A finder that refuses Horovod to everybody, put in before ours."""
+@pytest.fixture
+def without_horovod(tmp_path: Path) -> dict[str, str]:
+    """The environment in which a finder, put in before ours, refuses Horovod to everybody."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.machinery as machinery\n"
         "find = machinery.PathFinder.find_spec\n"
@@ -82,9 +87,52 @@ def test_where_horovod_is_not_installed(launcher: str, backend: str, tmp_path: P
         "    return None if name.partition('.')[0] == 'horovod' else find(name, path, target)\n"
         "machinery.PathFinder.find_spec = without\n"
     )
-    env = {"PYTHONPATH": f"{tmp_path}:{jobs.environment()['PYTHONPATH']}"}
-    job = jobs.run(launcher, backend, 2, ["-m", "hvdbridge.run", BENCHMARK], env=env).check()
+    return {"PYTHONPATH": f"{tmp_path}:{jobs.environment()['PYTHONPATH']}"}
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "torch"), ("mpiexec", "mpi"), ("torchrun", "mpi")])
+def test_where_horovod_is_not_installed(launcher: str, backend: str, without_horovod: dict[str, str]) -> None:
+    job = jobs.run(launcher, backend, 2, ["-m", "hvdbridge.run", BENCHMARK], env=without_horovod).check()
     assert job.records[0] == job.records[1] == native(BENCHMARK)[0]
+
+
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+def test_processes_that_the_script_starts(as_module: bool, without_horovod: dict[str, str], tmp_path: Path) -> None:
+    """A DataLoader's workers import the script, and with it Horovod, by each of multiprocessing's ways."""
+    (tmp_path / "loads.py").write_text(
+        "import horovod.torch as hvd\nimport jobs\nimport torch\nfrom torch.utils.data import DataLoader, Dataset\n"
+        "class Numbers(Dataset):\n"
+        "    def __len__(self):\n        return 4\n"
+        "    def __getitem__(self, index):\n"
+        "        import horovod.torch.mpi_ops as ops\n"
+        "        assert ops.Average is hvd.Average and not hvd.is_initialized()\n"
+        "        return torch.tensor(float(index))\n"
+        "if __name__ == '__main__':\n"
+        "    hvd.init()\n"
+        "    sums = {way: [batch.sum().item() for batch in DataLoader(Numbers(), batch_size=2, num_workers=1,\n"
+        "                  multiprocessing_context=way)] for way in ('spawn', 'forkserver')}\n"
+        "    jobs.record(hvd.rank(), sums)\n"
+        "    hvd.shutdown()\n"
+    )
+    argv = ["-m", "loads"] if as_module else [str(tmp_path / "loads.py")]
+    job = jobs.run("torchrun", "torch", 2, ["-m", "hvdbridge.run", *argv], env=without_horovod, timeout=120).check()
+    assert job.records == [{"spawn": [1.0, 5.0], "forkserver": [1.0, 5.0]}] * 2
+
+
+def test_ranks_that_the_script_spawns(without_horovod: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "spawns.py").write_text(
+        "import os, torch\nimport horovod.torch as hvd\nimport jobs\n"
+        "def train(rank):\n"
+        "    os.environ |= {'RANK': str(rank), 'LOCAL_RANK': str(rank)}\n"
+        "    hvd.init()\n"
+        "    jobs.record(rank, hvd.allreduce(torch.tensor([1.0 + rank]), op=hvd.Sum).item())\n"
+        "    hvd.shutdown()\n"
+        "if __name__ == '__main__':\n"
+        f"    os.environ |= {{'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '{jobs.free_port()}', 'WORLD_SIZE': '2'}}\n"
+        "    torch.multiprocessing.spawn(train, nprocs=2)\n"
+    )
+    argv = ["-m", "hvdbridge.run", str(tmp_path / "spawns.py")]
+    assert jobs.run(None, "torch", 2, argv, env=without_horovod).check().records == [3.0, 3.0]
 
 
 def test_what_cannot_be_run(tmp_path: Path) -> None:

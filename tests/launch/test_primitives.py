@@ -24,7 +24,7 @@ def test_each_is_what_it_means(backend: str, records: dict[str, list[dict[str, s
     for rank in records[backend]:
         for result in rank.values():
             assert "Traceback" not in result, result
-    assert len(records[backend][0]) == 15
+    assert len(records[backend][0]) == 17
     assert records[backend] == [records["torch"][0]] * len(records[backend]), "the same bits on all ranks and backends"
 
 
@@ -44,3 +44,12 @@ def test_a_receive_that_nobody_answers_names_itself_and_ends(backend: str) -> No
     assert job.status != 0
     assert re.search(r"recv\[3\] float32 from rank 1, tag 4 is not finished after [\d.]+ s", job.output), job.output
     assert "CollectiveTimeout" in job.output or "HVDBRIDGE_TIMEOUT_SECONDS=5" in job.output, job.output
+
+
+def test_lengths_that_differ_are_found_where_asked() -> None:
+    """MPI itself adds what is there, in silence."""
+    call = "import hvdbridge as hb, torch; hb.init(); hb.all_reduce(torch.ones(3 + hb.rank())); hb.shutdown()"
+    job = jobs.run("mpiexec", "mpi", 2, ["-c", call], env={"HVDBRIDGE_DEBUG": "1"})
+    assert job.status != 0
+    assert "CollectiveMismatch" in job.output
+    assert re.search(r"AllReduce\[3\].*AllReduce\[4\]", job.output), job.output

@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvdbridge.torch import mpi_ops
 from hvdbridge.torch.elastic.sampler import ElasticSampler
 from hvdbridge.torch.elastic.state import ObjectState, State, TorchState, run_fn
 from hvdbridge.torch.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from hvdbridge.torch.mpi_ops import init, shutdown
 
 __all__ = [
     "ElasticSampler",
@@ -34,7 +34,9 @@ __all__ = [
     "ObjectState",
     "State",
     "TorchState",
+    "init",
     "run",
+    "shutdown",
 ]
 
 
@@ -51,5 +53,5 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset() -> None:
-    mpi_ops.shutdown()
-    mpi_ops.init()
+    shutdown()
+    init()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import sys
 import traceback
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -311,7 +313,90 @@ def ddp_misuse() -> str:
         hb.DistributedDataParallel(mlp(), device_ids=[0, 1])
     with pytest.raises(hb.ConfigurationError):
         hb.DistributedDataParallel(mlp().requires_grad_(False))
+    with pytest.raises(TypeError, match=r"^DistributedDataParallel: got an unexpected keyword argument 'bucket_mb'"):
+        hb.DistributedDataParallel(mlp(), bucket_mb=1)
     return "refused"
+
+
+def ddp_options_of_torch() -> str:
+    """Every option of torch's, in its order; its default does what it does there, another value does or is refused."""
+    theirs, ours = (
+        signature(each.__init__).parameters
+        for each in (nn.parallel.DistributedDataParallel, hb.DistributedDataParallel)
+    )
+    assert set(theirs) <= set(ours)
+    common = [name for name in ours if name in theirs]
+    assert common == [name for name in theirs if name in common]
+    defaults = {name: theirs[name].default for name in common[2:]}  # but self and module
+    assert {n for n in common if ours[n].default != theirs[n].default} <= {
+        "broadcast_buffers",
+        "gradient_as_bucket_view",
+    }
+    model = mlp()
+    wrapped = hb.DistributedDataParallel(model, **defaults | {"bucket_cap_mb": BUCKET_MB})
+    assert train(wrapped, model) == ddp_is_ddp()
+    for name, value in {
+        "mixed_precision": object(), "device_mesh": object(), "delay_all_reduce_named_params": [("a", model[0].weight)],
+        "param_to_hook_all_reduce": model[0].weight, "skip_all_reduce_unused_params": True, "bucket_cap_mb_list": [1],
+    }.items():  # fmt: skip
+        with pytest.raises(hb.Unsupported, match=rf"DistributedDataParallel\({name}=.*\. \w+"):
+            hb.DistributedDataParallel(mlp(), **{name: value})
+    for options, last in (({}, 0), ({"forward_sync_buffers": False}, RANK), ({"broadcast_buffers": False}, RANK),
+                          ({"forward_sync_buffers": True, "broadcast_buffers": False}, 0)):  # fmt: skip
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        wrapped = hb.DistributedDataParallel(model, batched_grad_copy=True, **options)
+        for _ in range(2):
+            wrapped(torch.full((2, 6), 1.0 + RANK)).sum().backward()
+        wrapped.eval()
+        wrapped(torch.ones(2, 6))
+        seen = [torch.empty_like(model[1].running_mean) for _ in range(SIZE)]
+        hb.all_gather(seen, model[1].running_mean)
+        assert (last == 0 or RANK == 0) == torch.equal(seen[0], seen[RANK]), options
+    return "as there"
+
+
+def copies() -> str:
+    """A trained model, and its optimizer, can be copied, averaged and saved whole; what comes out works alone."""
+    for policy in ("mean", "local_sgd(every=2)"):
+        model, other = mlp(), mlp()
+        sync = hb.GradientSynchronizer(model, sgd(model), policy=policy)
+        wrapped = hb.DistributedDataParallel(other, policy=policy)
+        outer = sgd(other)
+        for step in range(2):
+            for each, optimizer in ((sync.model, sync.optimizer), (wrapped, outer)):
+                optimizer.zero_grad()
+                loss_of(each, step).backward()
+                optimizer.step()
+        x = torch.ones(2, 6)
+        for each in (model, other, sync.model, wrapped):
+            averaged = torch.optim.swa_utils.AveragedModel(each)
+            averaged.update_parameters(each)
+            file = io.BytesIO()
+            torch.save(each, file)
+            loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+            for made in (copy.deepcopy(each), averaged, loaded, copy.deepcopy(loaded)):
+                if RANK == 0:  # alone: a copy belongs to no synchronizer
+                    with torch.no_grad():
+                        assert torch.equal(made(x), model(x) if each in (model, sync.model) else other(x))
+            if each in (model, other):
+                assert b"hvdbridge" not in file.getvalue(), "it loads where there is no hvdbridge"
+        if RANK == 0:
+            alone = copy.deepcopy(model)
+            loss_of(alone, 5).backward()
+            assert alone[0].weight.grad is not None
+        made = copy.deepcopy(wrapped)
+        with pytest.raises(hb.StepError, match="copy"):
+            made(x)
+        made.eval()(x)
+        assert list(made.state_dict()) == list(other.state_dict())
+        for optimizer in (sync.optimizer, outer):
+            assert copy.deepcopy(optimizer).state_dict().keys() == optimizer.state_dict().keys()
+            torch.save(optimizer.state_dict(), io.BytesIO())
+        loss_of(sync.model, 9).backward()  # and the model itself goes on
+        sync.optimizer.step()
+        sync.close()
+        wrapped.synchronizer.close()
+    return "work"
 
 
 # -- Horovod's compressions -------------------------------------------------------------------------------------------
@@ -408,7 +493,7 @@ def real_horovod() -> str:
 HOOKS = [hook_is_ddp, hook_accumulates, hook_with_state, hook_with_weights, hook_of_another_model]
 DDP = [
     ddp_is_ddp, ddp_accumulates, ddp_finds_unused, ddp_with_policy_and_weight, ddp_with_hook, ddp_joins, ddp_misuse,
-    compression, real_horovod,
+    ddp_options_of_torch, copies, compression, real_horovod,
 ]  # fmt: skip
 
 results = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import sys
 import time
@@ -284,7 +285,8 @@ def messages() -> str:
         hb.irecv(got.t() if len(shape) == 2 else got, peer, tag=20).wait()
         sent.wait()
         equal(got, of(peer, shape))
-    ops = [hb.P2POp(hb.isend, of(RANK), peer), hb.P2POp(hb.irecv, into := torch.empty(5, 3), peer)]
+    ops = [hb.P2POp(hb.isend, of(RANK), peer), hb.P2POp(hb.irecv, into := torch.empty(5, 3), group_peer=peer)]
+    assert [op.peer for op in ops] == [op.group_peer for op in ops] == [peer, peer]
     for handle in hb.batch_isend_irecv(ops):
         handle.wait(timedelta(seconds=30))
     equal(into, of(peer))
@@ -335,6 +337,48 @@ def timeout() -> str:
     return "right"
 
 
+def limits() -> str:
+    """Of a group, and of one barrier; what is over in time does not notice."""
+    group = hb.new_group(
+        timeout=timedelta(seconds=0.3), backend=hb.backend(), group_desc="the impatient", device_id=hb.device(),
+        ranks=range(SIZE), sort_ranks=False,
+    )  # fmt: skip
+    hb.barrier(group, device_ids=[0])
+    hb.barrier(timeout=timedelta(seconds=30))
+    if RANK == 0:
+        for wait in (
+            lambda: hb.all_reduce(torch.ones(1), group=group),
+            lambda: hb.barrier(timeout=timedelta(seconds=0.2)),
+        ):
+            began = time.monotonic()
+            with pytest.raises(hb.CollectiveTimeout, match=r"all_reduce\[1\].*the impatient|barrier"):
+                wait()
+            assert 0.1 < time.monotonic() - began < 3
+        hb.send(torch.zeros(1), LAST, tag=61)
+    elif RANK == LAST:
+        hb.recv(torch.zeros(1), 0, tag=61)
+    if RANK != 0:  # late, but complete: nothing was withdrawn
+        handles = [hb.all_reduce(torch.ones(1), group=group, async_op=True), hb.barrier(async_op=True)]
+        for handle in handles:
+            handle.wait(timedelta(seconds=30))
+    return "right"
+
+
+def signatures() -> str:
+    """torch's own names and defaults, in torch's order, as far as this torch has them."""
+    for name in (
+        "broadcast", "all_reduce", "reduce", "scatter", "gather", "all_gather", "all_gather_into_tensor",
+        "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv",
+        "barrier", "new_group", "P2POp", "batch_isend_irecv",
+    ):  # fmt: skip
+        theirs, ours = (inspect.signature(getattr(of, name)).parameters for of in (torch.distributed, hb))
+        assert list(theirs) == [each for each in ours if each in theirs], name
+        for each, parameter in theirs.items():
+            if each != "op" and parameter.default is not parameter.empty:
+                assert ours[each].default == parameter.default, (name, each)
+    return "right"
+
+
 def with_a_synchronizer() -> str:
     """A user's collectives while gradients travel: in hooks of autograd, between buckets."""
     torch.manual_seed(3)
@@ -377,6 +421,22 @@ def misuse() -> str:
         (lambda: hb.send(tensor, OTHERS[0], tag=-1), ValueError, "tag"),
         (lambda: hb.new_group([0, 0]), ValueError, "distinct"),
         (lambda: hb.new_group([SIZE]), ValueError, "distinct"),
+        (lambda: hb.new_group(timeout=timedelta(days=1)), TypeError, "HVDBRIDGE_TIMEOUT_SECONDS"),
+        (lambda: hb.barrier(timeout=timedelta(days=1)), TypeError, "HVDBRIDGE_TIMEOUT_SECONDS"),
+        (
+            lambda: hb.new_group(backend="ucc"),
+            TypeError,
+            rf"backend='ucc'\): this job has {hb.backend()}.*Leave it out",
+        ),
+        (lambda: hb.new_group(backend="cpu:gloo,cuda:nowhere"), TypeError, "this job has"),
+        (lambda: hb.new_group(pg_options=object()), TypeError, "pg_options"),
+        (lambda: hb.new_group(use_local_synchronization=True), TypeError, "use_local_synchronization"),
+        (lambda: hb.new_group(device_id=torch.device("meta")), TypeError, "device_id=meta"),
+        (lambda: hb.new_group(list(range(SIZE))[::-1], sort_ranks=False), TypeError, "sort_ranks"),
+        (lambda: hb.P2POp(hb.send, tensor, OTHERS[0]), ValueError, "isend"),
+        (lambda: hb.P2POp(hb.isend, tensor), ValueError, "either"),
+        (lambda: hb.P2POp(hb.isend, tensor, OTHERS[0], group_peer=OTHERS[0]), ValueError, "either"),
+        (lambda: hb.P2POp(hb.isend, [1.0], OTHERS[0]), TypeError, "takes a tensor"),
     ]
     for call, error, text in bad:
         with pytest.raises(error, match=text):
@@ -403,7 +463,7 @@ def sizes_differ() -> str:
 
 SCENARIOS = [
     messages, broadcast, all_reduce, reduce, gather_and_scatter, reduce_scatter, all_to_all, asynchronous, groups,
-    from_anyone, ring, timeout, with_a_synchronizer, misuse, sizes_differ,
+    from_anyone, ring, timeout, limits, signatures, with_a_synchronizer, misuse, sizes_differ,
 ]  # fmt: skip
 
 results = {}
