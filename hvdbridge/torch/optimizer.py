@@ -4,18 +4,21 @@ Rules:
 
 1. The result is a subclass of the user's optimizer class, made on the spot, around the same parameter groups:
    ``isinstance`` and schedulers see what they know.
-2. Gradients travel while backward runs, in flat buckets and in the driver's order; names are compared once, at the
-   first :meth:`synchronize`, and not negotiated again. So that first step does not overlap with backward.
-3. A step ends in ``synchronize()`` (or ``step()``, which calls it): until then backward may be called several times,
-   each for other parameters. Where one backward gave all gradients they are final when it returns, as elsewhere in
-   hvdbridge; with several, or with some missing, after ``synchronize()``.
+2. Gradients travel while backward runs, in flat buckets and in the driver's order; names are compared once, when the
+   channel is opened, and not negotiated again. So the first step does not overlap with backward.
+3. A step ends in ``synchronize()`` (or ``step()``, which calls it), and nothing waits for other ranks before: until
+   then backward may be called several times, each for other parameters, and other optimizers and operations may come
+   between, in another order on each rank. Each optimizer has a channel and a thread of its own.
 4. The bits are Horovod's: what is sent is the compressed gradient, the sum is scaled after it was formed.
 5. Construction sends nothing, so ranks that join later (:mod:`.elastic`) need not repeat it; after ``hvd.shutdown()``
-   and ``hvd.init()`` the next step opens a channel anew.
+   and ``hvd.init()`` the next step opens a channel anew. Its name is made of the parameters', as Horovod's operations
+   are called after them: optimizers match by it, whichever steps first.
+6. A rank that joined takes part in steps with zeros: :mod:`.joining`.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -34,18 +36,19 @@ from hvdbridge import runtime
 from hvdbridge.aggregator import Aggregator, Piece
 from hvdbridge.bucket import Bucket
 from hvdbridge.collectives import AllReduce
-from hvdbridge.communicators.base import Communicator
 from hvdbridge.driver import Driver, open_driver
-from hvdbridge.errors import CollectiveTimeout, RankFailed, RankMismatch
+from hvdbridge.errors import CollectiveTimeout, RankFailed
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State
-from hvdbridge.sources.base import Options, inside_backward
+from hvdbridge.sources.base import Options
 from hvdbridge.sources.hooks import FlatBucket, Slot, make_buckets
-from hvdbridge.torch import mpi_ops
+from hvdbridge.torch import joining, mpi_ops
 from hvdbridge.torch.compression import Compression
-from hvdbridge.torch.exceptions import internal_error
+from hvdbridge.torch.exceptions import DifferentParameters, internal_error
 from hvdbridge.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum
+from hvdbridge.torch.operations import Channel, Operations, Pending
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
+from hvdbridge.torch.timeline import Timeline
 from hvdbridge.torch.util import split_list
 
 OPS = ((Average, "sum"), (Sum, "sum"), (Min, "min"), (Max, "max"), (Product, "product"))
@@ -112,56 +115,111 @@ class Settings:
         return [f"policy {label(self.policy)}", f"groups {grouped}", f"sparse_as_dense {self.sparse_as_dense}"]
 
 
-class Reducer:
-    """Carries one optimizer's gradients through a policy, among the ranks of a process set, for one session."""
+class Opening:
+    """A channel for one optimizer that is being opened; the constructor does not wait.
 
-    def __init__(self, params: Mapping[str, Parameter], settings: Settings, process_set: ProcessSet) -> None:
-        session = runtime.current()
-        self.session = session
-        self._monitor = session.monitor
-        self.communicator = open_channel(process_set)
-        self.control = self.communicator.control()
-        self.names, self.sparse = self._agree(params, settings)
+    Attributes:
+        key: process set and name of the channel, the same on all ranks.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Parameter], settings: Settings, process_set: ProcessSet, name: str, number: int
+    ) -> None:
+        self.params = params
+        self.settings = settings
+        self.operations = mpi_ops._current()
+        title = f"DistributedOptimizer {number} (first parameter {next(iter(params))!r})"
+        self._pending: Pending = self.operations.open(name, mpi_ops._number(process_set), title, self._offer())
+        self.key = self._pending.key
+
+    def _offer(self) -> tuple[dict[str, str], dict[str, int], list[str]]:
+        """What ranks compare; and the number of sparse dimensions of what is sparse on this one."""
+        mine = {name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')}" for name, p in self.params.items()}
+        sparse = {}
+        for name, p in self.params.items():
+            if p.grad is not None and p.grad.is_sparse and not self.settings.sparse_as_dense:
+                sparse[name] = p.grad.sparse_dim()
+        return mine, sparse, [*self.settings.lines(), f"buckets of {self.bucket_mb:g} MB"]
+
+    @property
+    def bucket_mb(self) -> float:
+        """``HOROVOD_FUSION_THRESHOLD``, or the session's."""
+        given = self.operations.settings.bucket_bytes
+        return self.operations.session.config.bucket_mb if given is None else given / 2**20
+
+    @property
+    def stale(self) -> bool:
+        """Of a session that is over, or failed."""
+        return mpi_ops._operations is not self.operations or bool(self._pending.error)
+
+    def wait(self) -> tuple[Channel, list[str], dict[str, int]]:
+        """The channel; names in rank 0's order; the number of sparse dimensions of those that are sparse on any rank.
+
+        Raises:
+            DifferentParameters: ranks have other parameters, or other options.
+            HorovodInternalError: a rank is gone, or never opens it.
+        """
+        self.operations.wait(self._pending)
+        channel = self._pending.channel
+        assert channel is not None, "it is open"
+        difference = differences(channel.offers)
+        if difference:
+            channel.close()
+            raise internal_error(difference, DifferentParameters)
+        names, _, _ = channel.offers[0]
+        return channel, list(names), {name: dim for _, found, _ in channel.offers for name, dim in found.items()}
+
+
+def differences(offers: Sequence[tuple[dict[str, str], dict[str, int], list[str]]]) -> str:
+    """What a rank has that rank 0 has not; empty if there is nothing."""
+    first, _, lines = offers[0]
+    for rank, (theirs, _, their_lines) in enumerate(offers):
+        where = f"DistributedOptimizer: rank {rank} differs from rank 0 (numbers in the process set)"
+        if theirs != first:
+            names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+            shown = "; ".join(f"{n!r} is {theirs.get(n, 'missing')}, not {first.get(n, 'there')}" for n in names[:8])
+            return f"{where} in {len(names)} parameters: {shown}. Give all ranks the same model."
+        if their_lines != lines:
+            return f"{where}: it has {their_lines}, rank 0 {lines}"
+    return ""
+
+
+class Reducer:
+    """Carries one optimizer's gradients through a policy, among the ranks of a process set, for one session.
+
+    Attributes:
+        running: a step has begun and not ended.
+        begun: how many have begun.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        settings, params = opening.settings, opening.params
+        self.operations: Operations = opening.operations
+        self.key = opening.key
+        self.channel, self.names, self.sparse = opening.wait()
         self.params = {name: params[name] for name in self.names}
         self.dense = {name: p for name, p in self.params.items() if name not in self.sparse}
-        ranks = None if process_set is global_process_set else process_set.ranks
         device = next(iter(params.values())).device
-        self.driver: Driver = open_driver(self.communicator, device, session.check(ranks))
+        communicator = self.channel.communicator
+        self.driver: Driver = open_driver(communicator, device, self.channel.check)
+        self._monitor = self.operations.session.monitor
         self._monitor.on_failure(self.driver.fail)
+        self.operations.on_failure.append(self.driver.fail)
         self.aggregator = Aggregator(
-            settings.policy, self.dense, self.communicator, self.control, self.driver, weighted=False
+            settings.policy, self.dense, communicator, self.channel.control, self.driver, weighted=False
         )
-        self.buckets = self._cut(settings)
+        self.buckets = self._cut(settings, Options(opening.bucket_mb))
         self.slots: dict[Tensor, Slot] = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self.running = False
+        self.begun = 0
+        self._follows = False  # the step that runs is one of other ranks
         self._next = 0
+        self._since: dict[str, float] = {}  # for the timeline: when a gradient arrived
         self._closed = False
         runtime.at_shutdown(self.close)
 
-    def _agree(self, params: Mapping[str, Tensor], settings: Settings) -> tuple[list[str], dict[str, int]]:
-        """Names in rank 0's order, and the number of sparse dimensions of those that are sparse on any rank."""
-        mine = {name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')}" for name, p in params.items()}
-        sparse = {}
-        for name, p in params.items():
-            if p.grad is not None and p.grad.is_sparse and not settings.sparse_as_dense:
-                sparse[name] = p.grad.sparse_dim()
-        everyone = self.control.all_gather_object((mine, sparse, settings.lines()))
-        first, _, lines = everyone[0]
-        for rank, (theirs, _, their_lines) in enumerate(everyone):
-            where = f"DistributedOptimizer: rank {rank} differs from rank 0 (numbers in the process set)"
-            if theirs != first:
-                names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
-                shown = "; ".join(
-                    f"{n!r} is {theirs.get(n, 'missing')}, not {first.get(n, 'there')}" for n in names[:8]
-                )
-                raise RankMismatch(f"{where} in {len(names)} parameters: {shown}. Give all ranks the same model.")
-            if their_lines != lines:
-                raise RankMismatch(f"{where}: it has {their_lines}, rank 0 {lines}")
-        return list(first), {name: dim for _, found, _ in everyone for name, dim in found.items()}
-
-    def _cut(self, settings: Settings) -> list[FlatBucket]:
+    def _cut(self, settings: Settings, options: Options) -> list[FlatBucket]:
         """Buckets of the usual size, or one (per type and device) for each group that the user made."""
-        options = Options(self.session.config.bucket_mb)
         if settings.groups is None or settings.groups == 0:
             return make_buckets(self.dense, options)
         names: dict[Tensor, str] = {p: name for name, p in self.dense.items()}
@@ -178,6 +236,12 @@ class Reducer:
         return found
 
     @property
+    def usable(self) -> bool:
+        """Its session is open, and nothing has failed."""
+        operations = self.operations
+        return operations is mpi_ops._operations and not operations.failure and self.driver.failure is None
+
+    @property
     def complete(self) -> bool:
         """Every bucket was handed in."""
         return self._next == len(self.buckets)
@@ -189,22 +253,44 @@ class Reducer:
             return  # sparse: it waits for the end
         if not self.running:
             self._begin()
+        if self.operations.timeline is not None:
+            self._since[slot.name] = time.monotonic()
         slot.arrived = True
         slot.bucket.missing -= 1
         while not self.complete and self.buckets[self._next].missing == 0:
             self._submit(self.buckets[self._next], gradients(self.buckets[self._next]))
 
-    def finish(self) -> None:
-        """Hand in what is missing as what it holds, or zeros; wait; write the results into ``p.grad``."""
+    def hand_in(self) -> None:
+        """Hand in what is missing as what it holds, or zeros."""
         if not self.running:
             self._begin()
+        while not self.complete:
+            self._submit(self.buckets[self._next], gradients(self.buckets[self._next]))
+
+    def finish(self) -> None:
+        """Hand in what is missing; wait; write the results into ``p.grad``, unless the step is one of other ranks."""
         try:
-            while not self.complete:
-                self._submit(self.buckets[self._next], gradients(self.buckets[self._next]))
+            self.hand_in()
             self.aggregator.end()
-            self._write_back()
+            if not self._follows:
+                self._write_back()
         finally:
-            self._reset()
+            self.reset()
+
+    def follow(self, step: int) -> None:
+        """Take part with zeros in the steps up to number ``step``; does not wait for the last."""
+        while self.begun < step:
+            if self.running:  # others are beyond it, so it is complete, or will be
+                self.finish()
+            self._begin()
+            self._follows = True
+            for bucket in self.buckets:
+                self._submit(bucket, [None] * len(bucket.slots))
+
+    def end_following(self) -> None:
+        """Wait for what :meth:`follow` began."""
+        if self._follows:
+            self.finish()
 
     def combine(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``values`` by name through the policy: one step without gradients. Views that live until the next."""
@@ -216,10 +302,12 @@ class Reducer:
             self.aggregator.end()
             return {slot.name: view for bucket in self.buckets for slot, view in results(bucket)}
         finally:
-            self._reset()
+            self.reset()
 
     def _begin(self) -> None:
         self.running = True
+        self.begun += 1
+        self.operations.begins(*self.key, self.begun)
         self.aggregator.begin()
 
     @torch.no_grad()
@@ -230,8 +318,20 @@ class Reducer:
                 slot.view.zero_()
             elif value is not slot.view:
                 slot.view.copy_(value)
-        piece = Piece(bucket.layout, bucket.buffer, bucket.deliver)
-        self.aggregator.submit(piece, last=self.complete)
+        deliver, timeline = bucket.deliver, self.operations.timeline
+        if timeline is not None:
+            deliver = partial(self._trace, timeline, bucket, time.monotonic())
+        self.aggregator.submit(Piece(bucket.layout, bucket.buffer, deliver), last=self.complete)
+        if self.complete:
+            self.driver.flush()  # nobody may wait for it for long; other ranks need all rounds of all flows
+
+    def _trace(self, timeline: Timeline, bucket: FlatBucket, handed_in: float, update: Tensor | None) -> None:
+        """A bucket is through: rows of the timeline, called as Horovod calls them."""
+        bucket.deliver(update)
+        for slot in bucket.slots if update is not None else ():
+            name = f"allreduce.{slot.name}"
+            timeline.queued(name, self._since.get(slot.name, handed_in), handed_in)
+            timeline.executed(name, "allreduce", handed_in, {"fused": len(bucket.slots)})
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -247,9 +347,11 @@ class Reducer:
                 else:
                     parameter.grad.copy_(view)
 
-    def _reset(self) -> None:
-        self.running = False
+    def reset(self) -> None:
+        """What runs is over, or has failed."""
+        self.running = self._follows = False
         self._next = 0
+        self._since.clear()
         for bucket in self.buckets:
             bucket.missing = len(bucket.slots)
             bucket.update = None
@@ -263,26 +365,11 @@ class Reducer:
         self._closed = True
         runtime.forget_at_shutdown(self.close)
         self._monitor.remove_on_failure(self.driver.fail)
+        self.operations.on_failure.remove(self.driver.fail)
         failed = self.driver.failure is not None
         self.driver.close()
         if not failed:
-            self.control.close()
-            self.communicator.close()
-
-
-def open_channel(process_set: ProcessSet) -> Communicator:
-    """A communicator of our own among the members of ``process_set``, who all call this."""
-    members: Communicator | None = runtime.current().communicator
-    if process_set is not global_process_set:
-        # Its communicator belongs to the thread of raw operations, which has nothing to do between two barriers.
-        mpi_ops.barrier(process_set)
-        members = mpi_ops._current()._comms[process_set.process_set_id or 0]
-    assert members is not None, "this rank is a member"
-    own = members.split([range(members.size)])
-    assert own is not None
-    if process_set is not global_process_set:
-        mpi_ops.barrier(process_set)
-    return own
+            self.channel.close()
 
 
 def gradients(bucket: FlatBucket) -> list[Tensor | None]:
@@ -310,14 +397,17 @@ class _Distributed(Optimizer):
     def _setup(self, names: dict[Tensor, str], settings: Settings) -> None:
         self._names = names
         self._settings = settings
+        self._opening: Opening | None = None
         self._reducer: Reducer | None = None
+        self._named: tuple[Operations, int, str] | None = None
         self._delay: dict[Parameter, int] = {}
         self._arrived: set[Tensor] = set()  # a gradient came since the last synchronize()
         self._handed: set[Tensor] = set()  # ... for the last time of this step
-        self._final = False  # p.grad holds what synchronize() promises
-        self._synchronized = False  # ... and the user called it
+        self._synchronized = False  # p.grad holds what synchronize() promises
         self._should_synchronize = True
-        self._follow()
+        self._hook()
+        self._follower = Follower(self)
+        joining.add(self._follower)
 
     @property
     def _active(self) -> bool:
@@ -325,7 +415,7 @@ class _Distributed(Optimizer):
         alone = mpi_ops.size() == 1 and isinstance(self._settings.policy, Reduction)
         return not alone and bool(self.process_set.included())
 
-    def _follow(self) -> list[Parameter]:
+    def _hook(self) -> list[Parameter]:
         """Hook parameters that require gradients and did not before; returns them."""
         found = []
         for i, group in enumerate(self.param_groups):
@@ -347,7 +437,7 @@ class _Distributed(Optimizer):
             raise AssertionError(f"backward(create_graph=True): the gradient of {self._names[p]!r} cannot be reduced")
         self._delay[p] -= 1
         self._arrived.add(p)
-        self._final = self._synchronized = False
+        self._synchronized = False
         if self._delay[p] == 0:
             self._handed.add(p)
             self._complete(p)
@@ -358,18 +448,47 @@ class _Distributed(Optimizer):
     def _ready(self) -> Reducer | None:
         """The reducer, if it fits the open session and the parameters that are followed now."""
         reducer = self._reducer
-        fits = reducer is not None and reducer.session is runtime.current() and len(reducer.names) == len(self._delay)
-        return reducer if fits else None
+        fits = reducer is not None and reducer.operations is mpi_ops._operations
+        return reducer if fits and reducer is not None and len(reducer.names) == len(self._delay) else None
+
+    def _running(self) -> Reducer | None:
+        """The reducer, if a step of this session has begun, whatever parameters came since."""
+        reducer = self._reducer
+        runs = reducer is not None and reducer.running and reducer.operations is mpi_ops._operations
+        return reducer if runs else None
+
+    def _begin_opening(self) -> Opening:
+        """Ask for a channel, if that has not happened."""
+        if self._opening is None or self._opening.stale:
+            params = {self._names[p]: p for p in self._delay}
+            _, number, name = self._name()
+            self._opening = Opening(params, self._settings, self.process_set, name, number)
+        return self._opening
 
     def _open(self) -> Reducer:
         """The reducer; collective when it must be made."""
-        reducer = self._ready()
+        reducer = None if self._opening is not None else self._ready()
         if reducer is None:
+            opening = self._begin_opening()
+            try:
+                reducer = Reducer(opening)
+            finally:
+                self._opening = None
             if self._reducer is not None:
                 self._reducer.close()
-            params = {self._names[p]: p for p in self._delay}
-            self._reducer = reducer = Reducer(params, self._settings, self.process_set)
+            self._reducer = reducer
         return reducer
+
+    def _name(self) -> tuple[Operations, int, str]:
+        """Of the channel: made of a parameter's name that does not depend on their order, and a number where several
+        optimizers share it. The other number tells this process's optimizers apart, in messages."""
+        operations = mpi_ops._current()
+        if self._named is None or self._named[0] is not operations:
+            first = min(self._names.values(), default="")
+            place = (mpi_ops._number(self.process_set), first)
+            same = operations.optimizers[place] = operations.optimizers.get(place, 0) + 1
+            self._named = operations, sum(operations.optimizers.values()), f"{first}.{same}"
+        return self._named
 
     def _new_step(self) -> None:
         self._arrived.clear()
@@ -388,7 +507,7 @@ class _Distributed(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         if hasattr(self, "_delay"):
-            self._follow()
+            self._hook()
 
     def step_alone(self) -> None:
         """The optimizer's own step on what ``p.grad`` holds: nothing is reduced."""
@@ -396,9 +515,12 @@ class _Distributed(Optimizer):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         if self._reducer is not None and self._reducer.running:
-            self._reducer.finish()
+            if self._reducer.usable:
+                self._reducer.finish()
+            else:  # training goes on from here after a failure
+                self._reducer.reset()
         self._new_step()
-        self._final = self._synchronized = False
+        self._synchronized = False
         self._should_synchronize = True
         super().load_state_dict(*args, **kwargs)
 
@@ -410,8 +532,38 @@ class _Distributed(Optimizer):
         """
         if self._arrived:
             raise AssertionError(TOO_EARLY)
-        self._follow()
+        self._hook()
         super().zero_grad(set_to_none)
+
+
+class Follower:
+    """What an optimizer does when this rank called ``hvd.join()``; see :mod:`hvdbridge.torch.joining`."""
+
+    def __init__(self, optimizer: _Distributed) -> None:
+        self._optimizer = optimizer
+
+    def channel(self) -> tuple[int, str]:
+        process_set = self._optimizer.process_set
+        if process_set.process_set_id is None or not self._optimizer._active:
+            return -1, ""
+        return mpi_ops._number(process_set), f"channel.{self._optimizer._name()[2]}"
+
+    def follow(self, step: int) -> None:
+        with internal_errors():
+            reducer = self._optimizer._ready()
+            if reducer is None:
+                self._optimizer._hook()
+                reducer = self._optimizer._open()
+            reducer.follow(step)
+
+    def join(self, begins: bool) -> None:
+        reducer = self._optimizer._ready()
+        if reducer is not None and reducer.running:
+            with internal_errors():
+                if begins:
+                    reducer.hand_in()
+                else:
+                    reducer.end_following()
 
 
 class _DistributedOptimizer(_Distributed):
@@ -419,19 +571,13 @@ class _DistributedOptimizer(_Distributed):
 
     def _complete(self, p: Tensor) -> None:
         reducer = self._ready()
-        if reducer is None:
-            return  # synchronize() opens the channel, in the order of the program
-        with internal_errors():
-            reducer.arrive(p)
-        if reducer.complete and not reducer.sparse and inside_backward():
-            Variable._execution_engine.queue_callback(partial(self._settle, reducer))
-
-    def _settle(self, reducer: Reducer) -> None:
-        """Everything is on its way at the end of a backward: wait, so that gradients are final when it returns."""
-        if reducer.running and not self._final:
+        if reducer is not None:
             with internal_errors():
-                reducer.finish()
-            self._final = True
+                reducer.arrive(p)
+        elif len(self._handed) == len(self._delay) and not self._hook():
+            # All gradients are there, so it is known which are sparse. What is missing on some rank is known in
+            # synchronize() only, which opens the channel otherwise.
+            self._begin_opening()
 
     def synchronize(self) -> None:
         """Wait until the reduced gradients stand in ``p.grad``; one that never came counts as what ``p.grad`` holds,
@@ -439,20 +585,22 @@ class _DistributedOptimizer(_Distributed):
 
         Raises:
             HorovodInternalError: a rank failed, or took too long.
-            RankMismatch: at the first call: ranks have other parameters, or other options.
+            DifferentParameters (a HorovodInternalError and a RankMismatch): at the first call: ranks have other
+                parameters, or other options.
         """
         if self._active:
             with internal_errors():
                 self._reduce()
         self._new_step()
-        self._final = self._synchronized = True
+        self._synchronized = True
 
     def _reduce(self) -> None:
-        late = self._follow()
-        begun = self._final or (self._reducer is not None and self._reducer.running)
-        if not self._final:
-            reducer = self._reducer if begun and self._reducer is not None else self._open()
-            if not begun:
+        running = self._running()
+        late = self._hook()
+        begun = self._synchronized or running is not None or self._opening is not None
+        if not self._synchronized:
+            reducer = running or self._open()
+            if running is None:
                 for parameter in self._handed:
                     reducer.arrive(parameter)
             sparse = [self._send_sparse(reducer, name) for name in reducer.sparse]
@@ -461,7 +609,10 @@ class _DistributedOptimizer(_Distributed):
                 p.grad = handle() if callable(handle) else mpi_ops.synchronize(handle)
         if late and begun:  # unfrozen after zero_grad(): by themselves this time, with the others from the next step on
             params = {self._names[p]: p for p in late}
-            alone = Reducer(params, replace(self._settings, groups=None), self.process_set)
+            _, number, name = self._name()
+            alone = Reducer(
+                Opening(params, replace(self._settings, groups=None), self.process_set, f"{name}.late", number)
+            )
             alone.finish()
             alone.close()
 
@@ -492,9 +643,7 @@ class _DistributedOptimizer(_Distributed):
             if self._synchronized:
                 warnings.warn(TWICE, stacklevel=2)
             self.synchronize()
-        if self._final:
-            self._new_step()
-        self._final = self._synchronized = False
+        self._synchronized = False
         if closure is None:
             return super().step()
         return super().step(partial(self._evaluate, closure))
@@ -503,7 +652,7 @@ class _DistributedOptimizer(_Distributed):
         loss = closure()
         if self._should_synchronize and self._arrived:
             self.synchronize()
-            self._final = self._synchronized = False
+            self._synchronized = False
         return loss
 
 
@@ -527,7 +676,7 @@ class _DistributedAdasumOptimizer(_Distributed):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._follow()
+        self._hook()
         with internal_errors():
             reducer = self._open()
         for p in self._delay:
