@@ -67,6 +67,14 @@ class Channel:
         self.communicator.close()
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What this rank says to the others when a channel opens, and what takes the channel."""
+
+    text: Any
+    opened: Callable[[Channel], None]
+
+
 @dataclass(eq=False)
 class Pending:
     """An operation of this rank under way.
@@ -79,7 +87,7 @@ class Pending:
         sizes: what the decision told (rows of each member, splits, a number).
         since, decided: when it was submitted, and found ready (0: not yet), by the monotonic clock.
         ready: on CUDA, recorded when the inputs were complete;  after: when the results are.
-        offer: what this rank says to who opens a channel with it;  channel: when it is open.
+        offer: of a channel.
     """
 
     request: Request
@@ -95,8 +103,7 @@ class Pending:
     done: threading.Event = field(default_factory=threading.Event)
     ready: Any = None
     after: Any = None
-    offer: Any = None
-    channel: Channel | None = None
+    offer: Offer | None = None
 
     @property
     def key(self) -> tuple[int, str]:
@@ -197,14 +204,17 @@ class Operations:
 
     # Channels and joining -------------------------------------------------------------------------------
 
-    def open(self, name: str, process_set: int, title: str, offer: Any) -> Pending:
-        """Start to open a channel; when :meth:`wait` returns it is ``pending.channel``.
+    def open(self, name: str, process_set: int, title: str, offer: Any, opened: Callable[[Channel], None]) -> Pending:
+        """Start to open a channel, which ranks know by its number and ``channel.{name}``.
 
         Args:
             title: how reports call it and what travels in it; rank 0's counts.
             offer: anything that pickles, for the other members.
+            opened: called with it on the thread, before :meth:`wait` returns; must not wait for other ranks.
         """
-        return self.submit("channel", "channel", name, [], process_set=process_set, offer=offer, title=title)
+        return self.submit(
+            "channel", "channel", name, [], process_set=process_set, offer=Offer(offer, opened), title=title
+        )
 
     def begins(self, process_set: int, name: str, step: int) -> None:
         """This rank begins a step in a channel; who joined must hear of it."""
@@ -257,8 +267,8 @@ class Operations:
 
     def submit(
         self, kind: str, label: str, name: str | None, inputs: Sequence[Tensor], *,
-        targets: Sequence[Tensor] | None = None, grouped: bool = False, process_set: int = 0, offer: Any = None,
-        title: str = "", **more: Any,
+        targets: Sequence[Tensor] | None = None, grouped: bool = False, process_set: int = 0,
+        offer: Offer | None = None, title: str = "", **more: Any,
     ) -> Pending:  # fmt: skip
         """Start an operation.
 
@@ -656,16 +666,17 @@ class Operations:
         session, settings, parent = self.session, self.settings, self._comm(decision)
         members = self._sets[decision.process_set]
         for job in jobs:
+            assert job.offer is not None, "every member has asked for it"
             communicator = parent.split([range(parent.size)])
             assert communicator is not None, "every member is in it"
             control = communicator.control()
-            offers = control.all_gather_object((job.offer, job.request.title))
+            offers = control.all_gather_object((job.offer.text, job.request.title))
             # What the monitor is told of waits in it: whose they are, and Horovod's limits.
             title = offers[0][1]
             watch = partial(_watch, session.monitor, title, settings)
             communicator.watch = control.watch = watch
             check = session.check(None if len(members) == self.size else members)
-            job.channel = Channel(communicator, control, [offer for offer, _ in offers], check)
+            job.offer.opened(Channel(communicator, control, [text for text, _ in offers], check))
 
     def _zeros(self, request: Request) -> list[Tensor]:
         """What a rank that joined contributes."""

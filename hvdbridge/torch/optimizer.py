@@ -5,7 +5,8 @@ Rules:
 1. The result is a subclass of the user's optimizer class, made on the spot, around the same parameter groups:
    ``isinstance`` and schedulers see what they know.
 2. Gradients travel while backward runs, in flat buckets and in the driver's order; names are compared once, when the
-   channel is opened, and not negotiated again. So the first step does not overlap with backward.
+   channel is opened, and not negotiated again. The first step's are handed in by the thread that opens the channel:
+   which of several optimizers' steps comes first may differ between ranks then, too.
 3. A step ends in ``synchronize()`` (or ``step()``, which calls it), and nothing waits for other ranks before: until
    then backward may be called several times, each for other parameters, and other optimizers and operations may come
    between, in another order on each rank. Each optimizer has a channel and a thread of its own.
@@ -46,7 +47,7 @@ from hvdbridge.torch import joining, mpi_ops
 from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.exceptions import DifferentParameters, internal_error
 from hvdbridge.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum
-from hvdbridge.torch.operations import Channel, Operations, Pending
+from hvdbridge.torch.operations import Channel, Operations
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 from hvdbridge.torch.timeline import Timeline
 from hvdbridge.torch.util import split_list
@@ -116,21 +117,28 @@ class Settings:
 
 
 class Opening:
-    """A channel for one optimizer that is being opened; the constructor does not wait.
+    """A channel for one optimizer, and a reducer on it, that is being opened; the constructor does not wait.
 
     Attributes:
+        arrived: the parameters whose gradients are there: they are handed in at once.
         key: process set and name of the channel, the same on all ranks.
     """
 
     def __init__(
-        self, params: Mapping[str, Parameter], settings: Settings, process_set: ProcessSet, name: str, number: int
-    ) -> None:
+        self, params: Mapping[str, Parameter], arrived: Iterable[Tensor], settings: Settings, process_set: ProcessSet,
+        name: str, number: int,
+    ) -> None:  # fmt: skip
         self.params = params
+        self.arrived = list(arrived)
         self.settings = settings
         self.operations = mpi_ops._current()
+        self._reducer: Reducer | None = None
+        self._error: Exception | None = None
+        first = next(iter(params.values()))
+        self._ready = torch.cuda.current_stream(first.device).record_event() if first.is_cuda else None
         title = f"DistributedOptimizer {number} (first parameter {next(iter(params))!r})"
-        self._pending: Pending = self.operations.open(name, mpi_ops._number(process_set), title, self._offer())
-        self.key = self._pending.key
+        self.key = mpi_ops._number(process_set), f"channel.{name}"
+        self._pending = self.operations.open(name, self.key[0], title, self._offer(), self._opened)
 
     def _offer(self) -> tuple[dict[str, str], dict[str, int], list[str]]:
         """What ranks compare; and the number of sparse dimensions of what is sparse on this one."""
@@ -152,22 +160,33 @@ class Opening:
         """Of a session that is over, or failed."""
         return mpi_ops._operations is not self.operations or bool(self._pending.error)
 
-    def wait(self) -> tuple[Channel, list[str], dict[str, int]]:
-        """The channel; names in rank 0's order; the number of sparse dimensions of those that are sparse on any rank.
+    def _opened(self, channel: Channel) -> None:
+        """On the thread of operations, which must go on: what goes wrong here is told to who waits."""
+        try:
+            difference = differences(channel.offers)
+            if difference:
+                channel.close()
+                raise internal_error(difference, DifferentParameters)
+            if self._ready is not None:
+                torch.cuda.current_stream().wait_event(self._ready)
+            self._reducer = Reducer(self, channel)
+            for parameter in self.arrived:
+                self._reducer.arrive(parameter)
+        except Exception as error:
+            self._error = error
+
+    def wait(self) -> Reducer:
+        """What was opened.
 
         Raises:
             DifferentParameters: ranks have other parameters, or other options.
             HorovodInternalError: a rank is gone, or never opens it.
         """
         self.operations.wait(self._pending)
-        channel = self._pending.channel
-        assert channel is not None, "it is open"
-        difference = differences(channel.offers)
-        if difference:
-            channel.close()
-            raise internal_error(difference, DifferentParameters)
-        names, _, _ = channel.offers[0]
-        return channel, list(names), {name: dim for _, found, _ in channel.offers for name, dim in found.items()}
+        if self._error is not None:
+            raise self._error
+        assert self._reducer is not None, "it is open"
+        return self._reducer
 
 
 def differences(offers: Sequence[tuple[dict[str, str], dict[str, int], list[str]]]) -> str:
@@ -188,15 +207,18 @@ class Reducer:
     """Carries one optimizer's gradients through a policy, among the ranks of a process set, for one session.
 
     Attributes:
+        sparse: the number of sparse dimensions of gradients that are; these travel as raw operations.
         running: a step has begun and not ended.
         begun: how many have begun.
     """
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: Opening, channel: Channel) -> None:
         settings, params = opening.settings, opening.params
         self.operations: Operations = opening.operations
         self.key = opening.key
-        self.channel, self.names, self.sparse = opening.wait()
+        self.channel = channel
+        self.names = list(channel.offers[0][0])  # in rank 0's order
+        self.sparse = {name: dims for _, found, _ in channel.offers for name, dims in found.items()}  # on any rank
         self.params = {name: params[name] for name in self.names}
         self.dense = {name: p for name, p in self.params.items() if name not in self.sparse}
         device = next(iter(params.values())).device
@@ -250,7 +272,7 @@ class Reducer:
         """The gradient of ``parameter`` is there; called once per step for each."""
         slot = self.slots.get(parameter)
         if slot is None:
-            return  # sparse: it waits for the end
+            return  # sparse
         if not self.running:
             self._begin()
         if self.operations.timeline is not None:
@@ -399,6 +421,7 @@ class _Distributed(Optimizer):
         self._settings = settings
         self._opening: Opening | None = None
         self._reducer: Reducer | None = None
+        self._sparse: dict[str, Any] = {}  # handles of what was sent in this step
         self._named: tuple[Operations, int, str] | None = None
         self._delay: dict[Parameter, int] = {}
         self._arrived: set[Tensor] = set()  # a gradient came since the last synchronize()
@@ -457,21 +480,20 @@ class _Distributed(Optimizer):
         runs = reducer is not None and reducer.running and reducer.operations is mpi_ops._operations
         return reducer if runs else None
 
-    def _begin_opening(self) -> Opening:
+    def _begin_opening(self, arrived: Iterable[Tensor]) -> Opening:
         """Ask for a channel, if that has not happened."""
         if self._opening is None or self._opening.stale:
             params = {self._names[p]: p for p in self._delay}
             _, number, name = self._name()
-            self._opening = Opening(params, self._settings, self.process_set, name, number)
+            self._opening = Opening(params, arrived, self._settings, self.process_set, name, number)
         return self._opening
 
-    def _open(self) -> Reducer:
-        """The reducer; collective when it must be made."""
+    def _open(self, arrived: Iterable[Tensor] = ()) -> Reducer:
+        """The reducer; collective when it must be made, and then ``arrived`` gradients are handed in."""
         reducer = None if self._opening is not None else self._ready()
         if reducer is None:
-            opening = self._begin_opening()
             try:
-                reducer = Reducer(opening)
+                reducer = self._begin_opening(arrived).wait()
             finally:
                 self._opening = None
             if self._reducer is not None:
@@ -493,6 +515,7 @@ class _Distributed(Optimizer):
     def _new_step(self) -> None:
         self._arrived.clear()
         self._handed.clear()
+        self._sparse.clear()
         for p in self._delay:
             self._delay[p] = self.backward_passes_per_step
 
@@ -574,10 +597,12 @@ class _DistributedOptimizer(_Distributed):
         if reducer is not None:
             with internal_errors():
                 reducer.arrive(p)
+            if self._names[p] in reducer.sparse:
+                self._sparse[self._names[p]] = self._send_sparse(reducer, self._names[p])
         elif len(self._handed) == len(self._delay) and not self._hook():
             # All gradients are there, so it is known which are sparse. What is missing on some rank is known in
             # synchronize() only, which opens the channel otherwise.
-            self._begin_opening()
+            self._begin_opening(self._handed)
 
     def synchronize(self) -> None:
         """Wait until the reduced gradients stand in ``p.grad``; one that never came counts as what ``p.grad`` holds,
@@ -599,24 +624,21 @@ class _DistributedOptimizer(_Distributed):
         late = self._hook()
         begun = self._synchronized or running is not None or self._opening is not None
         if not self._synchronized:
-            reducer = running or self._open()
-            if running is None:
-                for parameter in self._handed:
-                    reducer.arrive(parameter)
-            sparse = [self._send_sparse(reducer, name) for name in reducer.sparse]
+            reducer = running or self._open(self._handed)
+            sent, self._sparse = self._sparse, {}
+            handles = {name: sent.get(name) or self._send_sparse(reducer, name) for name in reducer.sparse}
             reducer.finish()
-            for p, handle in sparse:
-                p.grad = handle() if callable(handle) else mpi_ops.synchronize(handle)
+            for name, handle in handles.items():
+                reducer.params[name].grad = mpi_ops.synchronize(handle)
         if late and begun:  # unfrozen after zero_grad(): by themselves this time, with the others from the next step on
             params = {self._names[p]: p for p in late}
             _, number, name = self._name()
-            alone = Reducer(
-                Opening(params, replace(self._settings, groups=None), self.process_set, f"{name}.late", number)
-            )
+            settings = replace(self._settings, groups=None)
+            alone = Opening(params, (), settings, self.process_set, f"{name}.late", number).wait()
             alone.finish()
             alone.close()
 
-    def _send_sparse(self, reducer: Reducer, name: str) -> tuple[Tensor, Any]:
+    def _send_sparse(self, reducer: Reducer, name: str) -> Any:
         p, dims = reducer.params[name], reducer.sparse[name]
         gradient = p.grad
         if gradient is None:  # this rank did not use it
@@ -626,7 +648,7 @@ class _DistributedOptimizer(_Distributed):
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(dims)
         op = self.op if isinstance(self._settings.policy, Reduction) else Average
-        return p, mpi_ops.sparse_allreduce_async(gradient, name=name, op=op, process_set=self.process_set)
+        return mpi_ops.sparse_allreduce_async(gradient, name=name, op=op, process_set=self.process_set)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
