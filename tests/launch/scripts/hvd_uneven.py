@@ -66,12 +66,12 @@ def far(module, other):
 
 @scenario
 def join():
-    """Some ranks have less data, in two epochs; in the first, rank 0 has the most, in the second, the last rank."""
+    """Some ranks have less data, in two epochs; in the first, the last rank has the most, in the second, rank 0."""
     m, twin = model(), model()
     optimizer = wrap(m, "join")
     lasts = []
     for epoch in range(2):
-        counts = [2 + 2 * (rank if epoch else hvd.size() - 1 - rank) for rank in range(hvd.size())]
+        counts = [2 + 2 * (hvd.size() - 1 - rank if epoch else rank) for rank in range(hvd.size())]
         for step in range(counts[hvd.rank()]):
             optimizer.zero_grad()
             loss_of(m, hvd.rank(), 100 * epoch + step).backward()
