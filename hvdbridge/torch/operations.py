@@ -28,9 +28,7 @@ from torch import Tensor
 
 from hvdbridge.collectives import AllGather, AllToAll, Broadcast
 from hvdbridge.communicators.base import Communicator
-from hvdbridge.driver import Check
 from hvdbridge.errors import HvdbridgeError, Unsupported
-from hvdbridge.helper.client import Monitor
 from hvdbridge.runtime import Session
 from hvdbridge.torch import arithmetic
 from hvdbridge.torch.arithmetic import as_bytes, from_bytes
@@ -60,7 +58,7 @@ class Channel:
     communicator: Communicator
     control: Communicator
     offers: list[Any]
-    check: Check | None
+    check: Callable[[int, str], None] | None
 
     def close(self) -> None:
         self.control.close()
@@ -673,7 +671,7 @@ class Operations:
             offers = control.all_gather_object((job.offer.text, job.request.title))
             # What the monitor is told of waits in it: whose they are, and Horovod's limits.
             title = offers[0][1]
-            watch = partial(_watch, session.monitor, title, settings)
+            watch = partial(_watch, session, title, settings)
             communicator.watch = control.watch = watch
             check = session.check(None if len(members) == self.size else members)
             job.offer.opened(Channel(communicator, control, [text for text, _ in offers], check))
@@ -696,8 +694,8 @@ _ACTIONS: dict[str, Callable[[Operations, Decision, list[Pending]], None]] = {
 }  # fmt: skip
 
 
-def _watch(monitor: Monitor, title: str, settings: Settings, signature: str) -> AbstractContextManager[None]:
-    return monitor.watch(f"{title}: {signature}", settings.shutdown_seconds, settings.stall_seconds)
+def _watch(session: Session, title: str, settings: Settings, signature: str) -> AbstractContextManager[None]:
+    return session.monitor.watch(f"{title}: {signature}", settings.shutdown_seconds, settings.stall_seconds)
 
 
 def _with_requests(jobs: Sequence[Pending | None], decision: Decision) -> list[tuple[Pending | None, Request]]:
