@@ -15,6 +15,7 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import logging
+import math
 import os
 import re
 import socket
@@ -66,10 +67,13 @@ def secondary(error: BaseException) -> bool:
 class _Wait:
     """One ``with monitor.watch(label)``. Slots and no locks: it stands around every collective."""
 
-    __slots__ = ("label", "limit", "monitor", "phase", "since", "token")
+    __slots__ = ("label", "limit", "monitor", "phase", "since", "stall", "token")
 
-    def __init__(self, monitor: Monitor, label: str, limit: float = 0.0, phase: bool = False) -> None:
+    def __init__(
+        self, monitor: Monitor, label: str, limit: float = 0.0, phase: bool = False, stall: float = 0.0
+    ) -> None:
         self.monitor, self.label, self.limit, self.phase, self.token = monitor, label, limit, phase, 0
+        self.stall = stall
 
     def __enter__(self) -> None:
         monitor = self.monitor
@@ -222,13 +226,14 @@ class Monitor:
 
     # Waiting -----------------------------------------------------------------------------------------
 
-    def watch(self, label: str) -> AbstractContextManager[None]:
+    def watch(self, label: str, limit: float = 0.0, stall: float = 0.0) -> AbstractContextManager[None]:
         """``with monitor.watch("AllReduce[3] ..."):`` what this rank waits for meanwhile. Any thread; < 1 us.
 
         A connection error that leaves the block is replaced by the job's first cause, if that becomes known
         within a second (``raise cause from error``). A block is not entered once the job has failed.
+        After ``stall`` seconds the wait is reported, after ``limit`` seconds it ends the job (0: as configured).
         """
-        return _Wait(self, label)
+        return _Wait(self, label, limit, stall=stall)
 
     @contextmanager
     def phase(self, label: str, seconds: float | None = None) -> Iterator[None]:
@@ -249,7 +254,7 @@ class Monitor:
         """Tell the helper of a wait. It may end in another thread at any moment: then this one withdraws it."""
         wait.token = next(self._tokens)
         note: Message = {"op": "waiting", "token": wait.token, "label": wait.label}
-        note |= {"age": time.monotonic() - wait.since, "limit": wait.limit}
+        note |= {"age": time.monotonic() - wait.since, "limit": wait.limit, "stall": wait.stall}
         self._link.tell(note | {"phase": True} if wait.phase else note)
         if wait not in self._waits:
             self._withdraw(wait)
@@ -349,7 +354,8 @@ class Monitor:
                 end_process(1)
             return
         for wait in list(self._waits):
-            if not wait.token and now - wait.since >= self._told_after:
+            soon = min(self._told_after, (wait.stall or math.inf) / 2, (wait.limit or math.inf) / 4)
+            if not wait.token and now - wait.since >= soon:
                 self._announce(wait)
 
     def _say(self, failure: HvdbridgeError) -> None:

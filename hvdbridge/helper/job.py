@@ -30,6 +30,7 @@ class Wait:
     label: str
     since: float
     limit: float
+    stall: float
     phase: bool = False
     warned: bool = False
 
@@ -210,7 +211,8 @@ class Job:
     def _waiting(self, member: Member, message: Message, payload: bytes, now: float) -> None:
         limit = float(message.get("limit") or self.timeout)
         since = now - float(message["age"])
-        member.waits[int(message["token"])] = Wait(str(message["label"]), since, limit, "phase" in message)
+        stall = float(message.get("stall") or self.stall)
+        member.waits[int(message["token"])] = Wait(str(message["label"]), since, limit, stall, "phase" in message)
 
     def _waited(self, member: Member, message: Message, payload: bytes, now: float) -> None:
         member.waits.pop(int(message["token"]), None)
@@ -255,7 +257,7 @@ class Job:
                     if wait.limit == self.timeout:
                         text += f" (HVDBRIDGE_TIMEOUT_SECONDS={wait.limit:g})"
                     return self.fail(f"{text}: {self._picture(wait.label)}", now, kind="CollectiveTimeout")
-                if age >= self.stall and not wait.warned:
+                if age >= wait.stall and not wait.warned:
                     self._warn(wait.label, age)
         return None
 

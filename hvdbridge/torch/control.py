@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -40,6 +40,9 @@ from hvdbridge.helper.wire import (
 from hvdbridge.torch.coordinator import Coordinator, Request
 
 Deliver = Callable[[Message], None]
+Steps = Sequence[tuple[int, str, int]]
+"""Process set, channel, number."""
+
 TICK = 0.2
 LOST_SECONDS = 1.5
 GUEST_SECONDS = 10.0
@@ -57,6 +60,12 @@ class Control:
         """Submit this rank's requests."""
         with self._lock:
             self._coordinator.submit(0, requests, time.monotonic())
+            self._pass_on()
+
+    def announce(self, steps: Steps) -> None:
+        """This rank has begun these steps: of each channel the last one."""
+        with self._lock:
+            self._coordinator.begin(steps, time.monotonic())
             self._pass_on()
 
     def leave(self) -> None:
@@ -171,6 +180,8 @@ class Hub(Control):
     def _hear(self, rank: int, message: Message) -> None:
         if "submit" in message:
             self._coordinator.submit(rank, [Request.unpack(each) for each in message["submit"]], time.monotonic())
+        elif "begun" in message:
+            self._coordinator.begin([tuple(each) for each in message["begun"]], time.monotonic())
         elif "fail" in message:
             self._coordinator.fail(message["fail"])
         else:
@@ -226,6 +237,9 @@ class Spoke(Control):
 
     def send(self, requests: Iterable[Request]) -> None:
         self._write({"submit": [request.pack() for request in requests]})
+
+    def announce(self, steps: Steps) -> None:
+        self._write({"begun": list(map(list, steps))})
 
     def leave(self) -> None:
         self._write({"leave": True})

@@ -6,7 +6,8 @@ Rules:
 2. Operations match by name within a process set, in whatever order ranks submit them. One is ready when every member
    has submitted it, or has joined; ready ones are decided in the order in which they became so, the same for all.
 3. What the ranks say of one operation is compared when it is ready, so a difference is told to all of them.
-4. A rank that joined takes part in all-reduces with zeros, in nothing else. When all have joined it is over.
+4. A rank that joined takes part in all-reduces with zeros, in nothing else. When all have joined it is over. The steps
+   of optimizers are not negotiated; while somebody has joined, ranks announce those they begin, and who joined is told.
 5. A rank that left (shut down, or at the end of its script) will not come: what needs it fails at once.
 6. What nobody completes is reported after ``stall_seconds`` and ends everything after ``timeout_seconds``.
 7. Small operations that are ready together are decided together, up to ``fusion_bytes``: one collective moves them.
@@ -39,7 +40,7 @@ class Request:
 
     Attributes:
         kind: ``allreduce``, ``adasum``, ``allgather``, ``broadcast``, ``broadcast_object``, ``alltoall``,
-            ``reducescatter``, ``barrier``, ``join``, ``add_set`` or ``remove_set``.
+            ``reducescatter``, ``barrier``, ``join``, ``add_set``, ``remove_set`` or ``channel``.
         name: with the kind in front, ``allreduce.loss``.
         process_set: its number.
         dtypes, shapes: of each tensor (several in a grouped operation).
@@ -49,6 +50,7 @@ class Request:
         splits: of an all-to-all: how many rows go to each member.
         device: ``cpu`` or ``cuda``.
         ranks: of ``add_set``; the number of the set for ``remove_set``.
+        label: how messages call it, if not by its name.
     """
 
     kind: str
@@ -62,6 +64,7 @@ class Request:
     splits: tuple[int, ...] = ()
     device: str = "cpu"
     ranks: tuple[int, ...] = ()
+    label: str = ""
 
     def pack(self) -> list[Any]:
         """As JSON; :meth:`unpack` reads it."""
@@ -69,10 +72,10 @@ class Request:
 
     @classmethod
     def unpack(cls, data: Sequence[Any]) -> Request:
-        kind, name, number, dtypes, shapes, op, root, factors, splits, device, ranks = data
+        kind, name, number, dtypes, shapes, op, root, factors, splits, device, ranks, label = data
         return cls(
             kind, name, number, tuple(dtypes), tuple(map(tuple, shapes)), op, root,
-            (factors[0], factors[1]), tuple(splits), device, tuple(ranks),
+            (factors[0], factors[1]), tuple(splits), device, tuple(ranks), label,
         )  # fmt: skip
 
     @property
@@ -82,6 +85,8 @@ class Request:
         >>> Request("allreduce", "allreduce.loss").title
         "allreduce 'loss'"
         """
+        if self.label:
+            return self.label
         kind, _, name = self.name.partition(".")
         return f"{kind} {name!r}" if name else kind
 
@@ -131,6 +136,7 @@ class Entry:
     since: float
     requests: dict[int, Request] = field(default_factory=dict)
     warned: bool = False
+    asked: set[int] = field(default_factory=set)
 
     @property
     def first(self) -> Request:
@@ -155,6 +161,8 @@ class Coordinator:
         self._next_set = 1
         self._entries: dict[tuple[int, str], Entry] = {}
         self._joined: dict[int, float] = {}  # in the order of joining
+        self._begun: dict[tuple[int, str], int] = {}  # the steps of each channel, as far as they were announced
+        self._heard = 0.0  # when a rank last did something
         self._join_warned = False
         self._left: dict[int, str] = {}
         self._ready: list[tuple[Decision, Request, list[int]]] = []
@@ -167,6 +175,7 @@ class Coordinator:
         if self.failure:
             self._send(rank, {"failed": self.failure})
             return
+        self._heard = now
         for request in requests:
             if request.kind == "join":
                 self._join(rank, now)
@@ -176,6 +185,15 @@ class Coordinator:
             entry.requests[rank] = request
             self._look_at(key, entry)
         self._flush()
+
+    def begin(self, steps: Iterable[tuple[int, str, int]], now: float) -> None:
+        """A rank announces (process set, channel, number) of the last step that it began: ranks that joined follow."""
+        self._heard = now
+        for process_set, name, number in steps:
+            if number > self._begun.get((process_set, name), 0):
+                self._begun[process_set, name] = number
+                for rank in self._joined:
+                    self._have_follow(rank, (process_set, name), number)
 
     def leave(self, rank: int, how: str) -> None:
         """A rank will submit nothing more: it has shut down, or its connection ended."""
@@ -215,7 +233,7 @@ class Coordinator:
         return None
 
     def _tick_joins(self, now: float) -> None:
-        age = now - max(self._joined.values())
+        age = now - max(self._heard, *self._joined.values())
         away = [rank for rank in range(self.size) if rank not in self._joined]
         text = f"join() waits for {age:.1f} s: {ranks_text(self._joined)} joined; missing: {self._describe(away)}"
         if self._entries:
@@ -227,7 +245,8 @@ class Coordinator:
             self._report(text, self._joined)
 
     def take(self) -> list[tuple[int, Message]]:
-        """The messages to send, in order: ``do`` (decisions), ``stalled``, ``failed``, ``end``."""
+        """The messages to send, in order: ``do`` (decisions), ``stalled``, ``failed``, ``end``; ``announce``: somebody
+        has joined; ``follow``, to who joined: ``[process set, channel, step]``, step 0: open it."""
         out, self._out = self._out, []
         return out
 
@@ -235,9 +254,14 @@ class Coordinator:
 
     def _look_at(self, key: tuple[int, str], entry: Entry) -> None:
         members = self.sets.get(key[0], [])
-        missing = [rank for rank in members if rank not in entry.requests and rank not in self._joined]
+        opens = entry.first.kind == "channel"  # who joined opens it, too, to follow its steps
+        missing = [rank for rank in members if rank not in entry.requests and (opens or rank not in self._joined)]
         gone = [rank for rank in missing if rank in self._left]
         if missing and not gone:
+            for rank in missing:
+                if rank in self._joined and rank not in entry.asked:
+                    entry.asked.add(rank)
+                    self._have_follow(rank, key, 0)
             return
         del self._entries[key]
         request = entry.first
@@ -281,13 +305,23 @@ class Coordinator:
                 self._next_set += 1
             case "remove_set":
                 del self.sets[request.ranks[0]]
+            case "channel":
+                self._begun.pop((request.process_set, request.name), None)
 
     def _join(self, rank: int, now: float) -> None:
         self._joined[rank] = now
         self._join_warned = False
+        for each in range(self.size):
+            self._send(each, {"announce": True})
+        for channel, number in self._begun.items():
+            self._have_follow(rank, channel, number)
         for key, entry in list(self._entries.items()):
             self._look_at(key, entry)
         self._look_at_joins()
+
+    def _have_follow(self, rank: int, channel: tuple[int, str], number: int) -> None:
+        if rank in self.sets.get(channel[0], ()):
+            self._send(rank, {"follow": [*channel, number]})
 
     def _look_at_joins(self) -> None:
         if not self._joined:

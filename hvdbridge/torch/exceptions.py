@@ -3,7 +3,9 @@
 ::
 
     HorovodInternalError (HvdbridgeError, RuntimeError)   an operation failed; elastic training restores
-    └── DuplicateNameError (ValueError)                   a name that is in flight already
+    ├── DuplicateNameError (ValueError)                   a name that is in flight already
+    ├── DifferentParameters (RankMismatch)                ranks gave an optimizer other parameters or options
+    └── NoInitError (NotInitialized, ValueError)          hvd.init() is missing
     HostsUpdatedInterrupt (RuntimeError)                  the set of hosts changed; elastic training goes on
     HorovodVersionMismatchError (ImportError)             never raised by hvdbridge; there for except clauses
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from hvdbridge.errors import HvdbridgeError
+from hvdbridge.errors import HvdbridgeError, NotInitialized, RankMismatch
 
 
 class HorovodInternalError(HvdbridgeError):
@@ -28,6 +30,14 @@ class DuplicateNameError(HorovodInternalError, ValueError):
 
     Horovod raises a ValueError here; this is one.
     """
+
+
+class DifferentParameters(HorovodInternalError, RankMismatch):
+    """Ranks gave one ``DistributedOptimizer`` other parameters, or other options."""
+
+
+class NoInitError(HorovodInternalError, NotInitialized, ValueError):
+    """``hvd.init()`` is missing. Horovod raises a ValueError or a HorovodInternalError, as it happens; this is both."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):

@@ -27,7 +27,7 @@ from hvdbridge import runtime
 from hvdbridge.torch import arithmetic
 from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.exceptions import HorovodInternalError as HorovodInternalError
-from hvdbridge.torch.exceptions import internal_error
+from hvdbridge.torch.exceptions import NoInitError, internal_error
 from hvdbridge.torch.operations import Operations, Pending
 from hvdbridge.torch.process_sets import ProcessSet, _init_process_sets, _setup, global_process_set
 from hvdbridge.torch.process_sets import add_process_set as add_process_set
@@ -181,7 +181,7 @@ def _size_of(comm: Any) -> int:
 
 def _current() -> Operations:
     if _operations is None:
-        raise ValueError(NOT_INITIALIZED)
+        raise internal_error(NOT_INITIALIZED, NoInitError)
     return _operations
 
 
@@ -353,7 +353,8 @@ def synchronize(handle: Any) -> Any:
 
 
 def join(device: int = -1) -> int:
-    """This rank has no more data: it takes part in the others' all-reduces with zeros until all have joined.
+    """This rank has no more data: it takes part in the others' all-reduces, and in the steps of their
+    DistributedOptimizers, with zeros until all have joined.
 
     Args:
         device: not used; zeros are made where the others' tensors are.
@@ -364,10 +365,7 @@ def join(device: int = -1) -> int:
     Raises:
         HorovodInternalError: an operation other than an all-reduce was started meanwhile, or a rank ended.
     """
-    operations = _current()
-    pending = operations.submit("join", "join", None, [])
-    operations.wait(pending)
-    return int(pending.sizes[0])
+    return _current().join()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

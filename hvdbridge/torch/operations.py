@@ -9,6 +9,7 @@ Rules:
 3. A rank that waits, waits for an event; what ends it is a decision, the end of the collective, a failure that the
    coordinator or the job's monitor tells, and at last its own clock.
 4. The first failure while data travels ends all operations, here and on the other ranks, with the same text.
+5. Channels of optimizers are opened here, so their order is agreed on, too; what travels in them passes by.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from hvdbridge.torch.arithmetic import as_bytes, from_bytes
 from hvdbridge.torch.control import Control, Hub, Spoke
 from hvdbridge.torch.coordinator import Coordinator, Decision, Message, Request
 from hvdbridge.torch.exceptions import DuplicateNameError, internal_error
+from hvdbridge.torch.joining import find, followers
 from hvdbridge.torch.settings import Settings, log
 from hvdbridge.torch.timeline import Timeline
 
@@ -39,6 +43,34 @@ LATER = 10.0
 """Seconds by which a rank's own clock comes after the coordinator's: that one knows who is missing."""
 
 CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Communicators for one purpose among the members of a process set.
+
+    Attributes:
+        control: for host memory.
+        offers: what each member said when it was opened, in rank order.
+        check: compares collectives before they start, under HVDBRIDGE_DEBUG.
+    """
+
+    communicator: Communicator
+    control: Communicator
+    offers: list[Any]
+    check: Callable[[int, str], None] | None
+
+    def close(self) -> None:
+        self.control.close()
+        self.communicator.close()
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What this rank says to the others when a channel opens, and what takes the channel."""
+
+    text: Any
+    opened: Callable[[Channel], None]
 
 
 @dataclass(eq=False)
@@ -53,6 +85,7 @@ class Pending:
         sizes: what the decision told (rows of each member, splits, a number).
         since, decided: when it was submitted, and found ready (0: not yet), by the monotonic clock.
         ready: on CUDA, recorded when the inputs were complete;  after: when the results are.
+        offer: of a channel.
     """
 
     request: Request
@@ -68,6 +101,7 @@ class Pending:
     done: threading.Event = field(default_factory=threading.Event)
     ready: Any = None
     after: Any = None
+    offer: Offer | None = None
 
     @property
     def key(self) -> tuple[int, str]:
@@ -84,6 +118,8 @@ class Operations:
     Attributes:
         failure: why everything ended, or empty.
         closed: no more operations.
+        optimizers: how many DistributedOptimizers share a name, by process set and name.
+        on_failure: called with the failure that ends everything; must not block.
     """
 
     def __init__(self, session: Session, settings: Settings) -> None:
@@ -93,6 +129,8 @@ class Operations:
         self.failure = ""
         self.closed = False
         self.timeline: Timeline | None = None
+        self.optimizers: dict[tuple[int, str], int] = {}
+        self.on_failure: list[Callable[[BaseException], None]] = []
         self._cause: BaseException | None = None
         self._cuda = session.device if session.device.type == "cuda" else None
         self._stream: Any = None
@@ -103,6 +141,10 @@ class Operations:
         self._outbox: list[Request] = []
         self._sent_at = 0.0
         self._left = False
+        self._begun: dict[tuple[int, str], int] = {}  # of each channel the last step
+        self._announcing = False  # somebody has joined
+        self._heard = 0.0  # when the coordinator last said something
+        self._follow: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()  # of a rank that joined: what to do
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._sets: dict[int, list[int]] = {0: list(range(self.size))}
         with session.monitor.watch("hvd.init()"):
@@ -158,16 +200,79 @@ class Operations:
         self.wait(self.submit("remove_set", "remove_set", None, [], ranks=(process_set_id,)))
         return True
 
+    # Channels and joining -------------------------------------------------------------------------------
+
+    def open(self, name: str, process_set: int, title: str, offer: Any, opened: Callable[[Channel], None]) -> Pending:
+        """Start to open a channel, which ranks know by its number and ``channel.{name}``.
+
+        Args:
+            title: how reports call it and what travels in it; rank 0's counts.
+            offer: anything that pickles, for the other members.
+            opened: called with it on the thread, before :meth:`wait` returns; must not wait for other ranks.
+        """
+        return self.submit(
+            "channel", "channel", name, [], process_set=process_set, offer=Offer(offer, opened), title=title
+        )
+
+    def begins(self, process_set: int, name: str, step: int) -> None:
+        """This rank begins a step in a channel; who joined must hear of it."""
+        self._begun[process_set, name] = step
+        if self._announcing:
+            self._control.announce([(process_set, name, step)])
+
+    def join(self) -> int:
+        """Follow the others with zeros until all have joined; the rank that joined last.
+
+        Raises:
+            HorovodInternalError: see ``hvd.join``.
+        """
+        for each in followers():
+            each.join(begins=True)
+        self._announce()  # who joined before must follow these to their end
+        pending = self.submit("join", "join", None, [])
+        self.flush()
+        while not pending.done.is_set():
+            self._follow_one()
+        self.wait(pending)
+        for each in followers():
+            each.join(begins=False)
+        return int(pending.sizes[0])
+
+    def _follow_one(self) -> None:
+        limit = self.settings.timeout_seconds + LATER
+        try:
+            wanted = self._follow.get(timeout=limit)
+        except queue.Empty:
+            if time.monotonic() - self._heard > limit:
+                self._fail(f"join: rank 0, which coordinates, said nothing for {limit:g} s")
+            return
+        if not wanted:  # all have joined, or a failure
+            return
+        process_set, name, step = wanted
+        follower = find(process_set, name)
+        if follower is None:
+            text = f"rank {self.rank} called hvd.join() and has no optimizer of its own for {name!r}, which others use"
+            self._fail(text)
+            self._control.fail(text)
+            return
+        follower.follow(step)
+
+    def _announce(self) -> None:
+        if self._begun:
+            self._control.announce([(*channel, step) for channel, step in list(self._begun.items())])
+
     # Submitting and waiting -----------------------------------------------------------------------------
 
     def submit(
         self, kind: str, label: str, name: str | None, inputs: Sequence[Tensor], *,
-        targets: Sequence[Tensor] | None = None, grouped: bool = False, process_set: int = 0, **more: Any,
+        targets: Sequence[Tensor] | None = None, grouped: bool = False, process_set: int = 0,
+        offer: Offer | None = None, title: str = "", **more: Any,
     ) -> Pending:  # fmt: skip
         """Start an operation.
 
         Args:
             kind: of :class:`~hvdbridge.torch.coordinator.Request`; ``more`` are its other fields.
+            title: how messages call it, if not by its name.
             label: the kind as in names, which tells grouped operations apart.
             name: None or empty: the next running number of this label and process set.
 
@@ -185,13 +290,13 @@ class Operations:
             raise ValueError(f"{label}: the tensors of a group must be on the same device")
         with self._lock:
             self._check_open(label)
-            title = name if name else f"noname.{self._numbers.get((label, process_set), 0) + 1}"
+            own = name if name else f"noname.{self._numbers.get((label, process_set), 0) + 1}"
             request = Request(
-                kind, f"{label}.{title}" if kind not in ("join", "barrier") or name else label, process_set,
+                kind, f"{label}.{own}" if kind not in ("join", "barrier") or name else label, process_set,
                 tuple(str(tensor.dtype).removeprefix("torch.") for tensor in inputs),
-                tuple(tuple(tensor.shape) for tensor in inputs), device=device, **more,
+                tuple(tuple(tensor.shape) for tensor in inputs), device=device, label=title, **more,
             )  # fmt: skip
-            pending = Pending(request, list(inputs), None if targets is None else list(targets), grouped)
+            pending = Pending(request, list(inputs), None if targets is None else list(targets), grouped, offer=offer)
             if pending.key in self._pending:
                 raise internal_error(
                     f"rank {self.rank}: {request.title} is in flight already: a name can be used again after "
@@ -270,6 +375,8 @@ class Operations:
             message = self._next_message()
             if "end" in message:
                 return
+            if "announce" in message:
+                self._announce()
             for packed in message.get("do", ()):
                 decision = Decision.unpack(packed)
                 try:
@@ -292,13 +399,20 @@ class Operations:
 
     def _deliver(self, message: Message) -> None:
         """From the control's threads: a message of the coordinator."""
-        if "failed" in message:
+        self._heard = time.monotonic()
+        if "follow" in message:
+            self._follow.put(message["follow"])
+        elif "failed" in message:
             self._fail(message["failed"])
         elif "stalled" in message:
             log.warning("rank %d: %s", self.rank, message["stalled"])
         else:
             now = time.monotonic()
-            for _, names, process_set, *_ in message.get("do", ()):
+            if "announce" in message:  # begins() from now on, and the thread what has begun
+                self._announcing = True
+            for kind, names, process_set, *_ in message.get("do", ()):
+                if kind == "join":
+                    self._announcing = False
                 for name in names:
                     if (job := self._pending.get((process_set, name))) is not None:
                         job.decided = now
@@ -352,6 +466,8 @@ class Operations:
             job.error, job.cause = error, cause
             job.inputs = []
             job.done.set()
+        if job.request.kind == "join":
+            self._follow.put([])
 
     # Failure --------------------------------------------------------------------------------------------
 
@@ -379,6 +495,8 @@ class Operations:
             open_ = list(self._pending.values())
         for job in open_:
             self._settle(job, self.failure, self._cause)
+        for callback in () if self.closed else list(self.on_failure):
+            callback(self._cause or internal_error(self.failure))
 
     # The end --------------------------------------------------------------------------------------------
 
@@ -542,6 +660,22 @@ class Operations:
         if (comm := self._comms.pop(number)) is not None:
             comm.close()
 
+    def _channel(self, decision: Decision, jobs: list[Pending]) -> None:
+        session, settings, parent = self.session, self.settings, self._comm(decision)
+        members = self._sets[decision.process_set]
+        for job in jobs:
+            assert job.offer is not None, "every member has asked for it"
+            communicator = parent.split([range(parent.size)])
+            assert communicator is not None, "every member is in it"
+            control = communicator.control()
+            offers = control.all_gather_object((job.offer.text, job.request.title))
+            # What the monitor is told of waits in it: whose they are, and Horovod's limits.
+            title = offers[0][1]
+            watch = partial(_watch, session, title, settings)
+            communicator.watch = control.watch = watch
+            check = session.check(None if len(members) == self.size else members)
+            job.offer.opened(Channel(communicator, control, [text for text, _ in offers], check))
+
     def _zeros(self, request: Request) -> list[Tensor]:
         """What a rank that joined contributes."""
         device = self._cuda if request.device == "cuda" else None
@@ -556,7 +690,12 @@ _ACTIONS: dict[str, Callable[[Operations, Decision, list[Pending]], None]] = {
     "broadcast": Operations._broadcast, "broadcast_object": Operations._broadcast_object,
     "alltoall": Operations._alltoall, "reducescatter": Operations._reducescatter, "barrier": Operations._nothing,
     "join": Operations._nothing, "add_set": Operations._add_set, "remove_set": Operations._remove_set,
+    "channel": Operations._channel,
 }  # fmt: skip
+
+
+def _watch(session: Session, title: str, settings: Settings, signature: str) -> AbstractContextManager[None]:
+    return session.monitor.watch(f"{title}: {signature}", settings.shutdown_seconds, settings.stall_seconds)
 
 
 def _with_requests(jobs: Sequence[Pending | None], decision: Decision) -> list[tuple[Pending | None, Request]]:

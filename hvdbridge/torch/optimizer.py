@@ -4,18 +4,22 @@ Rules:
 
 1. The result is a subclass of the user's optimizer class, made on the spot, around the same parameter groups:
    ``isinstance`` and schedulers see what they know.
-2. Gradients travel while backward runs, in flat buckets and in the driver's order; names are compared once, at the
-   first :meth:`synchronize`, and not negotiated again. So that first step does not overlap with backward.
-3. A step ends in ``synchronize()`` (or ``step()``, which calls it): until then backward may be called several times,
-   each for other parameters. Where one backward gave all gradients they are final when it returns, as elsewhere in
-   hvdbridge; with several, or with some missing, after ``synchronize()``.
+2. Gradients travel while backward runs, in flat buckets and in the driver's order; names are compared once, when the
+   channel is opened, and not negotiated again. The first step's are handed in by the thread that opens the channel:
+   which of several optimizers' steps comes first may differ between ranks then, too.
+3. A step ends in ``synchronize()`` (or ``step()``, which calls it), and nothing waits for other ranks before: until
+   then backward may be called several times, each for other parameters, and other optimizers and operations may come
+   between, in another order on each rank. Each optimizer has a channel and a thread of its own.
 4. The bits are Horovod's: what is sent is the compressed gradient, the sum is scaled after it was formed.
 5. Construction sends nothing, so ranks that join later (:mod:`.elastic`) need not repeat it; after ``hvd.shutdown()``
-   and ``hvd.init()`` the next step opens a channel anew.
+   and ``hvd.init()`` the next step opens a channel anew. Its name is made of the parameters', as Horovod's operations
+   are called after them: optimizers match by it, whichever steps first.
+6. A rank that joined takes part in steps with zeros: :mod:`.joining`.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -34,18 +37,19 @@ from hvdbridge import runtime
 from hvdbridge.aggregator import Aggregator, Piece
 from hvdbridge.bucket import Bucket
 from hvdbridge.collectives import AllReduce
-from hvdbridge.communicators.base import Communicator
 from hvdbridge.driver import Driver, open_driver
-from hvdbridge.errors import CollectiveTimeout, RankFailed, RankMismatch
+from hvdbridge.errors import CollectiveTimeout, RankFailed
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State
-from hvdbridge.sources.base import Options, inside_backward
+from hvdbridge.sources.base import Options
 from hvdbridge.sources.hooks import FlatBucket, Slot, make_buckets
-from hvdbridge.torch import mpi_ops
+from hvdbridge.torch import joining, mpi_ops
 from hvdbridge.torch.compression import Compression
-from hvdbridge.torch.exceptions import internal_error
+from hvdbridge.torch.exceptions import DifferentParameters, internal_error
 from hvdbridge.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum
+from hvdbridge.torch.operations import Channel, Operations
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
+from hvdbridge.torch.timeline import Timeline
 from hvdbridge.torch.util import split_list
 
 OPS = ((Average, "sum"), (Sum, "sum"), (Min, "min"), (Max, "max"), (Product, "product"))
@@ -112,56 +116,132 @@ class Settings:
         return [f"policy {label(self.policy)}", f"groups {grouped}", f"sparse_as_dense {self.sparse_as_dense}"]
 
 
-class Reducer:
-    """Carries one optimizer's gradients through a policy, among the ranks of a process set, for one session."""
+class Opening:
+    """A channel for one optimizer, and a reducer on it, that is being opened; the constructor does not wait.
 
-    def __init__(self, params: Mapping[str, Parameter], settings: Settings, process_set: ProcessSet) -> None:
-        session = runtime.current()
-        self.session = session
-        self._monitor = session.monitor
-        self.communicator = open_channel(process_set)
-        self.control = self.communicator.control()
-        self.names, self.sparse = self._agree(params, settings)
+    Attributes:
+        arrived: the parameters whose gradients are there: they are handed in at once.
+        key: process set and name of the channel, the same on all ranks.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Parameter], arrived: Iterable[Tensor], settings: Settings, process_set: ProcessSet,
+        name: str, number: int,
+    ) -> None:  # fmt: skip
+        self.params = params
+        self.arrived = list(arrived)
+        self.settings = settings
+        self.operations = mpi_ops._current()
+        self._reducer: Reducer | None = None
+        self._error: Exception | None = None
+        first = next(iter(params.values()))
+        self._ready = torch.cuda.current_stream(first.device).record_event() if first.is_cuda else None
+        title = f"DistributedOptimizer {number} (first parameter {next(iter(params))!r})"
+        self.key = mpi_ops._number(process_set), f"channel.{name}"
+        self._pending = self.operations.open(name, self.key[0], title, self._offer(), self._opened)
+
+    def _offer(self) -> tuple[dict[str, str], dict[str, int], list[str]]:
+        """What ranks compare; and the number of sparse dimensions of what is sparse on this one."""
+        mine = {name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')}" for name, p in self.params.items()}
+        sparse = {}
+        for name, p in self.params.items():
+            if p.grad is not None and p.grad.is_sparse and not self.settings.sparse_as_dense:
+                sparse[name] = p.grad.sparse_dim()
+        return mine, sparse, [*self.settings.lines(), f"buckets of {self.bucket_mb:g} MB"]
+
+    @property
+    def bucket_mb(self) -> float:
+        """``HOROVOD_FUSION_THRESHOLD``, or the session's."""
+        given = self.operations.settings.bucket_bytes
+        return self.operations.session.config.bucket_mb if given is None else given / 2**20
+
+    @property
+    def stale(self) -> bool:
+        """Of a session that is over, or failed."""
+        return mpi_ops._operations is not self.operations or bool(self._pending.error)
+
+    def _opened(self, channel: Channel) -> None:
+        """On the thread of operations, which must go on: what goes wrong here is told to who waits."""
+        try:
+            difference = differences(channel.offers)
+            if difference:
+                channel.close()
+                raise internal_error(difference, DifferentParameters)
+            if self._ready is not None:
+                torch.cuda.current_stream().wait_event(self._ready)
+            self._reducer = Reducer(self, channel)
+            for parameter in self.arrived:
+                self._reducer.arrive(parameter)
+        except Exception as error:
+            self._error = error
+
+    def wait(self) -> Reducer:
+        """What was opened.
+
+        Raises:
+            DifferentParameters: ranks have other parameters, or other options.
+            HorovodInternalError: a rank is gone, or never opens it.
+        """
+        self.operations.wait(self._pending)
+        if self._error is not None:
+            raise self._error
+        assert self._reducer is not None, "it is open"
+        return self._reducer
+
+
+def differences(offers: Sequence[tuple[dict[str, str], dict[str, int], list[str]]]) -> str:
+    """What a rank has that rank 0 has not; empty if there is nothing."""
+    first, _, lines = offers[0]
+    for rank, (theirs, _, their_lines) in enumerate(offers):
+        where = f"DistributedOptimizer: rank {rank} differs from rank 0 (numbers in the process set)"
+        if theirs != first:
+            names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+            shown = "; ".join(f"{n!r} is {theirs.get(n, 'missing')}, not {first.get(n, 'there')}" for n in names[:8])
+            return f"{where} in {len(names)} parameters: {shown}. Give all ranks the same model."
+        if their_lines != lines:
+            return f"{where}: it has {their_lines}, rank 0 {lines}"
+    return ""
+
+
+class Reducer:
+    """Carries one optimizer's gradients through a policy, among the ranks of a process set, for one session.
+
+    Attributes:
+        sparse: the number of sparse dimensions of gradients that are; these travel as raw operations.
+        running: a step has begun and not ended.
+        begun: how many have begun.
+    """
+
+    def __init__(self, opening: Opening, channel: Channel) -> None:
+        settings, params = opening.settings, opening.params
+        self.operations: Operations = opening.operations
+        self.key = opening.key
+        self.channel = channel
+        self.names = list(channel.offers[0][0])  # in rank 0's order
+        self.sparse = {name: dims for _, found, _ in channel.offers for name, dims in found.items()}  # on any rank
         self.params = {name: params[name] for name in self.names}
         self.dense = {name: p for name, p in self.params.items() if name not in self.sparse}
-        ranks = None if process_set is global_process_set else process_set.ranks
         device = next(iter(params.values())).device
-        self.driver: Driver = open_driver(self.communicator, device, session.check(ranks))
+        communicator = self.channel.communicator
+        self.driver: Driver = open_driver(communicator, device, self.channel.check)
+        self._monitor = self.operations.session.monitor
         self._monitor.on_failure(self.driver.fail)
+        self.operations.on_failure.append(self.driver.fail)
         self.aggregator = Aggregator(
-            settings.policy, self.dense, self.communicator, self.control, self.driver, weighted=False
+            settings.policy, self.dense, communicator, self.channel.control, self.driver, weighted=False
         )
-        self.buckets = self._cut(settings)
+        self.buckets = self._cut(settings, Options(opening.bucket_mb))
         self.slots: dict[Tensor, Slot] = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self.running = False
+        self.begun = 0
+        self._follows = False  # the step that runs is one of other ranks
         self._next = 0
+        self._since: dict[str, float] = {}  # for the timeline: when a gradient arrived
         self._closed = False
         runtime.at_shutdown(self.close)
 
-    def _agree(self, params: Mapping[str, Tensor], settings: Settings) -> tuple[list[str], dict[str, int]]:
-        """Names in rank 0's order, and the number of sparse dimensions of those that are sparse on any rank."""
-        mine = {name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')}" for name, p in params.items()}
-        sparse = {}
-        for name, p in params.items():
-            if p.grad is not None and p.grad.is_sparse and not settings.sparse_as_dense:
-                sparse[name] = p.grad.sparse_dim()
-        everyone = self.control.all_gather_object((mine, sparse, settings.lines()))
-        first, _, lines = everyone[0]
-        for rank, (theirs, _, their_lines) in enumerate(everyone):
-            where = f"DistributedOptimizer: rank {rank} differs from rank 0 (numbers in the process set)"
-            if theirs != first:
-                names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
-                shown = "; ".join(
-                    f"{n!r} is {theirs.get(n, 'missing')}, not {first.get(n, 'there')}" for n in names[:8]
-                )
-                raise RankMismatch(f"{where} in {len(names)} parameters: {shown}. Give all ranks the same model.")
-            if their_lines != lines:
-                raise RankMismatch(f"{where}: it has {their_lines}, rank 0 {lines}")
-        return list(first), {name: dim for _, found, _ in everyone for name, dim in found.items()}
-
-    def _cut(self, settings: Settings) -> list[FlatBucket]:
+    def _cut(self, settings: Settings, options: Options) -> list[FlatBucket]:
         """Buckets of the usual size, or one (per type and device) for each group that the user made."""
-        options = Options(self.session.config.bucket_mb)
         if settings.groups is None or settings.groups == 0:
             return make_buckets(self.dense, options)
         names: dict[Tensor, str] = {p: name for name, p in self.dense.items()}
@@ -178,6 +258,12 @@ class Reducer:
         return found
 
     @property
+    def usable(self) -> bool:
+        """Its session is open, and nothing has failed."""
+        operations = self.operations
+        return operations is mpi_ops._operations and not operations.failure and self.driver.failure is None
+
+    @property
     def complete(self) -> bool:
         """Every bucket was handed in."""
         return self._next == len(self.buckets)
@@ -186,25 +272,47 @@ class Reducer:
         """The gradient of ``parameter`` is there; called once per step for each."""
         slot = self.slots.get(parameter)
         if slot is None:
-            return  # sparse: it waits for the end
+            return  # sparse
         if not self.running:
             self._begin()
+        if self.operations.timeline is not None:
+            self._since[slot.name] = time.monotonic()
         slot.arrived = True
         slot.bucket.missing -= 1
         while not self.complete and self.buckets[self._next].missing == 0:
             self._submit(self.buckets[self._next], gradients(self.buckets[self._next]))
 
-    def finish(self) -> None:
-        """Hand in what is missing as what it holds, or zeros; wait; write the results into ``p.grad``."""
+    def hand_in(self) -> None:
+        """Hand in what is missing as what it holds, or zeros."""
         if not self.running:
             self._begin()
+        while not self.complete:
+            self._submit(self.buckets[self._next], gradients(self.buckets[self._next]))
+
+    def finish(self) -> None:
+        """Hand in what is missing; wait; write the results into ``p.grad``, unless the step is one of other ranks."""
         try:
-            while not self.complete:
-                self._submit(self.buckets[self._next], gradients(self.buckets[self._next]))
+            self.hand_in()
             self.aggregator.end()
-            self._write_back()
+            if not self._follows:
+                self._write_back()
         finally:
-            self._reset()
+            self.reset()
+
+    def follow(self, step: int) -> None:
+        """Take part with zeros in the steps up to number ``step``; does not wait for the last."""
+        while self.begun < step:
+            if self.running:  # others are beyond it, so it is complete, or will be
+                self.finish()
+            self._begin()
+            self._follows = True
+            for bucket in self.buckets:
+                self._submit(bucket, [None] * len(bucket.slots))
+
+    def end_following(self) -> None:
+        """Wait for what :meth:`follow` began."""
+        if self._follows:
+            self.finish()
 
     def combine(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``values`` by name through the policy: one step without gradients. Views that live until the next."""
@@ -216,10 +324,12 @@ class Reducer:
             self.aggregator.end()
             return {slot.name: view for bucket in self.buckets for slot, view in results(bucket)}
         finally:
-            self._reset()
+            self.reset()
 
     def _begin(self) -> None:
         self.running = True
+        self.begun += 1
+        self.operations.begins(*self.key, self.begun)
         self.aggregator.begin()
 
     @torch.no_grad()
@@ -230,8 +340,20 @@ class Reducer:
                 slot.view.zero_()
             elif value is not slot.view:
                 slot.view.copy_(value)
-        piece = Piece(bucket.layout, bucket.buffer, bucket.deliver)
-        self.aggregator.submit(piece, last=self.complete)
+        deliver, timeline = bucket.deliver, self.operations.timeline
+        if timeline is not None:
+            deliver = partial(self._trace, timeline, bucket, time.monotonic())
+        self.aggregator.submit(Piece(bucket.layout, bucket.buffer, deliver), last=self.complete)
+        if self.complete:
+            self.driver.flush()  # nobody may wait for it for long; other ranks need all rounds of all flows
+
+    def _trace(self, timeline: Timeline, bucket: FlatBucket, handed_in: float, update: Tensor | None) -> None:
+        """A bucket is through: rows of the timeline, called as Horovod calls them."""
+        bucket.deliver(update)
+        for slot in bucket.slots if update is not None else ():
+            name = f"allreduce.{slot.name}"
+            timeline.queued(name, self._since.get(slot.name, handed_in), handed_in)
+            timeline.executed(name, "allreduce", handed_in, {"fused": len(bucket.slots)})
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -247,9 +369,11 @@ class Reducer:
                 else:
                     parameter.grad.copy_(view)
 
-    def _reset(self) -> None:
-        self.running = False
+    def reset(self) -> None:
+        """What runs is over, or has failed."""
+        self.running = self._follows = False
         self._next = 0
+        self._since.clear()
         for bucket in self.buckets:
             bucket.missing = len(bucket.slots)
             bucket.update = None
@@ -263,26 +387,11 @@ class Reducer:
         self._closed = True
         runtime.forget_at_shutdown(self.close)
         self._monitor.remove_on_failure(self.driver.fail)
+        self.operations.on_failure.remove(self.driver.fail)
         failed = self.driver.failure is not None
         self.driver.close()
         if not failed:
-            self.control.close()
-            self.communicator.close()
-
-
-def open_channel(process_set: ProcessSet) -> Communicator:
-    """A communicator of our own among the members of ``process_set``, who all call this."""
-    members: Communicator | None = runtime.current().communicator
-    if process_set is not global_process_set:
-        # Its communicator belongs to the thread of raw operations, which has nothing to do between two barriers.
-        mpi_ops.barrier(process_set)
-        members = mpi_ops._current()._comms[process_set.process_set_id or 0]
-    assert members is not None, "this rank is a member"
-    own = members.split([range(members.size)])
-    assert own is not None
-    if process_set is not global_process_set:
-        mpi_ops.barrier(process_set)
-    return own
+            self.channel.close()
 
 
 def gradients(bucket: FlatBucket) -> list[Tensor | None]:
@@ -310,14 +419,18 @@ class _Distributed(Optimizer):
     def _setup(self, names: dict[Tensor, str], settings: Settings) -> None:
         self._names = names
         self._settings = settings
+        self._opening: Opening | None = None
         self._reducer: Reducer | None = None
+        self._sparse: dict[str, Any] = {}  # handles of what was sent in this step
+        self._named: tuple[Operations, int, str] | None = None
         self._delay: dict[Parameter, int] = {}
         self._arrived: set[Tensor] = set()  # a gradient came since the last synchronize()
         self._handed: set[Tensor] = set()  # ... for the last time of this step
-        self._final = False  # p.grad holds what synchronize() promises
-        self._synchronized = False  # ... and the user called it
+        self._synchronized = False  # p.grad holds what synchronize() promises
         self._should_synchronize = True
-        self._follow()
+        self._hook()
+        self._follower = Follower(self)
+        joining.add(self._follower)
 
     @property
     def _active(self) -> bool:
@@ -325,7 +438,7 @@ class _Distributed(Optimizer):
         alone = mpi_ops.size() == 1 and isinstance(self._settings.policy, Reduction)
         return not alone and bool(self.process_set.included())
 
-    def _follow(self) -> list[Parameter]:
+    def _hook(self) -> list[Parameter]:
         """Hook parameters that require gradients and did not before; returns them."""
         found = []
         for i, group in enumerate(self.param_groups):
@@ -347,7 +460,7 @@ class _Distributed(Optimizer):
             raise AssertionError(f"backward(create_graph=True): the gradient of {self._names[p]!r} cannot be reduced")
         self._delay[p] -= 1
         self._arrived.add(p)
-        self._final = self._synchronized = False
+        self._synchronized = False
         if self._delay[p] == 0:
             self._handed.add(p)
             self._complete(p)
@@ -358,22 +471,51 @@ class _Distributed(Optimizer):
     def _ready(self) -> Reducer | None:
         """The reducer, if it fits the open session and the parameters that are followed now."""
         reducer = self._reducer
-        fits = reducer is not None and reducer.session is runtime.current() and len(reducer.names) == len(self._delay)
-        return reducer if fits else None
+        fits = reducer is not None and reducer.operations is mpi_ops._operations
+        return reducer if fits and reducer is not None and len(reducer.names) == len(self._delay) else None
 
-    def _open(self) -> Reducer:
-        """The reducer; collective when it must be made."""
-        reducer = self._ready()
+    def _running(self) -> Reducer | None:
+        """The reducer, if a step of this session has begun, whatever parameters came since."""
+        reducer = self._reducer
+        runs = reducer is not None and reducer.running and reducer.operations is mpi_ops._operations
+        return reducer if runs else None
+
+    def _begin_opening(self, arrived: Iterable[Tensor]) -> Opening:
+        """Ask for a channel, if that has not happened."""
+        if self._opening is None or self._opening.stale:
+            params = {self._names[p]: p for p in self._delay}
+            _, number, name = self._name()
+            self._opening = Opening(params, arrived, self._settings, self.process_set, name, number)
+        return self._opening
+
+    def _open(self, arrived: Iterable[Tensor] = ()) -> Reducer:
+        """The reducer; collective when it must be made, and then ``arrived`` gradients are handed in."""
+        reducer = None if self._opening is not None else self._ready()
         if reducer is None:
+            try:
+                reducer = self._begin_opening(arrived).wait()
+            finally:
+                self._opening = None
             if self._reducer is not None:
                 self._reducer.close()
-            params = {self._names[p]: p for p in self._delay}
-            self._reducer = reducer = Reducer(params, self._settings, self.process_set)
+            self._reducer = reducer
         return reducer
+
+    def _name(self) -> tuple[Operations, int, str]:
+        """Of the channel: made of a parameter's name that does not depend on their order, and a number where several
+        optimizers share it. The other number tells this process's optimizers apart, in messages."""
+        operations = mpi_ops._current()
+        if self._named is None or self._named[0] is not operations:
+            first = min(self._names.values(), default="")
+            place = (mpi_ops._number(self.process_set), first)
+            same = operations.optimizers[place] = operations.optimizers.get(place, 0) + 1
+            self._named = operations, sum(operations.optimizers.values()), f"{first}.{same}"
+        return self._named
 
     def _new_step(self) -> None:
         self._arrived.clear()
         self._handed.clear()
+        self._sparse.clear()
         for p in self._delay:
             self._delay[p] = self.backward_passes_per_step
 
@@ -388,7 +530,7 @@ class _Distributed(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         if hasattr(self, "_delay"):
-            self._follow()
+            self._hook()
 
     def step_alone(self) -> None:
         """The optimizer's own step on what ``p.grad`` holds: nothing is reduced."""
@@ -396,9 +538,12 @@ class _Distributed(Optimizer):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         if self._reducer is not None and self._reducer.running:
-            self._reducer.finish()
+            if self._reducer.usable:
+                self._reducer.finish()
+            else:  # training goes on from here after a failure
+                self._reducer.reset()
         self._new_step()
-        self._final = self._synchronized = False
+        self._synchronized = False
         self._should_synchronize = True
         super().load_state_dict(*args, **kwargs)
 
@@ -410,8 +555,38 @@ class _Distributed(Optimizer):
         """
         if self._arrived:
             raise AssertionError(TOO_EARLY)
-        self._follow()
+        self._hook()
         super().zero_grad(set_to_none)
+
+
+class Follower:
+    """What an optimizer does when this rank called ``hvd.join()``; see :mod:`hvdbridge.torch.joining`."""
+
+    def __init__(self, optimizer: _Distributed) -> None:
+        self._optimizer = optimizer
+
+    def channel(self) -> tuple[int, str]:
+        process_set = self._optimizer.process_set
+        if process_set.process_set_id is None or not self._optimizer._active:
+            return -1, ""
+        return mpi_ops._number(process_set), f"channel.{self._optimizer._name()[2]}"
+
+    def follow(self, step: int) -> None:
+        with internal_errors():
+            reducer = self._optimizer._ready()
+            if reducer is None:
+                self._optimizer._hook()
+                reducer = self._optimizer._open()
+            reducer.follow(step)
+
+    def join(self, begins: bool) -> None:
+        reducer = self._optimizer._ready()
+        if reducer is not None and reducer.running:
+            with internal_errors():
+                if begins:
+                    reducer.hand_in()
+                else:
+                    reducer.end_following()
 
 
 class _DistributedOptimizer(_Distributed):
@@ -419,19 +594,15 @@ class _DistributedOptimizer(_Distributed):
 
     def _complete(self, p: Tensor) -> None:
         reducer = self._ready()
-        if reducer is None:
-            return  # synchronize() opens the channel, in the order of the program
-        with internal_errors():
-            reducer.arrive(p)
-        if reducer.complete and not reducer.sparse and inside_backward():
-            Variable._execution_engine.queue_callback(partial(self._settle, reducer))
-
-    def _settle(self, reducer: Reducer) -> None:
-        """Everything is on its way at the end of a backward: wait, so that gradients are final when it returns."""
-        if reducer.running and not self._final:
+        if reducer is not None:
             with internal_errors():
-                reducer.finish()
-            self._final = True
+                reducer.arrive(p)
+            if self._names[p] in reducer.sparse:
+                self._sparse[self._names[p]] = self._send_sparse(reducer, self._names[p])
+        elif len(self._handed) == len(self._delay) and not self._hook():
+            # All gradients are there, so it is known which are sparse. What is missing on some rank is known in
+            # synchronize() only, which opens the channel otherwise.
+            self._begin_opening(self._handed)
 
     def synchronize(self) -> None:
         """Wait until the reduced gradients stand in ``p.grad``; one that never came counts as what ``p.grad`` holds,
@@ -439,33 +610,35 @@ class _DistributedOptimizer(_Distributed):
 
         Raises:
             HorovodInternalError: a rank failed, or took too long.
-            RankMismatch: at the first call: ranks have other parameters, or other options.
+            DifferentParameters (a HorovodInternalError and a RankMismatch): at the first call: ranks have other
+                parameters, or other options.
         """
         if self._active:
             with internal_errors():
                 self._reduce()
         self._new_step()
-        self._final = self._synchronized = True
+        self._synchronized = True
 
     def _reduce(self) -> None:
-        late = self._follow()
-        begun = self._final or (self._reducer is not None and self._reducer.running)
-        if not self._final:
-            reducer = self._reducer if begun and self._reducer is not None else self._open()
-            if not begun:
-                for parameter in self._handed:
-                    reducer.arrive(parameter)
-            sparse = [self._send_sparse(reducer, name) for name in reducer.sparse]
+        running = self._running()
+        late = self._hook()
+        begun = self._synchronized or running is not None or self._opening is not None
+        if not self._synchronized:
+            reducer = running or self._open(self._handed)
+            sent, self._sparse = self._sparse, {}
+            handles = {name: sent.get(name) or self._send_sparse(reducer, name) for name in reducer.sparse}
             reducer.finish()
-            for p, handle in sparse:
-                p.grad = handle() if callable(handle) else mpi_ops.synchronize(handle)
+            for name, handle in handles.items():
+                reducer.params[name].grad = mpi_ops.synchronize(handle)
         if late and begun:  # unfrozen after zero_grad(): by themselves this time, with the others from the next step on
             params = {self._names[p]: p for p in late}
-            alone = Reducer(params, replace(self._settings, groups=None), self.process_set)
+            _, number, name = self._name()
+            settings = replace(self._settings, groups=None)
+            alone = Opening(params, (), settings, self.process_set, f"{name}.late", number).wait()
             alone.finish()
             alone.close()
 
-    def _send_sparse(self, reducer: Reducer, name: str) -> tuple[Tensor, Any]:
+    def _send_sparse(self, reducer: Reducer, name: str) -> Any:
         p, dims = reducer.params[name], reducer.sparse[name]
         gradient = p.grad
         if gradient is None:  # this rank did not use it
@@ -475,7 +648,7 @@ class _DistributedOptimizer(_Distributed):
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(dims)
         op = self.op if isinstance(self._settings.policy, Reduction) else Average
-        return p, mpi_ops.sparse_allreduce_async(gradient, name=name, op=op, process_set=self.process_set)
+        return mpi_ops.sparse_allreduce_async(gradient, name=name, op=op, process_set=self.process_set)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -492,9 +665,7 @@ class _DistributedOptimizer(_Distributed):
             if self._synchronized:
                 warnings.warn(TWICE, stacklevel=2)
             self.synchronize()
-        if self._final:
-            self._new_step()
-        self._final = self._synchronized = False
+        self._synchronized = False
         if closure is None:
             return super().step()
         return super().step(partial(self._evaluate, closure))
@@ -503,7 +674,7 @@ class _DistributedOptimizer(_Distributed):
         loss = closure()
         if self._should_synchronize and self._arrived:
             self.synchronize()
-            self._final = self._synchronized = False
+            self._synchronized = False
         return loss
 
 
@@ -527,7 +698,7 @@ class _DistributedAdasumOptimizer(_Distributed):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._follow()
+        self._hook()
         with internal_errors():
             reducer = self._open()
         for p in self._delay:

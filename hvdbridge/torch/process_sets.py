@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from hvdbridge.torch.exceptions import NoInitError, internal_error
+
 
 class Registry(Protocol):
     """Who knows the sets of the running job."""
@@ -36,7 +38,7 @@ def _setup(registry: Registry | None) -> None:
 
 def _registered() -> Registry:
     if _registry is None:
-        raise ValueError("Horovod has not been initialized; use hvd.init().")
+        raise internal_error("Horovod has not been initialized; use hvd.init().", NoInitError)
     return _registry
 
 

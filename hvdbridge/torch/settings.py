@@ -32,6 +32,8 @@ class Settings:
             ``HOROVOD_STALL_CHECK_DISABLE``; default: ``HVDBRIDGE_STALL_SECONDS``).
         timeout_seconds: and ends everything then (``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``, if that is shorter than
             ``HVDBRIDGE_TIMEOUT_SECONDS``).
+        shutdown_seconds: ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` itself where that is what counts, else 0.
+        bucket_bytes: of an optimizer's buckets, if ``HOROVOD_FUSION_THRESHOLD`` is set; 0: each gradient by itself.
         timeline: the file of the timeline (``HOROVOD_TIMELINE``), or empty.
         mark_cycles: mark in it when requests were sent (``HOROVOD_TIMELINE_MARK_CYCLES``).
     """
@@ -42,6 +44,8 @@ class Settings:
     timeout_seconds: float = 300.0
     timeline: str = ""
     mark_cycles: bool = False
+    shutdown_seconds: float = 0.0
+    bucket_bytes: int | None = None
 
     @classmethod
     def from_environment(
@@ -59,13 +63,16 @@ class Settings:
         stall = _number(env, "STALL_CHECK_TIME_SECONDS", stall_seconds)
         end = _number(env, "STALL_SHUTDOWN_TIME_SECONDS", 0.0)
         timeline = env.get("HOROVOD_TIMELINE", "")
+        fusion = int(_number(env, "FUSION_THRESHOLD", cls.fusion_bytes))
         return cls(
-            fusion_bytes=int(_number(env, "FUSION_THRESHOLD", cls.fusion_bytes)),
+            fusion_bytes=fusion,
             cycle_seconds=_number(env, "CYCLE_TIME", 1e3 * cls.cycle_seconds) / 1e3,
             stall_seconds=math.inf if _flag(env, "STALL_CHECK_DISABLE") else stall,
             timeout_seconds=min(end, timeout_seconds) if end > 0 else timeout_seconds,
             timeline="" if timeline.upper() == "DYNAMIC" else timeline,
             mark_cycles=_flag(env, "TIMELINE_MARK_CYCLES"),
+            shutdown_seconds=end if 0 < end < timeout_seconds else 0.0,
+            bucket_bytes=fusion if env.get("HOROVOD_FUSION_THRESHOLD", "").strip() else None,
         )
 
 

@@ -1,7 +1,8 @@
 """``HOROVOD_TIMELINE``: what each operation waited for and did, as a trace that Chrome and Perfetto show.
 
 One row per operation, with the time of its negotiation (``NEGOTIATE_ALLREDUCE``: from this rank's call until all ranks
-have called) and of its execution (``ALLREDUCE``). Only rank 0 writes one.
+have called) and of its execution (``ALLREDUCE``). Gradients of a DistributedOptimizer are not negotiated: ``QUEUE`` is
+from the arrival of one until its bucket was handed in. Only rank 0 writes a trace.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class Timeline:
     def negotiated(self, name: str, kind: str, since: float, until: float) -> None:
         """The operation was submitted at ``since`` (monotonic clock) and found ready at ``until``."""
         self._span(name, f"NEGOTIATE_{kind.upper()}", since, until, {})
+
+    def queued(self, name: str, since: float, until: float) -> None:
+        """What arrived at ``since`` was handed in at ``until``, with the rest of its bucket."""
+        self._span(name, "QUEUE", since, until, {})
 
     def executed(self, name: str, kind: str, since: float, args: dict[str, Any]) -> None:
         """The operation began at ``since`` and is complete now."""

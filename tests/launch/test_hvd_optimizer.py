@@ -1,4 +1,4 @@
-"""``hvd.DistributedOptimizer`` and ``hvd.SyncBatchNorm`` on 3 ranks of each backend; bits: test_hvd_scripts.py."""
+"""``hvd.DistributedOptimizer`` and ``hvd.SyncBatchNorm`` on 3 and 4 ranks; their bits: test_hvd_scripts.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 SCRIPT = str(Path(__file__).parent / "scripts" / "hvd_optimizer.py")
 
 
-@pytest.fixture(scope="module", params=jobs.BACKENDS)
+@pytest.fixture(scope="module", params=[(b, n) for b in jobs.BACKENDS for n in (3, 4)], ids=lambda p: f"{p[0]}-{p[1]}")
 def ranks(request: pytest.FixtureRequest) -> list[Any]:
     """What each rank saw."""
-    return jobs.run(jobs.NATIVE[request.param], request.param, 3, [SCRIPT], timeout=120).check().records
+    backend, size = request.param
+    return jobs.run(jobs.NATIVE[backend], backend, size, [SCRIPT], timeout=120).check().records
 
 
 def alike(ranks: list[Any], name: str) -> Any:
@@ -47,8 +48,8 @@ def test_the_order_of_calls(ranks: list[Any]) -> None:
     assert "skip_synchronize" in warned[0]
 
 
-def test_gradients_are_final_when_backward_returns(ranks: list[Any]) -> None:
-    assert alike(ranks, "final_when_backward_returns") == [True] * 3
+def test_gradients_are_final_after_synchronize(ranks: list[Any]) -> None:
+    assert alike(ranks, "final_after_synchronize") == [True] * 3
 
 
 def test_a_closure_sees_reduced_gradients(ranks: list[Any]) -> None:
@@ -74,7 +75,8 @@ def test_policies(ranks: list[Any]) -> None:
 
 
 def test_ranks_that_differ_are_told(ranks: list[Any]) -> None:
-    text = alike(ranks, "ranks_that_differ")
+    text, again = alike(ranks, "ranks_that_differ")
+    assert text == again
     assert "rank 1 differs from rank 0" in text
     assert "'weight' is [3, 2] float32, not [2, 2] float32" in text
 

@@ -21,6 +21,8 @@ def decisions(coordinator: Coordinator) -> dict[int, list[Decision]]:
     """What each rank is told to do."""
     told: dict[int, list[Decision]] = {}
     for rank, message in coordinator.take():
+        if message == {"announce": True}:  # somebody has joined
+            continue
         assert list(message) == ["do"], message
         told.setdefault(rank, []).extend(map(Decision.unpack, message["do"]))
     return told
@@ -193,3 +195,38 @@ def test_requests_and_decisions_travel_as_json() -> None:
     assert Request.unpack(request.pack()) == request
     decision = Decision("allreduce", ["allreduce.a"], 2, "error", [[1], [2]], [request])
     assert Decision.unpack(decision.pack()) == decision
+
+
+def channel(name: str = "a") -> Request:
+    return Request("channel", f"channel.{name}", label="DistributedOptimizer 1")
+
+
+def test_who_joined_is_told_of_the_steps_that_others_begin_and_opens_their_channels() -> None:
+    coordinator = Coordinator(3)
+    coordinator.submit(0, [channel()], 0.0)
+    coordinator.submit(2, [Request("join", "join")], 1.0)
+    announce = {"announce": True}
+    assert coordinator.take() == [(0, announce), (1, announce), (2, announce), (2, {"follow": [0, "channel.a", 0]})]
+    coordinator.submit(1, [channel()], 2.0)
+    assert coordinator.take() == []
+    coordinator.submit(2, [channel()], 3.0)
+    assert list(decisions(coordinator)) == [0, 1, 2]
+    for rank_step in (1, 1, 2):
+        coordinator.begin([(0, "channel.a", rank_step)], 4.0)
+    assert coordinator.take() == [(2, {"follow": [0, "channel.a", step]}) for step in (1, 2)]
+    coordinator.submit(1, [Request("join", "join")], 5.0)
+    assert (1, {"follow": [0, "channel.a", 2]}) in coordinator.take()
+    coordinator.submit(0, [Request("join", "join")], 6.0)
+    assert [message for rank, message in coordinator.take() if rank == 0][-1]["do"][0][4] == [0]
+
+
+def test_a_join_is_no_stall_while_others_step() -> None:
+    coordinator = Coordinator(2, stall_seconds=10, timeout_seconds=20)
+    coordinator.submit(0, [Request("join", "join")], 0.0)
+    coordinator.take()
+    for now in range(0, 100, 9):
+        coordinator.begin([(0, "channel.a", now)], float(now))
+        coordinator.tick(now + 9.0)
+    assert all("follow" in message for _, message in coordinator.take())
+    coordinator.tick(120.0)
+    assert "join() waits" in coordinator.failure

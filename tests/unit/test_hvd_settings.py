@@ -52,8 +52,11 @@ def test_the_environment() -> None:
         "HOROVOD_FUSION_THRESHOLD": "1024", "HOROVOD_CYCLE_TIME": "2.5", "HOROVOD_STALL_CHECK_TIME_SECONDS": "7",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20", "HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1",
     }  # fmt: skip
-    assert Settings.from_environment(30, 300, env) == Settings(1024, 0.0025, 7.0, 20.0, "t.json", True)
-    assert Settings.from_environment(30, 10, env).timeout_seconds == 10
+    assert Settings.from_environment(30, 300, env) == Settings(
+        1024, 0.0025, 7.0, 20.0, "t.json", True, shutdown_seconds=20.0, bucket_bytes=1024
+    )
+    longer = Settings.from_environment(30, 10, env)
+    assert (longer.timeout_seconds, longer.shutdown_seconds) == (10, 0)
     assert Settings.from_environment(30, 300, {"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_seconds == math.inf
     assert Settings.from_environment(30, 300, {"HOROVOD_TIMELINE": "DYNAMIC"}).timeline == ""
     assert unheeded({"HOROVOD_AUTOTUNE": "1", "HOROVOD_RANK": "0", "HOROVOD_CACHE_CAPACITY": "0"}) == [

@@ -64,6 +64,15 @@ def main(way: str) -> None:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         told(lonely)
+    elif way == "optimizer":
+        m = torch.nn.Linear(3, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), m.named_parameters())
+        m(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        if rank == 1:
+            time.sleep(30.0)
+        m(torch.ones(1, 3)).sum().backward()
+        told(optimizer.step)
     elif way == "uncaught":
         hvd.allreduce(torch.ones(2 + rank), name="lonely")
 
