@@ -32,7 +32,7 @@ demo: $(STAMP)  ## the main job: 3 launchers x 3 backends x 3 policies, a table,
 
 test: $(STAMP)  ## all tests and doctests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto hvdbridge tests/unit tests/policies  # one process each
-	@$(BIN)/python -m pytest -q tests/conformance tests/launch  # jobs: one at a time
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/conformance tests/launch  # jobs: two at a time, most wait
 
 lint: $(STAMP)  ## ruff
 	@$(BIN)/ruff check .
