@@ -1,0 +1,346 @@
+"""Every policy on CUDA against the CPU, the kernels against a copy, and what a step waits for. One GPU, no network.
+
+    python benchmarks/cuda_check.py [--json FILE]
+    python benchmarks/cuda_check.py --device cpu          # every part that needs no GPU, to check the check
+
+Needs this repository and torch; Triton, mpi4py and Horovod if they are there. What is missing is named, row by row, and
+fails nothing; what gives a wrong result fails the whole (exit status 1).
+
+Rules:
+
+1. The CPU's simulation is the reference: the same gradients, the same seeds, the same flows.
+2. Two devices add and multiply in another order, and where a value lies between two codes either may be taken. So what
+   is compared is the relative error of the whole update, |cuda - cpu| / |cpu|: a float32 sum of few terms differs by
+   some 1e-7, an element that falls to the next code by one step of few elements. A wrong kernel is wrong by 1e-1.
+3. Every part runs in a process of its own: a device that is left broken ends that part only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import hvdbridge as hb
+from hvdbridge.bucket import Layout
+from hvdbridge.kernels import pack, select
+from hvdbridge.kernels.quantise import Linear
+from hvdbridge.kernels.signs import ScaledSign
+
+SPECS = [
+    "mean", "sum", "fp16", "bf16", "int8", "int4", "fp8", "natural", "qsgd", "terngrad", "topk:ratio=0.05,select=exact",
+    "randomk:ratio=0.1", "threshold:value=0.5", "oktopk:ratio=0.05", "dgc:ratio=0.05", "sign:momentum=0.9", "efsign",
+    "onebit", "powersgd:rank=2", "powersgd:rank=2,batched=true", "powersgd:rank=2,alternate=true", "adasum", "median",
+    "trimmed_mean:f=1", "krum:f=0", "multi_krum:f=0", "geometric_median", "clipped_mean", "delayed(int8)",
+    "hierarchical(int8)", "ef(bf16)", "clip(mean)", "partition(<100=mean, rest=powersgd(rank=2))",
+]  # fmt: skip
+IN_JOBS = ["mean", "bf16", "int8", "topk:ratio=0.05,select=exact", "onebit", "powersgd:rank=2"]
+SHAPES = {"conv.weight": (32, 16, 3, 3), "fc.weight": (300, 200), "fc.bias": (200,), "scale": ()}
+WRONG = 1e-2
+"""Relative error from which a result is wrong, see rule 2."""
+ELEMENTS = 26 * 2**20 // 4
+"""Of a bucket of 26 MiB."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row: ``verdict`` is ok, WRONG or missing; ``value`` a figure, in the unit that ``detail`` names."""
+
+    part: str
+    what: str
+    verdict: str
+    detail: str
+    value: float | None = None
+
+
+# ------------------------------------------------------------------------------------------- policies
+
+
+def policies(device: str) -> Iterator[Finding]:
+    """Three steps of four simulated ranks on the device and on the CPU."""
+    for spec in SPECS:
+        try:
+            yield compared("policy", spec, run(spec, device), run(spec, "cpu"))
+        except Exception as error:
+            yield Finding("policy", spec, "WRONG", f"{type(error).__name__}: {error}"[:150])
+
+
+def run(spec: str, device: str, ranks: int = 4, steps: int = 3) -> list[dict[str, Tensor]]:
+    """The updates of each step, on the CPU."""
+    simulation = hb.Simulation(
+        spec, {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}, ranks, 2
+    )
+    found = []
+    for step in range(steps):
+        updates = simulation.step([gradients(rank, step, device) for rank in range(ranks)])
+        assert all(torch.equal(updates[0][name], other[name]) for other in updates for name in SHAPES), "ranks differ"
+        found.append({name: update.cpu() for name, update in updates[0].items()})
+    return found
+
+
+def gradients(rank: int, step: int, device: str) -> dict[str, Tensor]:
+    """Drawn on the CPU, whose generator has the same numbers everywhere."""
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randn(shape, generator=draw).to(device) for name, shape in SHAPES.items()}
+
+
+def compared(part: str, what: str, found: list[dict[str, Tensor]], reference: list[dict[str, Tensor]]) -> Finding:
+    """By rule 2; the worst step counts."""
+    errors = []
+    for mine, theirs in zip(found, reference, strict=True):
+        a, b = (torch.cat([t.double().reshape(-1) for t in each.values()]) for each in (mine, theirs))
+        errors.append(float((a - b).norm() / b.norm().clamp(min=1e-30)))
+    worst = max(errors)
+    return Finding(part, what, "ok" if worst < WRONG else "WRONG", f"relative error {worst:.1e}", worst)
+
+
+# ----------------------------------------------------------------------------------------------- jobs
+
+
+def jobs(device: str) -> Iterator[Finding]:
+    """Real jobs: NCCL alone, Gloo with two ranks on the one GPU, MPI, Horovod."""
+    available = {"torch": True, "mpi": bool(importlib.util.find_spec("mpi4py")),
+                 "horovod": bool(importlib.util.find_spec("horovod"))}  # fmt: skip
+    for backend, ranks in (("torch", 1), ("torch", 2), ("mpi", 2), ("horovod", 2)):
+        part = f"{backend}, {ranks} rank{'s' * (ranks > 1)}"
+        if not available[backend]:
+            yield Finding(part, "all", "missing", f"{backend} is not installed")
+            continue
+        output, failure = job(backend, ranks, device)
+        if failure:
+            yield Finding(part, "all", "WRONG", failure)
+        for spec in IN_JOBS if not failure else ():
+            shape = {name: torch.tensor(value) for name, value in output[spec].items()}
+            yield compared(part, spec, [shape], [reference(spec, ranks)])
+
+
+def job(backend: str, ranks: int, device: str) -> tuple[dict[str, Any], str]:
+    """Start ranks by bare variables; what rank 0 printed last, or why there is nothing."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    env = os.environ | {
+        "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HVDBRIDGE_BACKEND": backend,
+    }  # fmt: skip
+    line = [sys.executable, __file__, "--part", "rank", "--device", device]
+    typed = [
+        subprocess.Popen(
+            line, env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=90)[0] for process in typed]
+    except subprocess.TimeoutExpired:
+        return {}, "no end after 90 s"
+    finally:
+        for process in typed:
+            process.kill()
+            process.communicate()
+    if any(process.returncode for process in typed):
+        return {}, " ".join(outputs[0].split())[-150:]
+    return json.loads(outputs[0].splitlines()[-1]), ""
+
+
+def net(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50)).to(device)
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(16, 40, generator=torch.Generator().manual_seed(rank))
+
+
+def rank(device: str) -> None:
+    """One backward under each policy; the gradients that every parameter got."""
+    hb.init()
+    found = {}
+    for spec in IN_JOBS:
+        model = net(str(hb.device()) if device == "cuda" else "cpu")
+        sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=spec)
+        x = batch(hb.rank()).to(next(model.parameters()).device)
+        sync.model(x).square().sum().backward()
+        found[spec] = {name: p.grad.cpu().tolist() for name, p in model.named_parameters()}
+        sync.close()
+    hb.barrier()
+    if hb.rank() == 0:
+        print(json.dumps(found), flush=True)
+    hb.shutdown()
+
+
+def reference(spec: str, ranks: int) -> dict[str, Tensor]:
+    """What :func:`rank` should find: the gradients on the CPU, aggregated by the simulation."""
+    each = []
+    for number in range(ranks):
+        model = net("cpu")
+        model(batch(number)).square().sum().backward()
+        each.append({name: p.grad for name, p in model.named_parameters()})
+    return hb.Simulation(spec, {name: g.shape for name, g in each[0].items()}, ranks).step(each)[0]
+
+
+# -------------------------------------------------------------------------------------------- kernels
+
+
+def kernels(device: str) -> Iterator[Finding]:
+    """Bytes read and written per second, relative to a copy of 26 MiB; medians, in turn."""
+    x = torch.randn(ELEMENTS, device=device)
+    y, half = torch.empty_like(x), torch.empty_like(x, dtype=torch.bfloat16)
+    rows = x.view(-1, 1024)
+    codes, scales = torch.empty(rows.shape, dtype=torch.uint8, device=device), torch.empty(len(rows), device=device)
+    bits = torch.empty_like(codes)
+    plan = select.Plan.of(Layout({"w": (ELEMENTS,)}), {"w": ELEMENTS // 100}, x.device)
+    eight, one = Linear(127), ScaledSign()
+
+    def sign() -> None:
+        one.encode(rows, 1024, None, bits, scales)
+        pack.pack(bits, 1)
+
+    ways: dict[str, tuple[Callable[[], object], float]] = {  # and the bytes that must pass through memory
+        "copy": (lambda: y.copy_(x), 8.0),
+        "cast to bfloat16": (lambda: half.copy_(x), 6.0),
+        "int8": (lambda: eight.encode(rows, 1024, None, codes, scales), 5.0),
+        "1 bit": (sign, 4.125),
+        "top-k 1 %": (lambda: select.largest(x, plan), 4.12),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(23):
+        for name, (work, _) in ways.items():
+            spent = timed(work, x.device)
+            if turn >= 3:
+                seconds[name].append(spent)
+    rates = {name: ways[name][1] * ELEMENTS / statistics.median(each) for name, each in seconds.items()}
+    for name, rate in rates.items():
+        share = rate / rates["copy"]
+        yield Finding("kernel", name, "ok", f"{rate / 1e9:.1f} GB/s, {share:.2f} of the copy", share)
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+# ---------------------------------------------------------------------------------------------- waits
+
+
+def waits(device: str) -> Iterator[Finding]:
+    """Host waits in a step with NCCL: the profiler's calls that block until the GPU is done. There should be none."""
+    if device != "cuda":
+        yield Finding("waits", "all", "missing", "only a GPU has a queue that a host could wait for")
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29703")
+    hb.init(backend="torch")
+    for spec in IN_JOBS:
+        model = net("cuda")
+        sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=spec)
+        x = batch(0).cuda()
+
+        def step(sync: Any = sync, x: Tensor = x) -> None:
+            sync.optimizer.zero_grad()
+            sync.model(x).square().sum().backward()
+            sync.optimizer.step()
+
+        for _ in range(4):
+            step()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            step()
+        blocking = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+        calls = {event.key: event.count for event in seen.key_averages() if event.key in blocking}
+        # The profiler itself waits for the device once, at its end
+        calls = {key: n - (key == "cudaDeviceSynchronize") for key, n in calls.items()}
+        number = sum(calls.values())
+        detail = ", ".join(f"{n} {key}" for key, n in calls.items() if n) or "none"
+        yield Finding("waits", spec, "ok" if number == 0 else "WRONG", detail, number)
+        sync.close()
+    hb.shutdown()
+
+
+# ----------------------------------------------------------------------------------------------- main
+
+PARTS: dict[str, Callable[[str], Iterator[Finding]]] = {
+    "policies": policies, "jobs": jobs, "kernels": kernels, "waits": waits,
+}  # fmt: skip
+
+
+def alone(part: str, device: str) -> list[Finding]:
+    """Run one part in a process of its own."""
+    line = [sys.executable, __file__, "--part", part, "--device", device]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=400)
+    except subprocess.TimeoutExpired:
+        return [Finding(part, "all", "WRONG", "no end after 400 s")]
+    found = [Finding(**json.loads(text)) for text in done.stdout.splitlines() if text.startswith("{")]
+    if done.returncode:
+        found.append(Finding(part, "the rest", "WRONG", " ".join(done.stderr.split())[-150:]))
+    return found
+
+
+def environment(device: str) -> Iterator[Finding]:
+    """What is here, and what is not."""
+    yield Finding("environment", "torch", "ok", torch.__version__)
+    for library in ("triton", "mpi4py", "horovod"):
+        here = importlib.util.find_spec(library) is not None
+        yield Finding("environment", library, "ok" if here else "missing", "")
+    if device == "cuda":
+        yield Finding("environment", "GPU", "ok", torch.cuda.get_device_name())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--json", type=Path, default=Path("build/cuda_check.json"), metavar="FILE")
+    parser.add_argument("--part", choices=[*PARTS, "rank"], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("benchmarks/cuda_check.py: torch sees no GPU here. --device cpu checks what needs none.", file=sys.stderr)
+        return 2
+    if arguments.part == "rank":
+        rank(arguments.device)
+        return 0
+    if arguments.part:
+        for finding in PARTS[arguments.part](arguments.device):
+            print(json.dumps(asdict(finding)), flush=True)
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    findings = list(environment(arguments.device))
+    for part in PARTS:
+        console.print(f"{part} ...", style="dim")
+        findings += alone(part, arguments.device)
+    table = Table("part", "what", "verdict", "detail")
+    for one in findings:
+        table.add_row(one.part, one.what, one.verdict, one.detail)
+    console.print(table)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps([asdict(one) for one in findings], indent=1) + "\n")
+    wrong = [one for one in findings if one.verdict == "WRONG"]
+    console.print(f"{len(findings)} findings, {len(wrong)} wrong; {arguments.json}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
