@@ -86,7 +86,6 @@ def test_torchrun_restarts_all_workers(backend: str, how: str, culprit: int, tmp
 
 @pytest.mark.parametrize(("backend", "culprit"), [("torch", 1), ("horovod", 1), ("mpi", 0)])
 def test_horovodrun_replaces_a_lost_worker(backend: str, culprit: int, tmp_path: Path, weights: Any) -> None:
-    pytest.importorskip("horovod.torch")
     hosts = ["localhost", "127.0.0.1", socket.gethostname()]
     job = elastic_horovodrun(backend, tmp_path, hosts, f"--kill-at={KILL_AT}", f"--culprit={culprit}").check()
     judge(job, tmp_path, 80)
@@ -95,7 +94,6 @@ def test_horovodrun_replaces_a_lost_worker(backend: str, culprit: int, tmp_path:
 
 
 def test_horovodrun_goes_on_with_fewer(tmp_path: Path) -> None:
-    pytest.importorskip("horovod.torch")
     job = elastic_horovodrun("torch", tmp_path, ["localhost", "127.0.0.1"], f"--kill-at={KILL_AT}", least=1)
     assert job.status == 0, job.output[-4000:]
     judge(job, tmp_path, 80, size=1)

@@ -17,7 +17,6 @@ CLI = "import sys; from hvdbridge.cli import main; sys.exit(main())"
 @cache
 def native(*argv: str) -> list[Any]:
     """What the real Horovod makes of a script at 2 ranks."""
-    pytest.importorskip("horovod.torch")
     return jobs.run("horovodrun", None, 2, list(argv)).check().records
 
 
