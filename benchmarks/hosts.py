@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -114,7 +115,8 @@ def hosts(count: int, mbits: float | None = None, delay_ms: float = 0.0) -> Iter
     tag = f"hb{os.getpid() % 100000}"
     names = tuple(f"{tag}{chr(ord('a') + i)}" for i in range(count))
     addresses = tuple(f"10.231.77.{i + 1}" for i in range(count))
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) if _main_thread() else None
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) if main else None
     folder = Path(tempfile.mkdtemp(prefix="hvdbridge-"))
     try:
         try:
@@ -157,9 +159,3 @@ def _end_all_in(name: str) -> None:
     for pid in found.stdout.split():
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-
-
-def _main_thread() -> bool:
-    import threading
-
-    return threading.current_thread() is threading.main_thread()

@@ -25,7 +25,5 @@ class BeforeForward:
             method()
 
     def __reduce__(self) -> Any:
-        return getattr, (
-            {},
-            "get",
-        )  # ``{}.get(model, args)`` is args; what is saved loads where hvdbridge is not installed
+        # ``{}.get(model, args)`` is args, and what is saved loads where hvdbridge is not installed
+        return getattr, ({}, "get")

@@ -75,12 +75,10 @@ class Planner:
 
     def predict(self, spec: str, policy: Policy, ranks: int, arithmetic: Arithmetic) -> Prediction:
         """One step among ``ranks`` ranks, after any warm-up; what is done only in some steps is spread over all."""
-        every = range(SETTLED, SETTLED + 1000)
-        due = sum(map(policy.due, every)) / len(every)
-        usual = next((step for step in every if not policy.due(step)), SETTLED)
-        found = self._one(spec, policy, ranks, arithmetic, usual)
+        steps, due = _kinds(policy)
+        found = self._one(spec, policy, ranks, arithmetic, steps.get(False, SETTLED))
         if 0 < due < 1:
-            extra = self._one(spec, policy, ranks, arithmetic, next(filter(policy.due, every)))
+            extra = self._one(spec, policy, ranks, arithmetic, steps[True])
             mixed = {
                 name: (1 - due) * getattr(found, name) + due * getattr(extra, name)
                 for name in ("step", "compression", "communication", "bytes_sent")
@@ -168,6 +166,12 @@ class Planner:
         return max(*free.values(), self.forward + self.backward)
 
 
+def _kinds(policy: Policy) -> tuple[dict[bool, int], float]:
+    """A settled step that is :meth:`Policy.due` and one that is not, as far as there are any; the former's share."""
+    every = range(SETTLED, SETTLED + 1000)
+    return {policy.due(step): step for step in every}, sum(map(policy.due, every)) / len(every)
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """What a policy computes between its collectives.
@@ -200,8 +204,7 @@ def measure_arithmetic(
     Raises:
         ConfigurationError: the policy is not defined for any of :data:`FEW` ranks.
     """
-    every = range(SETTLED, SETTLED + 1000)
-    steps = {policy.due(step): step for step in every}
+    steps, _ = _kinds(policy)
     seconds = {}
     refusal: Exception | None = None
     for ranks in FEW:

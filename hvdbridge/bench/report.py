@@ -45,10 +45,12 @@ def predicted(found: Sequence[Prediction]) -> Table:
 
 
 def save(path: Path, network: Network, rows: Sequence[Row | Prediction], **more: Any) -> None:
-    """All figures, in seconds and bytes, as JSON."""
+    """All figures, in seconds and bytes, as JSON; a file that is there is replaced at once or not at all."""
     content = {**more, "network": network.to_dict(), "rows": [asdict(row) for row in rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)
 
 
 def plot_measured(path: Path, rows: Sequence[Row]) -> None:

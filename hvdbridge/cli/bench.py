@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hvdbridge.errors import ConfigurationError, HvdbridgeError
+from hvdbridge.errors import ConfigurationError
 from hvdbridge.world import World
 
 
@@ -101,7 +101,8 @@ def _measure(arguments: argparse.Namespace) -> int:
                                 lambda task=task: progress.advance(task),  # type: ignore[misc]
                             )
                         )  # fmt: skip
-                        _keep(arguments.json if first else None, link, rows)
+                        if first and arguments.json is not None:  # after every row: Ctrl-C leaves those so far
+                            report.save(arguments.json, link, rows)
                 hb.shutdown()
         except KeyboardInterrupt:
             interrupted = True
@@ -110,14 +111,3 @@ def _measure(arguments: argparse.Namespace) -> int:
         if arguments.plot is not None:
             report.plot_measured(arguments.plot, rows)
     return 130 if interrupted else 0
-
-
-def _keep(path: Path | None, link: object, rows: list) -> None:  # type: ignore[type-arg]
-    """After every row: Ctrl-C leaves those so far."""
-    from hvdbridge.bench import report
-
-    if path is not None:
-        report.save(path, link, rows)  # type: ignore[arg-type]
-
-
-__all__ = ["HvdbridgeError", "add_arguments", "run"]

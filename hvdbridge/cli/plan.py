@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency-us", type=float, default=25.0, help="of one message (default: %(default)s)")
     parser.add_argument("--local-gbits", type=float, help="inside a node (default: as between them)")
     parser.add_argument("--local-latency-us", type=float, default=5.0, help="(default: %(default)s)")
-    parser.add_argument("--compute-ms", type=float, help="forward, backward and optimizer (default: measured here)")
+    parser.add_argument("--compute-ms", type=float, help="forward and backward (default: measured here)")
     parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="(default: %(default)s)")
     parser.add_argument("--cores", type=float, help="cores per rank (default: those of this machine per local rank)")
@@ -59,11 +59,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("--ranks and --local-size must be positive")
     compute = None if arguments.compute_ms is None else arguments.compute_ms / 1e3
     if arguments.source is not None:
-        saved = json.loads(arguments.source.read_text())
-        network = Network.from_dict(saved["network"])
-        rows = [row for row in saved["rows"] if row["model"] == arguments.model]
-        if compute is None and rows:
-            compute = rows[0]["compute"]
+        try:
+            saved = json.loads(arguments.source.read_text())
+            network = Network.from_dict(saved["network"])
+            computes = [float(row["compute"]) for row in saved["rows"] if row["model"] == arguments.model]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"--from {arguments.source}: not what hvdbridge bench --json writes: {type(error).__name__}: {error}"
+            ) from error
+        if compute is None and computes:
+            compute = computes[0]
     elif arguments.gbits is not None:
         local = None
         if arguments.local_gbits is not None:

@@ -128,10 +128,10 @@ class Server:
             await self._seat()
             try:
                 connection, _ = await loop.sock_accept(sock)
+                reader, writer = await asyncio.open_connection(sock=connection, limit=BUFFER)
             except OSError:  # it went again, or no file descriptors are left
                 await asyncio.sleep(TICK)
                 continue
-            reader, writer = await asyncio.open_connection(sock=connection, limit=BUFFER)
             self._guests[writer] = self._ticks
             served.add(task := asyncio.create_task(self._guarded(serve, reader, writer)))
             task.add_done_callback(served.discard)

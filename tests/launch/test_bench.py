@@ -13,7 +13,9 @@ from typing import Any
 
 import jobs
 import pytest
+import torch
 
+from benchmarks import cuda_check
 from benchmarks.hosts import NoHosts, hosts
 from hvdbridge.bench.models import model
 from hvdbridge.policies import from_spec
@@ -75,9 +77,9 @@ def test_a_wrong_policy_ends_the_job_with_its_reason() -> None:
 
 def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    words = ["bench", "--models", "small:8", "--samples", "4", "--policies", "mean", "bf16", "--json", str(out)]
-    line = jobs.command("torchrun", 2, ["-m", "hvdbridge", *words, "--steps", "3000"])
-    line[-1] = "40"  # the first row comes soon, the second is interrupted
+    models = "small:8,resnet50"  # the first row comes soon, the second takes a minute and is interrupted
+    words = ["bench", "--models", models, "--samples", "4", "--policies", "mean", "--json", str(out)]
+    line = jobs.command("torchrun", 2, ["-m", "hvdbridge", *words])
     job = subprocess.Popen(
         line, env=jobs.environment("torch"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -91,27 +93,14 @@ def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
-    assert [row["policy"] for row in read(out)] == ["mean"]
+    assert [row["model"] for row in read(out)] == ["small:8"]
     assert "milliseconds per step" in output
 
 
 def test_a_slow_network_is_what_the_step_waits_for(tmp_path: Path) -> None:
     """Two hosts, 20 Mbit/s: 1 MB of gradients takes 0.4 s, so a step cannot take less, nor int8 more than mean."""
     out = tmp_path / "bench.json"
-    words = [
-        "-m",
-        "hvdbridge",
-        "bench",
-        "--models",
-        "small:60",
-        "--samples",
-        "4",
-        "--steps",
-        "2",
-        "--policies",
-        "mean",
-        "int8",
-    ]
+    words = ["-m", "hvdbridge", "bench", "--models", "small:60", "--samples", "4", "--steps", "2"]
     try:
         with hosts(2, mbits=20) as made:
             lines = made.commands("torchrun", 1, [*words, "--policies", "mean", "int8", "--json", str(out)])
@@ -154,3 +143,23 @@ def test_hosts_leave_nothing(tmp_path: Path) -> None:
     assert name not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     assert not Path("/etc/netns", name).exists()
     assert str(script) not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+
+
+def test_the_check_for_cuda_passes_without_it(tmp_path: Path) -> None:
+    out = tmp_path / "check.json"
+    script = Path(__file__).parents[2] / "benchmarks" / "cuda_check.py"
+    job = jobs.run(None, None, 1, [str(script), "--device", "cpu", "--json", str(out)], timeout=120)
+    assert job.status == 0, job.output
+    verdicts = {(row["part"], row["what"]): row["verdict"] for row in json.loads(out.read_text())}
+    assert "WRONG" not in verdicts.values()
+    assert verdicts["waits", "all"] == "missing"
+    for part in ("policy", "torch, 1 rank", "torch, 2 ranks", "mpi, 2 ranks", "horovod, 2 ranks"):
+        assert verdicts[part, "powersgd:rank=2"] == "ok"
+    assert verdicts["kernel", "1 bit"] == "ok"
+
+
+@pytest.mark.parametrize(("wrong", "verdict"), [(0.0, "ok"), (0.1, "WRONG"), (float("nan"), "WRONG")])
+def test_what_the_check_calls_wrong(wrong: float, verdict: str) -> None:
+    right = {"w": torch.ones(8)}
+    found = [right, {"w": torch.ones(8) + wrong}, right]
+    assert cuda_check.compared("policy", "mean", found, [right] * 3).verdict == verdict

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import subprocess
 from pathlib import Path
 
 import jobs
 import pytest
-from launch import test_hosts
-from launch.test_hosts import Hosts, hosts  # noqa: F401  (a fixture)
+from launch.test_hosts import hosts  # noqa: F401  (a fixture)
+
+from benchmarks.hosts import Hosts
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "traffic.py")
 SPECS = ["mean", "int8", "topk:ratio=0.01", "powersgd:rank=4", "onebit"]
@@ -28,27 +26,9 @@ STEADY = 8_000
 def job(request: pytest.FixtureRequest, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:  # noqa: F811
     backend, out = request.param, tmp_path_factory.mktemp("records")
     env = jobs.environment(backend, JOB_RECORDS=str(out))
-    env["UCX_TLS"] = "tcp,self"
-    env["PATH"] = f"{hosts.path}{os.pathsep}{env['PATH']}"
-    lines = test_hosts.command(jobs.NATIVE[backend], hosts, 1, 29511)
-    lines = [
-        [word for w in line for word in ([SCRIPT, "net0", *SPECS] if w == test_hosts.SCRIPT else [w])] for line in lines
-    ]
-    typed = [
-        subprocess.Popen(
-            [f"{hosts.path}/ssh", address, shlex.join(line)],
-            env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for address, line in zip(hosts.addresses, lines, strict=False)
-    ]  # fmt: skip
-    output = ""
-    try:
-        for process in typed:
-            output += process.communicate(timeout=60)[0]
-    finally:
-        for process in typed:
-            process.kill()
-    assert all(process.returncode == 0 for process in typed), output[-8000:]
+    lines = hosts.commands(jobs.NATIVE[backend], 1, [SCRIPT, "net0", *SPECS])
+    statuses, output = hosts.run(lines, env, timeout=60)
+    assert not any(statuses), output[-8000:]
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 

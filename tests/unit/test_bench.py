@@ -214,6 +214,11 @@ def test_plan_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["plan"], "which network"),
         (["plan", "--gbits", "1", "--ranks", "0"], "must be positive"),
         (["plan", "--gbits", "-1", "--model", "small"], "bandwidth"),
+        (
+            ["plan", "--from", "nowhere.json"],
+            "--from nowhere.json: not what hvdbridge bench --json writes: FileNotFound",
+        ),
+        (["plan", "--from", __file__], "not what hvdbridge bench --json writes: JSONDecodeError"),
         (["bench", "--steps", "0"], "must be positive"),
         (["bench", "--backends", "nccl"], "known are torch, horovod, mpi"),
     ],

@@ -1,15 +1,21 @@
-"""Records what hb.init() raises; arguments are per rank: ``wrong.py backend=torch,mpi policy=mean,bf16``."""
+"""Records what hb.init() raises; arguments are per rank: ``wrong.py backend=torch,mpi policy=mean,bf16``.
+
+A rank ends only after all have recorded: when one fails before the others have started, a launcher ends those.
+"""
 
 import importlib
 import os
 import sys
+import time
+from pathlib import Path
 
 from jobs import record
 
 import hvdbridge as hb
 from hvdbridge.world import World
 
-rank = World.from_environment().rank
+world = World.from_environment()
+rank = world.rank
 if "IMPORT_FIRST" in os.environ:
     importlib.import_module(os.environ["IMPORT_FIRST"])
 given = dict(argument.split("=", 1) for argument in sys.argv[1:])
@@ -19,5 +25,8 @@ except hb.HvdbridgeError as error:
     record(rank, [type(error).__name__, str(error)])
     if "IMPORT_FIRST" in os.environ:  # its segment would stay when the launcher ends this rank
         sys.modules["mpi4py.MPI"].Finalize()
+    deadline = time.monotonic() + 20
+    while len(list(Path(os.environ["JOB_RECORDS"]).glob("*.json"))) < world.size and time.monotonic() < deadline:
+        time.sleep(0.01)
     raise
 os._exit(0)
