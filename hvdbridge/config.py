@@ -12,6 +12,7 @@ from hvdbridge.errors import ConfigurationError, nearest
 
 PREFIX = "HVDBRIDGE_"
 BACKENDS = ("auto", "torch", "horovod", "mpi")
+KERNELS = ("auto", "native", "torch")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 Fold = Callable[[str], str]
 
@@ -26,9 +27,10 @@ class Config:
         bucket_mb: size of a gradient bucket in MiB (``HVDBRIDGE_BUCKET_MB``).
         debug: compare the signature of each collective across ranks before it starts (``HVDBRIDGE_DEBUG``).
         log_level: level of the ``hvdbridge`` logger (``HVDBRIDGE_LOG_LEVEL``).
-        cache: directory for built wheels (``HVDBRIDGE_CACHE``).
+        cache: directory for built wheels and kernels (``HVDBRIDGE_CACHE``).
         timeout_seconds: a collective or a start-up that takes longer fails everywhere
             (``HVDBRIDGE_TIMEOUT_SECONDS``).
+        kernels: ``auto``, ``native`` or ``torch``: what computes codes on a CPU (``HVDBRIDGE_KERNELS``).
         stall_seconds: report who is missing after this time (``HVDBRIDGE_STALL_SECONDS``).
     """
 
@@ -40,6 +42,7 @@ class Config:
     cache: Path = Path("~/.cache/hvdbridge")
     timeout_seconds: float = 300.0
     stall_seconds: float = 30.0
+    kernels: str = "auto"
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
@@ -62,6 +65,7 @@ class Config:
             "CACHE",
             "TIMEOUT_SECONDS",
             "STALL_SECONDS",
+            "KERNELS",
         )
         for name in given:
             if name not in known and not name.startswith(
@@ -78,6 +82,7 @@ class Config:
             cache=Path(given.get("CACHE") or Path(home) / "hvdbridge").expanduser(),
             timeout_seconds=_positive(given, "TIMEOUT_SECONDS", 300.0),
             stall_seconds=_positive(given, "STALL_SECONDS", 30.0),
+            kernels=_choice(given, "KERNELS", "auto", KERNELS),
         )
 
 

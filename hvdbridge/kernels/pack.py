@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hvdbridge.kernels.native import library
+
 CHUNK = 1 << 18
 """Elements that a CPU handles at a time, so that temporaries stay in its cache."""
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,7 +43,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         return codes
     codes = pad(codes.view(torch.uint8), (0, -n % 8)).contiguous()
     packed = torch.empty((*codes.shape[:-1], codes.shape[-1] // 8 * bits), dtype=torch.uint8, device=codes.device)
-    if codes.numel():
+    if not codes.numel():
+        pass
+    elif native := library(codes, packed):
+        native.squeeze(codes.data_ptr(), codes.numel() // 8, bits, packed.data_ptr())
+    else:
         for words, out in _chunks(codes.view(torch.int64).view(-1), packed.view(-1, bits)):
             _squeeze(words, bits, out)
     return packed[..., : packed_bytes(n, bits)].contiguous()
@@ -58,7 +64,11 @@ def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
     words = -(-n // 8)
     packed = pad(packed[..., : packed_bytes(n, bits)], (0, words * bits - packed_bytes(n, bits))).contiguous()
     codes = torch.empty((*packed.shape[:-1], words * 8), dtype=torch.uint8, device=packed.device)
-    if codes.numel():
+    if not codes.numel():
+        pass
+    elif native := library(codes, packed):
+        native.spread(packed.data_ptr(), codes.numel() // 8, bits, codes.data_ptr())
+    else:
         for out, some in _chunks(codes.view(torch.int64).view(-1), packed.view(-1, bits)):
             _spread(some, bits, out)
     return codes[..., :n]

@@ -21,6 +21,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from hvdbridge.kernels.native import library
 from hvdbridge.kernels.pack import pack, packed_bytes, unpack
 from hvdbridge.kernels.random import hashed_bits
 
@@ -171,6 +172,14 @@ class Code(ABC):
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
         """Write into ``out``, float32, what ``codes`` and ``scales`` stand for."""
 
+    def add(self, codes: Tensor, scales: Tensor | None, out: Tensor, sign: int, spare: Tensor) -> None:
+        """Add to ``out``, float32 or wider, or take off it (``sign`` 1, -1) what they stand for.
+
+        ``spare``: of its shape, float32, to be overwritten.
+        """
+        self.decode(codes, scales, spare)
+        out.add_(spare, alpha=sign)
+
     def wire_bytes(self, n: int) -> int:
         """Of ``n`` codes."""
         return packed_bytes(n, self.bits)
@@ -224,14 +233,14 @@ def decode(
     scales: Tensor | None,
     blocks: Blocks,
     out: Tensor | None = None,
-    add: float | None = None,
+    add: Literal[1, -1] | None = None,
 ) -> Tensor:
     """What ``codes`` ``[rows, numel]`` and ``scales`` ``[rows, blocks]`` stand for, added in the order of rows:
     float32 ``[numel]``.
 
     Args:
         out: where to, float32 or wider ``[numel]``; it is returned.
-        add: to what is in ``out`` add so many times what they stand for: -1 takes it off.
+        add: to what is in ``out`` add what they stand for, or take it off.
 
     >>> blocks = Blocks(*(torch.tensor(t) for t in ([0, 4], [4, 2], [0, 4])), 4, 6, "cpu")
     >>> codes, scales = torch.tensor([[127, -64, 1, 0, 64, -127]], dtype=torch.int8), torch.tensor([[1., 2.]])
@@ -248,19 +257,21 @@ def decode(
         spare = here if direct and len(rows) == 1 else torch.empty(here.shape, device=here.device)
         for row in rows:
             theirs = None if scales is None else scales[row, first : first + count]
-            to = here if direct and row == 0 else spare
-            code.decode(blocks.view(codes[row], at, count), theirs, to)
-            if row == 0 and add is None and to is not here:
-                here.copy_(to)
-            elif to is not here:
-                here.add_(to, alpha=1 if add is None else add)
+            some = blocks.view(codes[row], at, count)
+            if row or add is not None:
+                code.add(some, theirs, here, add or 1, spare)
+            elif direct:
+                code.decode(some, theirs, here)
+            else:
+                code.decode(some, theirs, spare)
+                here.copy_(spare)
     if blocks.loose is not None:
         whole = torch.zeros((blocks.loose.numel(), blocks.width), device=codes.device)
         spare = torch.empty_like(whole)
         for row in rows:
             theirs = None if scales is None else scales[row].index_select(0, blocks.loose)
-            code.decode(blocks.gather(codes[row]), theirs, spare)
-            whole.add_(spare) if row else whole.copy_(spare)
+            some = blocks.gather(codes[row])
+            code.add(some, theirs, whole, 1, spare) if row else code.decode(some, theirs, whole)
         if add is not None:
             whole = blocks.gather(total).add_(whole, alpha=add)
         blocks.scatter(whole, total)
@@ -331,6 +342,10 @@ class Linear(Code):
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
     ) -> None:
         assert scales is not None
+        if noise is None and self.norm == "max" and self.levels <= 127 and (native := library(x, codes, scales)):
+            offset, mask = (0, 0xFF) if self.levels > 63 else (self.levels, (1 << self.bits) - 1)
+            native.linear_encode(x.data_ptr(), *x.shape, self.levels, offset, mask, codes.data_ptr(), scales.data_ptr())
+            return
         torch.div(largest(x) if self.norm == "max" else norms(x), self.levels, out=scales)
         y = x * scales.clamp_(min=TINY).reciprocal().unsqueeze(1)
         round_(y, noise, self.levels)
@@ -338,7 +353,22 @@ class Linear(Code):
 
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
         assert scales is not None
-        self.read(codes, out).mul_(scales.unsqueeze(1))
+        if not self._native(codes, scales, out, 0):
+            self.read(codes, out).mul_(scales.unsqueeze(1))
+
+    def add(self, codes: Tensor, scales: Tensor | None, out: Tensor, sign: int, spare: Tensor) -> None:
+        assert scales is not None
+        if not self._native(codes, scales, out, sign):
+            super().add(codes, scales, out, sign, spare)
+
+    def _native(self, codes: Tensor, scales: Tensor, out: Tensor, add: int) -> bool:
+        if scales.dim() != 1 or self.levels > 127 or out.dtype != torch.float32:
+            return False
+        if (native := library(codes, scales, out)) is None:
+            return False
+        offset = 0 if self.levels > 63 else self.levels
+        native.linear_decode(codes.data_ptr(), *codes.shape, offset, scales.data_ptr(), out.data_ptr(), add)
+        return True
 
     def write(self, y: Tensor, codes: Tensor) -> None:
         """Whole numbers ``-levels .. levels``, float or int, as codes; overwrites ``y``.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.bucket import BLOCK, Bucket, number_blocks
+from hvdbridge.kernels.native import library
 
 
 def key(*parts: object) -> int:
@@ -87,6 +88,10 @@ def hashed_bits(numbers: Tensor, seed: int) -> Tensor:
     >>> torch.equal(hashed_bits(numbers, 5) * 2.0**-24, hashed(numbers, 5))
     True
     """
+    if native := library(numbers):
+        out = torch.empty_like(numbers)
+        native.hash_bits(numbers.data_ptr(), numbers.numel(), seed & 0xFFFFFFFF, seed >> 32, out.data_ptr())
+        return out
     x, spare = numbers + _signed(seed), torch.empty_like(numbers)
     _mix_(x, spare)
     _mix_(x.bitwise_xor_(_signed(seed >> 32)), spare)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.bucket import Layout
+from hvdbridge.kernels.native import library
 from hvdbridge.kernels.random import generator, key
 
 Array = np.ndarray[Any, Any]
@@ -221,7 +222,7 @@ def _largest_on_cpu(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor
         if part.sample is not None:
             sampled = piece[part.sample.numpy()] & piece.dtype.type(mask)
             limit = max(limit, np.partition(sampled, -part.tail)[-part.tail])
-        positions = _reaching(piece, limit, mask, *work)
+        positions = _reaching(piece, limit, mask, part.count, *work)
         positions = positions[_first(piece[positions] & piece.dtype.type(mask), part.count)]
         here = slice(part.slot, part.slot + positions.size)
         np.add(positions, part.start, out=target[here])
@@ -261,11 +262,16 @@ def _matrices(bits: Tensor, plan: Plan, mask: int) -> Iterator[tuple[Rows, Tenso
         yield group, rows.bitwise_and_(mask)
 
 
-def _reaching(bits: Array, limit: Any, mask: int, magnitudes: Array, chosen: Array) -> Array:
-    """Positions of the elements whose magnitude is not below ``limit``, ascending.
+def _reaching(bits: Array, limit: Any, mask: int, count: int, magnitudes: Array, chosen: Array) -> Array:
+    """Positions of the elements whose magnitude is not below ``limit``, ascending; some more than ``count``, mostly.
 
     ``magnitudes`` and ``chosen`` are room for a chunk.
     """
+    if bits.itemsize == 4 and (native := library()):
+        found = np.empty(2 * count + 64, np.int64)
+        number = native.reaching(bits.ctypes.data, bits.size, int(limit), mask, found.ctypes.data, found.size)
+        if number >= 0:
+            return found[:number]
     pieces = []
     for start in range(0, bits.size, CHUNK):
         chunk = bits[start : start + CHUNK]

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "policy": VOCABULARY | {"dry_run"},
     "dry_run": VOCABULARY,
     "spec": VOCABULARY,
-    "kernels": {"errors", "bucket", "kernels"},
+    "kernels": {"errors", "config", "bucket", "kernels"},
     "policies": VOCABULARY | {"spec", "kernels", "policies"},
     "state": VOCABULARY,
     "simulation": VOCABULARY | {"state", "policies"},

@@ -1,0 +1,149 @@
+/* What the CPU kernels do, as loops that read memory once. native.py compiles, loads and describes this file.
+
+   Every function gives the bits of the torch operations beside which it stands: sums in the same order, no fused
+   multiply-add (-ffp-contract=off), rounding half to even. NaN and inf go the same ways. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define TINY 0x1p-126f
+
+static inline int32_t bits_of(float x) { int32_t i; memcpy(&i, &x, 4); return i; }
+static inline float float_of(int32_t i) { float x; memcpy(&x, &i, 4); return x; }
+
+/* quantise.Linear, nearest, scales by the largest magnitude: x [rows, width] -> codes, scales [rows]. */
+void linear_encode(const float *restrict x, int64_t rows, int64_t width, int32_t levels, int32_t offset, int32_t mask,
+                   uint8_t *restrict codes, float *restrict scales)
+{
+    for (int64_t row = 0; row < rows; row++, x += width, codes += width) {
+        int32_t top = 0; /* as integers NaN is above inf, and inf above all numbers */
+        for (int64_t i = 0; i < width; i++) {
+            int32_t magnitude = bits_of(x[i]) & 0x7fffffff;
+            top = magnitude > top ? magnitude : top;
+        }
+        float scale = float_of(top) / (float)levels;
+        scale = scale < TINY ? TINY : scale;
+        scales[row] = scale;
+        float inverse = 1.0f / scale;
+        for (int64_t i = 0; i < width; i++)
+            codes[i] = (uint8_t)(((int32_t)rintf(x[i] * inverse) + offset) & mask);
+    }
+}
+
+/* Its inverse; add 0: out = it, else out += add * it, where add is 1 or -1. */
+void linear_decode(const uint8_t *restrict codes, int64_t rows, int64_t width, int32_t offset,
+                   const float *restrict scales, float *restrict out, int32_t add)
+{
+    for (int64_t row = 0; row < rows; row++, codes += width, out += width) {
+        float scale = scales[row], signed_scale = add < 0 ? -scale : scale;
+        if (offset == 0 && add == 0)
+            for (int64_t i = 0; i < width; i++) out[i] = (float)(int8_t)codes[i] * scale;
+        else if (offset == 0)
+            for (int64_t i = 0; i < width; i++) out[i] += (float)(int8_t)codes[i] * signed_scale;
+        else if (add == 0)
+            for (int64_t i = 0; i < width; i++) out[i] = (float)(codes[i] - offset) * scale;
+        else
+            for (int64_t i = 0; i < width; i++) out[i] += (float)(codes[i] - offset) * signed_scale;
+    }
+}
+
+/* signs.ScaledSign: x [rows, width], width a power of two up to 1024, counts [rows] or NULL: count for all. */
+void sign_encode(const float *restrict x, int64_t rows, int64_t width, const int64_t *restrict counts, int64_t count,
+                 uint8_t *restrict codes, float *restrict scales)
+{
+    float sum[512];
+    for (int64_t row = 0; row < rows; row++, x += width, codes += width) {
+        int64_t half = width / 2;
+        for (int64_t i = 0; i < half; i++) sum[i] = fabsf(x[i]) + fabsf(x[i + half]);
+        while (half > 1) {
+            half /= 2;
+            for (int64_t i = 0; i < half; i++) sum[i] = sum[i] + sum[i + half];
+        }
+        scales[row] = sum[0] / (float)(counts ? counts[row] : count);
+        for (int64_t i = 0; i < width; i++) codes[i] = x[i] >= 0.0f;
+    }
+}
+
+void sign_decode(const uint8_t *restrict codes, int64_t rows, int64_t width, const float *restrict scales,
+                 float *restrict out, int32_t add)
+{
+    for (int64_t row = 0; row < rows; row++, codes += width, out += width) {
+        float scale = 2.0f * scales[row];
+        if (add == 0)
+            for (int64_t i = 0; i < width; i++) out[i] = ((float)codes[i] - 0.5f) * scale;
+        else if (add > 0)
+            for (int64_t i = 0; i < width; i++) out[i] += ((float)codes[i] - 0.5f) * scale;
+        else
+            for (int64_t i = 0; i < width; i++) out[i] -= ((float)codes[i] - 0.5f) * scale;
+    }
+}
+
+/* pack._squeeze and pack._spread: eight codes of one byte each, and as many bytes as a code has bits. */
+static uint64_t fields(int every, int width)
+{
+    uint64_t mask = 0;
+    for (int at = 0; at < 64; at += every) mask |= ((1ull << width) - 1) << at;
+    return mask;
+}
+
+void squeeze(const uint64_t *restrict words, int64_t count, int32_t bits, uint8_t *restrict out)
+{
+    uint64_t low8 = fields(16, bits), low16 = fields(32, 2 * bits), low32 = fields(64, 4 * bits);
+    for (int64_t i = 0; i < count; i++, out += bits) {
+        uint64_t w = words[i];
+        w = (w & low8) | (w >> (8 - bits) & low8 << bits);
+        w = (w & low16) | (w >> 2 * (8 - bits) & low16 << 2 * bits);
+        w = (w & low32) | (w >> 4 * (8 - bits) & low32 << 4 * bits);
+        memcpy(out, &w, bits);
+    }
+}
+
+void spread(const uint8_t *restrict packed, int64_t count, int32_t bits, uint64_t *restrict words)
+{
+    uint64_t low8 = fields(16, bits), low16 = fields(32, 2 * bits), low32 = fields(64, 4 * bits);
+    for (int64_t i = 0; i < count; i++, packed += bits) {
+        uint64_t w = 0;
+        memcpy(&w, packed, bits);
+        w = (w & low32) | (w & low32 << 4 * bits) << 4 * (8 - bits);
+        w = (w & low16) | (w & low16 << 2 * bits) << 2 * (8 - bits);
+        w = (w & low8) | (w & low8 << bits) << (8 - bits);
+        words[i] = w;
+    }
+}
+
+/* random.hashed_bits. */
+static inline uint32_t mix(uint32_t x)
+{
+    x = (x ^ x >> 16) * 0x21f0aaadu;
+    x = (x ^ x >> 15) * 0xd35a2d97u;
+    return x ^ x >> 15;
+}
+
+void hash_bits(const uint32_t *restrict numbers, int64_t count, uint32_t low, uint32_t high, uint32_t *restrict out)
+{
+    for (int64_t i = 0; i < count; i++) out[i] = mix(mix(numbers[i] + low) ^ high) >> 8;
+}
+
+/* select._reaching: positions of what is not below the limit, ascending; how many, or -1: more than there is room. */
+int64_t reaching(const int32_t *restrict bits, int64_t count, int32_t limit, int32_t mask, int64_t *restrict positions,
+                 int64_t room)
+{
+    int64_t found = 0, i = 0;
+    for (; i + 32 <= count; i += 32) {
+        int32_t any = 0;
+        for (int64_t j = i; j < i + 32; j++) any |= (bits[j] & mask) >= limit;
+        if (!any) continue;
+        if (found + 32 > room) return -1;
+        for (int64_t j = i; j < i + 32; j++) {
+            positions[found] = j;
+            found += (bits[j] & mask) >= limit;
+        }
+    }
+    for (; i < count; i++)
+        if ((bits[i] & mask) >= limit) {
+            if (found == room) return -1;
+            positions[found++] = i;
+        }
+    return found;
+}

@@ -1,0 +1,109 @@
+"""The CPU's kernels in C (native.c): compiled by this machine's compiler when first needed, and kept in the cache.
+
+Rules:
+
+1. The bits are those of the torch operations, which are what runs without a compiler, on other devices and for other
+   types. So ranks need not agree on who has a compiler, and tests compare both.
+2. ``HVDBRIDGE_KERNELS=torch`` leaves the compiler alone; ``native`` makes its failure an error; ``auto``, the default,
+   says in the log why there is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+from torch import Tensor
+
+from hvdbridge.config import Config
+from hvdbridge.errors import ConfigurationError
+
+SOURCE = Path(__file__).with_name("native.c")
+# Without trapping-math and errno a rounding is one instruction; neither changes a result.
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+P, I32, I64, U32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
+FUNCTIONS = {
+    "linear_encode": (None, P, I64, I64, I32, I32, I32, P, P),
+    "linear_decode": (None, P, I64, I64, I32, P, P, I32),
+    "sign_encode": (None, P, I64, I64, P, I64, P, P),
+    "sign_decode": (None, P, I64, I64, P, P, I32),
+    "squeeze": (None, P, I64, I32, P),
+    "spread": (None, P, I64, I32, P),
+    "hash_bits": (None, P, I64, U32, U32, P),
+    "reaching": (I64, P, I64, I32, I32, P, I64),
+}
+"""Result and parameters."""
+logger = logging.getLogger("hvdbridge")
+
+
+def library(*tensors: Tensor) -> ctypes.CDLL | None:
+    """The functions of native.c, if there are any and all ``tensors`` lie as they expect: contiguous, on a CPU.
+
+    Raises:
+        ConfigurationError: ``HVDBRIDGE_KERNELS=native``, and it cannot be compiled.
+    """
+    if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
+        return _load()
+    return None
+
+
+@lru_cache(maxsize=1)
+def _load() -> ctypes.CDLL | None:
+    config = Config.from_environment()
+    if config.kernels == "torch":
+        return None
+    try:
+        found = _open(config.cache)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        if config.kernels == "native":
+            raise ConfigurationError(
+                f"HVDBRIDGE_KERNELS=native: hvdbridge/kernels/native.c does not compile: {reason}. Install a C "
+                "compiler, name one in CC, or unset the variable: torch's operations do the same, more slowly."
+            ) from error
+        logger.info("kernels: torch's operations, as native.c does not compile: %s", reason)
+        return None
+    for name, (result, *parameters) in FUNCTIONS.items():
+        function = getattr(found, name)
+        function.restype, function.argtypes = result, parameters
+    return found
+
+
+def _open(folder: Path) -> ctypes.CDLL:
+    """Load what was compiled; whoever comes first compiles it, and puts it in its place in one move."""
+    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    words = [*compiler, *FLAGS, native, "-x", "c", str(SOURCE), "-lm"]
+    key = hashlib.sha256("\0".join([SOURCE.read_text(), *words, _processor()]).encode()).hexdigest()[:16]
+    target = folder / "kernels" / f"native-{key}.so"
+    if target.exists():
+        return ctypes.CDLL(str(target))
+    with tempfile.TemporaryDirectory(prefix="hvdbridge-") as place:
+        made = Path(place) / target.name
+        subprocess.run([*words, "-o", str(made)], check=True, capture_output=True, text=True, timeout=60)
+        found = ctypes.CDLL(str(made))
+        with suppress(OSError):  # a home that cannot be written: then everybody compiles
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_name(f"{target.name}.{platform.node()}.{os.getpid()}")
+            shutil.copy(made, partial)
+            partial.replace(target)
+    return found
+
+
+def _processor() -> str:
+    """What a home that several machines share must tell apart."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(next((line for line in lines if line.startswith(what)), "") for what in ("model name", "flags"))

@@ -1,0 +1,182 @@
+"""The CPU's kernels in C against the torch operations that they replace: the same bits, or none of them."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hvdbridge.bucket import Layout
+from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels import native, pack, select
+from hvdbridge.kernels.quantise import Blocks, Code, Linear, decode, encode
+from hvdbridge.kernels.random import hashed_bits
+from hvdbridge.kernels.signs import ScaledSign
+from hvdbridge.simulation import Simulation
+from policies.policies import CASES, SHAPES, Case
+
+several = settings(max_examples=100, deadline=None)
+CODES = [Linear(127), Linear(7), Linear(7, "stochastic"), Linear(63), Linear(127, "stochastic"), ScaledSign()]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-40,
+    2.0**-126,
+    3e38,
+    -3.4028235e38,
+    1.0,
+    -127.0,
+    0.5,
+    2.5,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
+
+
+def both(work: Callable[[], Any]) -> tuple[Any, Any]:
+    """What it gives with native.c and without."""
+    assert native._load() is not None, "a C compiler is part of the set-up"
+    with pytest.MonkeyPatch.context() as patch:
+        ours = work()
+        patch.setattr(native, "_load", lambda: None)
+        return ours, work()
+
+
+def bits(x: Tensor) -> list[int]:
+    """Of each number; NaN is NaN, whatever its bits."""
+    return torch.where(x.isnan(), torch.full_like(x, math.nan), x).view(torch.int32).tolist()  # type: ignore[no-any-return]
+
+
+def vector(seed: int, numel: int, special: float) -> Tensor:
+    """Normal numbers of many magnitudes, some places special."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=draw) * torch.exp(8 * torch.randn(numel, generator=draw))
+    where = torch.rand(numel, generator=draw) < special
+    chosen = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (numel,), generator=draw)]
+    return torch.where(where, chosen, x)
+
+
+def cut(numel: int, width: int) -> Blocks:
+    starts = torch.arange(0, numel, width)
+    return Blocks(starts, (numel - starts).clamp(max=width), starts, width, numel, "cpu")
+
+
+@several
+@given(st.integers(0, 2**31), st.sampled_from(CODES), st.sampled_from([16, 64, 256, 1024]), st.integers(1, 20_000),
+       st.sampled_from([0.0, 0.001, 0.3]))  # fmt: skip
+def test_codes(seed: int, code: Code, width: int, numel: int, special: float) -> None:
+    blocks, x = cut(numel, width), vector(seed, numel, special)
+    (codes, scales), (their_codes, their_scales) = both(lambda: encode(code, x, blocks, seed))
+    assert bits(scales) == bits(their_scales)
+    finite = scales.isfinite().repeat_interleave(width)[:numel]  # elsewhere any code comes back non-finite
+    assert torch.equal(codes[finite], their_codes[finite])
+    rows, rates = torch.stack([codes, codes.flip(0)]), torch.stack([scales, scales.flip(0)])
+    for add in (None, 1, -1):
+        ours, theirs = both(lambda add=add: decode(code, rows, rates, blocks, x.flip(0).contiguous(), add))
+        assert bits(ours) == bits(theirs)
+
+
+@several
+@given(st.integers(0, 2**31), st.integers(1, 8), st.integers(1, 3), st.integers(0, 200))
+def test_packing(seed: int, width: int, rows: int, n: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(1 << width, (rows, n), dtype=torch.uint8, generator=draw)
+    ours, theirs = both(lambda: pack.pack(codes, width))
+    assert torch.equal(ours, theirs)
+    for found in both(lambda: pack.unpack(ours, n, width)):
+        assert torch.equal(found, codes)
+
+
+@several
+@given(st.integers(0, 2**62), st.integers(-(2**31), 2**31 - 1001))
+def test_hashes(seed: int, first: int) -> None:
+    ours, theirs = both(lambda: hashed_bits(torch.arange(first, first + 1000, dtype=torch.int32), seed))
+    assert torch.equal(ours, theirs)
+
+
+@several
+@given(st.integers(0, 2**31), st.integers(select.ROW + 1, 200_000), st.sampled_from([1, 10, 900, 30_000]),
+       st.sampled_from([0.0, 0.001, 0.9]))  # fmt: skip
+def test_the_largest(seed: int, numel: int, count: int, special: float) -> None:
+    x = vector(seed, numel, special)
+    plan = select.Plan.of(Layout({"w": (numel,)}), {"w": count}, x.device)
+    ours, theirs = both(lambda: select.largest(x, plan))
+    assert torch.equal(ours[0], theirs[0])
+    assert bits(ours[1]) == bits(theirs[1])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_policy(case: Case) -> None:
+    """Blocks long enough that runs and rows of both kinds are worked on."""
+    shapes = SHAPES | {"large.weight": (300, 200)}
+    size = max(2, case.min_size)
+    draw = torch.Generator().manual_seed(1)
+    grads = [{name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} for _ in range(size)]
+
+    def run() -> list[dict[str, Tensor]]:
+        simulation = Simulation(case.spec, shapes, size, case.local_size)
+        simulation.step([{name: g.clone() for name, g in each.items()} for each in grads])
+        return simulation.step(grads)
+
+    for ours, theirs in zip(*both(run), strict=True):
+        for name in shapes:
+            assert bits(ours[name].reshape(-1)) == bits(theirs[name].reshape(-1))
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Nothing is loaded, and nothing in the cache."""
+    monkeypatch.setenv("HVDBRIDGE_CACHE", str(tmp_path / "cache"))
+    native._load.cache_clear()
+    yield tmp_path
+    native._load.cache_clear()
+
+
+def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(native._load(), ctypes.CDLL)
+    (made,) = (fresh / "cache" / "kernels").iterdir()
+    before = made.stat().st_mtime_ns
+    native._load.cache_clear()
+    monkeypatch.setattr(native.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    assert isinstance(native._load(), ctypes.CDLL)
+    assert made.stat().st_mtime_ns == before
+
+
+def test_a_cache_that_cannot_be_written(fresh: Path) -> None:
+    (fresh / "cache").write_text("a file")
+    assert isinstance(native._load(), ctypes.CDLL)
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
+def test_no_compiler(compiler: str, fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setenv("CC", compiler)
+    with caplog.at_level(logging.INFO, "hvdbridge"):
+        assert native.library(torch.ones(2)) is None
+    assert "torch's operations, as native.c does not compile" in caplog.text
+    monkeypatch.setenv("HVDBRIDGE_KERNELS", "native")
+    native._load.cache_clear()
+    with pytest.raises(ConfigurationError, match="Install a C compiler, name one in CC, or unset"):
+        native.library(torch.ones(2))
+
+
+def test_torch_if_told_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDBRIDGE_KERNELS", "torch")
+    assert native.library(torch.ones(2)) is None
+    assert not (fresh / "cache").exists()
+
+
+def test_only_for_what_lies_as_expected() -> None:
+    assert native.library(torch.ones(4, 4)) is not None
+    assert native.library(torch.ones(4, 4).t()) is None
+    assert native.library(torch.ones(4, device="meta")) is None
