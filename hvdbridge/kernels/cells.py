@@ -152,7 +152,7 @@ def combine_by_parameter(rows: Sequence[Tensor], coefficients: Tensor, cells: Ce
     >>> combine_by_parameter(rows, torch.tensor([[1., 0.5], [2., 1.]]), cells)
     tensor([1.0000, 4.0000, 2.5000])
     """
-    total = torch.zeros(rows[0].shape, dtype=_wide(rows), device=rows[0].device)
+    total = torch.empty(rows[0].shape, dtype=_wide(rows), device=rows[0].device).zero_()
     factors = coefficients.to(total.dtype)
     of_block, step = factors[:, cells._of_block], CHUNK // BLOCK
     for start in range(0, cells.full, step):

@@ -80,36 +80,63 @@ void sign_decode(const uint8_t *restrict codes, int64_t rows, int64_t width, con
 }
 
 /* pack._squeeze and pack._spread: eight codes of one byte each, and as many bytes as a code has bits. */
-static uint64_t fields(int every, int width)
+static inline uint64_t fields(int every, int width)
 {
     uint64_t mask = 0;
     for (int at = 0; at < 64; at += every) mask |= ((1ull << width) - 1) << at;
     return mask;
 }
 
-void squeeze(const uint64_t *restrict words, int64_t count, int32_t bits, uint8_t *restrict out)
+#define EVERY(BITS) \
+    static void squeeze##BITS(const uint64_t *restrict words, int64_t count, uint8_t *restrict out) \
+    { \
+        const uint64_t low8 = fields(16, BITS), low16 = fields(32, 2 * BITS), low32 = fields(64, 4 * BITS); \
+        for (int64_t i = 0; i < count; i++) { \
+            uint64_t w = words[i]; \
+            w = (w & low8) | (w >> (8 - BITS) & low8 << BITS); \
+            w = (w & low16) | (w >> 2 * (8 - BITS) & low16 << 2 * BITS); \
+            w = (w & low32) | (w >> 4 * (8 - BITS) & low32 << 4 * BITS); \
+            memcpy(out + i * BITS, &w, BITS); \
+        } \
+    } \
+    static void spread##BITS(const uint8_t *restrict packed, int64_t count, uint64_t *restrict words) \
+    { \
+        const uint64_t low8 = fields(16, BITS), low16 = fields(32, 2 * BITS), low32 = fields(64, 4 * BITS); \
+        for (int64_t i = 0; i < count; i++) { \
+            uint64_t w = 0; \
+            memcpy(&w, packed + i * BITS, BITS); \
+            w = (w & low32) | (w & low32 << 4 * BITS) << 4 * (8 - BITS); \
+            w = (w & low16) | (w & low16 << 2 * BITS) << 2 * (8 - BITS); \
+            words[i] = (w & low8) | (w & low8 << BITS) << (8 - BITS); \
+        } \
+    }
+EVERY(2) EVERY(3) EVERY(4) EVERY(5) EVERY(6) EVERY(7)
+
+static void squeeze1(const uint64_t *restrict words, int64_t count, uint8_t *restrict out)
 {
-    uint64_t low8 = fields(16, bits), low16 = fields(32, 2 * bits), low32 = fields(64, 4 * bits);
-    for (int64_t i = 0; i < count; i++, out += bits) {
-        uint64_t w = words[i];
-        w = (w & low8) | (w >> (8 - bits) & low8 << bits);
-        w = (w & low16) | (w >> 2 * (8 - bits) & low16 << 2 * bits);
-        w = (w & low32) | (w >> 4 * (8 - bits) & low32 << 4 * bits);
-        memcpy(out, &w, bits);
+    for (int64_t i = 0; i < count; i++) out[i] = (uint8_t)(words[i] * 0x0102040810204080ull >> 56);
+}
+
+static void spread1(const uint8_t *restrict packed, int64_t count, uint64_t *restrict words)
+{
+    for (int64_t i = 0; i < count; i++) { /* each byte keeps its own bit, and one bit carries to the top */
+        uint64_t w = packed[i] * 0x0101010101010101ull & 0x8040201008040201ull;
+        words[i] = (w + 0x7f7f7f7f7f7f7f7full) >> 7 & 0x0101010101010101ull;
     }
 }
 
-void spread(const uint8_t *restrict packed, int64_t count, int32_t bits, uint64_t *restrict words)
+void squeeze(const uint64_t *words, int64_t count, int32_t bits, uint8_t *out)
 {
-    uint64_t low8 = fields(16, bits), low16 = fields(32, 2 * bits), low32 = fields(64, 4 * bits);
-    for (int64_t i = 0; i < count; i++, packed += bits) {
-        uint64_t w = 0;
-        memcpy(&w, packed, bits);
-        w = (w & low32) | (w & low32 << 4 * bits) << 4 * (8 - bits);
-        w = (w & low16) | (w & low16 << 2 * bits) << 2 * (8 - bits);
-        w = (w & low8) | (w & low8 << bits) << (8 - bits);
-        words[i] = w;
-    }
+    static void (*const of[])(const uint64_t *, int64_t, uint8_t *) = {
+        0, squeeze1, squeeze2, squeeze3, squeeze4, squeeze5, squeeze6, squeeze7};
+    of[bits](words, count, out);
+}
+
+void spread(const uint8_t *packed, int64_t count, int32_t bits, uint64_t *words)
+{
+    static void (*const of[])(const uint8_t *, int64_t, uint64_t *) = {
+        0, spread1, spread2, spread3, spread4, spread5, spread6, spread7};
+    of[bits](packed, count, words);
 }
 
 /* random.hashed_bits. */

@@ -41,7 +41,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     n = codes.shape[-1]
     if bits == 8:
         return codes
-    codes = pad(codes.view(torch.uint8), (0, -n % 8)).contiguous()
+    codes = _longer(codes.view(torch.uint8), -n % 8)
     packed = torch.empty((*codes.shape[:-1], codes.shape[-1] // 8 * bits), dtype=torch.uint8, device=codes.device)
     if not codes.numel():
         pass
@@ -62,7 +62,7 @@ def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
     if bits == 8:
         return packed[..., :n]
     words = -(-n // 8)
-    packed = pad(packed[..., : packed_bytes(n, bits)], (0, words * bits - packed_bytes(n, bits))).contiguous()
+    packed = _longer(packed[..., : packed_bytes(n, bits)], words * bits - packed_bytes(n, bits))
     codes = torch.empty((*packed.shape[:-1], words * 8), dtype=torch.uint8, device=packed.device)
     if not codes.numel():
         pass
@@ -90,6 +90,11 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
     [1, 0, 0, 1, 0, 0, 0, 0, 1]
     """
     return unpack(packed, n, 1)
+
+
+def _longer(rows: Tensor, more: int) -> Tensor:
+    """Contiguous, with ``more`` zeros behind each row; a copy only where it must be (``pad`` always makes one)."""
+    return (pad(rows, (0, more)) if more else rows).contiguous()
 
 
 def _chunks(words: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -255,7 +255,7 @@ def _matrices(bits: Tensor, plan: Plan, mask: int) -> Iterator[tuple[Rows, Tenso
         return
     views = torch.split(bits, list(plan.layout.sizes.values()))
     for group in plan.rows:
-        rows = torch.zeros((len(group.numbers), group.length), dtype=bits.dtype, device=bits.device)
+        rows = torch.empty((len(group.numbers), group.length), dtype=bits.dtype, device=bits.device).zero_()
         widths = [width for size in group.sizes for width in (size, group.length - size)]
         mine = list(torch.split(rows.view(-1), widths)[::2])
         torch._foreach_copy_(mine, [views[number] for number in group.numbers])

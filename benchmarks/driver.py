@@ -1,0 +1,111 @@
+"""What the driver costs the host: CPU time per bucket, on a communicator that answers at once.
+
+    python benchmarks/driver.py
+
+``driver``: a flow of one collective, from its submission to its end, through the driver's thread. Below it whole
+policies: the aggregator's books and state, and tensors so small (256 elements) that they are mostly calls.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Generator
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from hvdbridge.aggregator import Aggregator, Piece
+from hvdbridge.bucket import Layout
+from hvdbridge.collectives import AllGather, AllReduce, Collective
+from hvdbridge.communicators.base import Answer, Communicator, Work
+from hvdbridge.driver import Pending, ThreadDriver
+from hvdbridge.policies import from_spec
+
+BUCKETS, ELEMENTS, STEPS = 16, 256, 300
+POLICIES = ["mean", "bf16", "int8", "onebit", "topk:ratio=0.01", "powersgd:rank=4"]
+
+
+class Arrived(Work):
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class Echo(Communicator):
+    """Two ranks of which the other one always has the same."""
+
+    rank, size = 0, 2
+
+    def _answer(self, request: Collective) -> Answer:
+        yield Arrived()
+        tensor = request.tensor
+        return torch.stack([tensor, tensor]) if isinstance(request, AllGather) else tensor
+
+    def split(self, groups: object) -> None:
+        raise NotImplementedError
+
+    def control(self) -> Communicator:
+        return self
+
+    def close(self) -> None:
+        pass
+
+
+def one_collective(tensor: Tensor) -> Generator[Collective, Tensor, Tensor]:
+    return (yield AllReduce(tensor))
+
+
+def driver_alone() -> Callable[[], None]:
+    driver, echo, tensor = ThreadDriver(), Echo(), torch.ones(ELEMENTS)
+
+    def step() -> None:
+        flows = [driver.submit(Pending(one_collective(tensor), echo, overlaps=True)) for _ in range(BUCKETS)]
+        driver.flush()
+        for flow in flows:
+            flow.wait()
+
+    return step
+
+
+def policy(spec: str) -> Callable[[], None]:
+    shape = (16, ELEMENTS // 16)
+    params = {f"layer{i}.weight": torch.zeros(shape) for i in range(BUCKETS)}
+    echo = Echo()
+    aggregator = Aggregator(from_spec(spec), params, echo, echo, ThreadDriver(), weighted=False)
+    pieces = [Piece(Layout({name: shape}), torch.ones(ELEMENTS), lambda _: None) for name in params]
+
+    def step() -> None:
+        aggregator.begin()
+        for number, piece in enumerate(pieces, start=1):
+            aggregator.submit(piece, last=number == BUCKETS)
+        aggregator.end()
+
+    return step
+
+
+def microseconds(step: Callable[[], None]) -> float:
+    """CPU time of all threads per bucket, median over steps."""
+    spent = []
+    for _ in range(STEPS):
+        started = time.process_time()
+        step()
+        spent.append(time.process_time() - started)
+    return statistics.median(spent[STEPS // 5 :]) / BUCKETS * 1e6
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    table = Table("", "CPU µs per bucket")
+    table.add_row("driver", f"{microseconds(driver_alone()):.0f}")
+    for spec in POLICIES:
+        table.add_row(spec, f"{microseconds(policy(spec)):.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
