@@ -5,7 +5,9 @@ BIN    := $(VENV)/bin
 # Touched when the environment is complete: a second `make install` only compares dates.
 STAMP  := $(VENV)/.installed
 
-# --no-compile: of torch's thousands of files a run imports a few; Python compiles those on first use.
+# --no-compile: of torch's thousands of files a run imports a few; Python compiles those on first use, and must keep
+# them then: without, every rank of every job would compile them anew, which takes longer than most jobs.
+unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 
 # Ranks find mpiexec, torchrun and horovodrun as they would in an activated environment
