@@ -8,7 +8,8 @@ Rules:
    callers make the order of bucket indices. Those that may overlap take turns, and at each turn start one operation:
    a flow that begins takes its first turn, then each older one takes its next, oldest first; ``flush`` and a flow
    that stands alone let the older ones take turns until they end. So bucket k+1 is encoded while bucket k travels,
-   and as many flows are under way as one has rounds. What lies between two starts runs when it can.
+   and as many flows are under way as one has rounds. What lies between two starts runs when it can. A flow whose last
+   operation is under way has no more turns: nobody waits for it before the end, and several such travel at once.
 3. Where the backend blocks the host, one daemon thread runs the flows, one future per flow; ``no_grad`` and the CUDA
    device are set inside the thread (both belong to a thread), and a flow begins behind an event of the stream that
    submitted it.
@@ -94,17 +95,21 @@ class Pending(Generic[T]):
     Attributes:
         then: called with the result, in the driver's order; what it raises is the driver's failure.
         overlaps: other flows may be under way meanwhile; else it stands alone.
+        rounds: how many collectives the flow asks for, where that is known (``Policy.rounds``).
         settled: called once when :meth:`wait` would not block any more, after a failure too.
     """
 
     flow: Task[T]
     communicator: Communicator
     overlaps: bool = False
+    rounds: int | None = None
     then: Callable[[T], None] | None = None
     settled: Callable[[Pending[T]], None] | None = None
     result: T | None = None
     error: BaseException | None = None
     since: float = 0.0  # when its flow last went on
+    asked: int = 0  # collectives, so far
+    ending: bool = False  # it will start no more operations
     _done: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -191,6 +196,12 @@ class Driver:
     def _answer(self, pending: Pending[Any], request: Collective) -> Answer:
         self.traffic.computing += time.perf_counter() - pending.since
         communicator = pending.communicator
+        pending.asked += 1
+        if pending.rounds is not None and pending.asked > pending.rounds:
+            raise HvdbridgeError(
+                f"the policy says that its flows ask for {pending.rounds} collectives, and one asks for another: "
+                f"{request.signature()}. Correct its `rounds`, or leave it out."
+            )
         steps = communicator.answer(request)
         yield next(steps)
         if self.failure is not None:
@@ -207,8 +218,9 @@ class Driver:
                 if travels:
                     self._arrives()
                 travels = work is not None
-                if travels:
+                if work is not None:
                     self._departs()
+                    pending.ending = work.last and pending.asked == pending.rounds
                 yield work
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
@@ -231,7 +243,8 @@ class Driver:
 class Run:
     """A flow under way: at a gate (about to start an operation), waiting for one, or ended."""
 
-    def __init__(self, steps: Generator[Work | None, None, None]) -> None:
+    def __init__(self, pending: Pending[Any], steps: Generator[Work | None, None, None]) -> None:
+        self._pending = pending
         self._steps = steps
         self._work: Work | None = None
         self.ended = False
@@ -240,6 +253,16 @@ class Run:
     @property
     def waits(self) -> bool:
         return self._work is not None
+
+    @property
+    def ending(self) -> bool:
+        """Its last operation is under way."""
+        return self._work is not None and self._pending.ending
+
+    @property
+    def wants_looks(self) -> bool:
+        """It goes on when somebody finds that its operation is done, or the operation itself does."""
+        return self.waits and not (self.ending and self._pending.communicator.capabilities.progresses)
 
     def _next(self) -> None:
         try:
@@ -256,7 +279,9 @@ class Run:
         return moved
 
     def turn(self) -> None:
-        """Start the next operation, or end."""
+        """Start the next operation, or end; nothing, where only the end is left to be waited for."""
+        if self.ending:
+            return
         self.proceed()
         while not (self.ended or self.waits):
             self._next()
@@ -323,7 +348,7 @@ class ThreadDriver(Driver):
     def _wait_for_more(self) -> tuple[Pending[Any] | None, Any]:
         """What is submitted next; meanwhile flows under way go on to where their next turn begins."""
         pause = POLL_SECONDS
-        while any(run.waits for run in self._runs):
+        while any(run.wants_looks for run in self._runs):
             try:
                 return self._queue.get(timeout=pause)
             except queue.Empty:
@@ -334,7 +359,7 @@ class ThreadDriver(Driver):
 
     def _begin(self, pending: Pending[Any]) -> None:
         older = self._runs
-        self._runs = [*older, run := Run(self._settled(pending))]
+        self._runs = [*older, run := Run(pending, self._settled(pending))]
         for each in (run, *older):
             each.turn()
         self._runs = [each for each in self._runs if not each.ended]
@@ -348,6 +373,9 @@ class ThreadDriver(Driver):
         while self._runs:
             for run in self._runs:
                 run.turn()
+            if all(run.ending for run in self._runs):
+                for run in self._runs:
+                    run.proceed()
             self._runs = [run for run in self._runs if not run.ended]
 
 

@@ -199,6 +199,12 @@ class Policy:
         return "drift" if any(p.replicas == "drift" for p in self.inners().values()) else "same"
 
     @property
+    def rounds(self) -> int | None:
+        """How many collectives each flow of :meth:`aggregate` asks for at most; None: that is not said. Where it is,
+        the driver does not wait for a flow whose last collective is under way before it starts those of others."""
+        return None
+
+    @property
     def acts_after_step(self) -> bool:
         """Whether it is ever :meth:`due`: it says so by saying when, or one of its inners does."""
         return type(self).due is not Policy.due or any(p.acts_after_step for p in self.inners().values())

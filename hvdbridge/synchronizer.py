@@ -21,7 +21,7 @@ from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
 from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors
 from hvdbridge.sources import attach
-from hvdbridge.sources.base import Options
+from hvdbridge.sources.base import Options, views_pay
 from hvdbridge.sources.hooks import HookSource
 from hvdbridge.state import OnResize
 from hvdbridge.sync_batchnorm import SyncBatchNorm
@@ -47,7 +47,8 @@ class GradientSynchronizer:
             a missing gradient counts as zeros (Horovod, MPI) or is DDP's own error (torch).
         weighted: True: exchange :attr:`weight` in every step; False: never; None: the first step decides.
         static_graph, broadcast_buffers: as in DistributedDataParallel.
-        gradient_as_bucket_view: as there, but True by default: ``p.grad`` is a view of a bucket, without a copy.
+        gradient_as_bucket_view: as there: ``p.grad`` is a view of a bucket, without a copy. None: where that is
+            faster, :func:`~hvdbridge.sources.base.views_pay`.
         seed: of the randomness that all ranks share.
 
     Attributes:
@@ -72,7 +73,7 @@ class GradientSynchronizer:
         weighted: bool | None = None,
         static_graph: bool = False,
         broadcast_buffers: bool = True,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool | None = None,
         seed: int = 0,
     ) -> None:
         session = runtime.current()
@@ -81,7 +82,8 @@ class GradientSynchronizer:
         params = trainable(model)
         options = Options(
             session.config.bucket_mb if bucket_mb is None else bucket_mb,
-            find_unused_parameters, static_graph, broadcast_buffers, gradient_as_bucket_view,
+            find_unused_parameters, static_graph, broadcast_buffers,
+            views_pay(params.values()) if gradient_as_bucket_view is None else gradient_as_bucket_view,
         )  # fmt: skip
         self._communicator, self._control, ranks = open_group(session.communicator, group)
         given = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}

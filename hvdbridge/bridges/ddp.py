@@ -52,7 +52,7 @@ class DistributedDataParallel(Module):
         process_group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
         bucket_cap_mb: size of a bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or 25.
         check_reduction, batched_grad_copy: without effect, as in torch's; and because copies are made all at once.
-        gradient_as_bucket_view: as in torch's, but True by default.
+        gradient_as_bucket_view: as in torch's; None: where that is faster, as for ``GradientSynchronizer``.
         delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision, device_mesh,
             skip_all_reduce_unused_params, bucket_cap_mb_list: None or False; another value is refused.
         policy: a spec string, a policy, or None for what ``hb.init`` was given.
@@ -101,7 +101,7 @@ class DistributedDataParallel(Module):
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool | None = None,
         static_graph: bool = False,
         delay_all_reduce_named_params: Any = None,
         param_to_hook_all_reduce: Any = None,
@@ -241,7 +241,7 @@ def _synchronizer(
     process_group: Any,
     bucket_cap_mb: float | None,
     find_unused_parameters: bool,
-    gradient_as_bucket_view: bool,
+    gradient_as_bucket_view: bool | None,
     static_graph: bool,
     forward_sync_buffers: bool | None,
     policy: str | Policy | None,

@@ -36,7 +36,9 @@ DTYPES = (
 
 
 class Work(ABC):
-    """An operation that a library has started."""
+    """An operation that a library has started; ``last``: of its request."""
+
+    last = False
 
     @abstractmethod
     def done(self) -> bool:
@@ -69,11 +71,13 @@ class Capabilities:
     Attributes:
         blocks_host: ``execute`` returns when the answer is there (Gloo, MPI, Horovod); otherwise it only
             enqueues on the current CUDA stream (NCCL).
+        progresses: operations go on by themselves; otherwise only while somebody looks at them (MPI).
         cuda: CUDA tensors travel without passing through host memory.
         carriers: the libraries below, as torch.distributed names its backends.
     """
 
     blocks_host: bool = True
+    progresses: bool = True
     cuda: bool = False
     carriers: tuple[str, ...] = ()
 

@@ -153,8 +153,9 @@ class Bridged(Communicator):
             return tensor
         flat = _flat(tensor)
         if self._reduces(flat, op):
-            for part in flat.split(self.piece // flat.element_size()):
-                yield from _run(self._reduce_in_place, part, op)
+            parts = flat.split(self.piece // flat.element_size())
+            for number, part in enumerate(parts, start=1):
+                yield from _run(self._reduce_in_place, part, op, last=number == len(parts))
                 self._reduced(part)
             return tensor
         if flat.nbytes <= SMALL:
@@ -262,10 +263,11 @@ class Bridged(Communicator):
         """Free what the library holds for this communicator."""
 
 
-def _run(start: Callable[..., Work], *args: object) -> Steps:
-    """One operation, in steps."""
+def _run(start: Callable[..., Work], *args: object, last: bool = False) -> Steps:
+    """One operation, in steps; ``last``: of its request."""
     yield None
     work = start(*args)
+    work.last = last
     yield work
     work.wait()
 

@@ -68,7 +68,7 @@ class MpiCommunicator(Bridged):
 
     def __init__(self, name: str, comm: MPI.Intracomm, timeout_seconds: float, watch: Watch = unwatched) -> None:
         super().__init__(name, comm.Get_rank(), comm.Get_size(), timeout_seconds, watch)
-        self.capabilities = Capabilities(cuda=cuda_aware())
+        self.capabilities = Capabilities(progresses=False, cuda=cuda_aware())
         self._comm = comm
 
     @classmethod

@@ -58,7 +58,9 @@ class TorchCommunicator(Bridged):
         self, name: str, store: Any, rank: int, size: int, timeout: timedelta, cuda: bool, watch: Watch = unwatched
     ) -> None:
         super().__init__(name, rank, size, timeout.total_seconds(), watch)
-        self.capabilities = Capabilities(not cuda, cuda, ("gloo", "nccl") if cuda else ("gloo",))
+        self.capabilities = Capabilities(
+            blocks_host=not cuda, cuda=cuda, carriers=("gloo", "nccl") if cuda else ("gloo",)
+        )
         self._store = store
         self._timeout = timeout
         self._host: Any = None

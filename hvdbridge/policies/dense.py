@@ -39,6 +39,10 @@ class Mean(Policy):
     exact: bool = False
     additive = True
 
+    @property
+    def rounds(self) -> int | None:
+        return None if self.exact else 1
+
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         flat, rest = bucket.weighted().buffer, None
         if bucket.needs_sent:
@@ -64,6 +68,8 @@ class Sum(Policy):
     Weights are multipliers relative to their mean, ``sum_r (N w_r / sum(w)) g_r``: equal ones give the plain sum.
     It is not additive: ErrorFeedback accounts for shares of a mean, and this update is N times that.
     """
+
+    rounds = 1
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         if bucket.scaled:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -29,6 +29,20 @@ class Options:
     @property
     def bucket_bytes(self) -> float:
         return self.bucket_mb * 2**20
+
+
+LARGE = 1 << 20
+"""Bytes of a parameter, on average, from which on views of buckets cost more on a CPU than they save."""
+
+
+def views_pay(params: Iterable[Tensor]) -> bool:
+    """Whether ``p.grad`` should be a view of a bucket: always on CUDA, on a CPU where parameters are small.
+
+    A view lets the gradient that backward made be freed at once. C libraries give large memory back to the system then,
+    which hands it out again page by page: with BERT-base on two cores that cost 8 to 50 % of a step, and copies 3 %.
+    """
+    sizes = [p.numel() * p.element_size() for p in params if p.device.type == "cpu"]
+    return sum(sizes) <= LARGE * len(sizes)
 
 
 class Source:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.bucket import Bucket, Layout
+from hvdbridge.dry_run import Asked, dry_run
 from hvdbridge.errors import ConfigurationError, SpecError, WeightError
 from hvdbridge.options import options_of
 from hvdbridge.policies import ErrorFeedback, from_spec, name_of, to_spec
@@ -574,6 +575,15 @@ def telescoping() -> Iterable[Case]:
     found = [case for case in CASES if case.telescopes and (case.feeds_back or case.policy.additive)]
     found = [case if case.feeds_back else replace(case, spec=to_spec(ErrorFeedback(case.policy))) for case in found]
     return {case.policy: case for case in found}.values()
+
+
+@every_that(case for case in CASES if case.policy.rounds is not None)
+def test_rounds_are_what_it_says(case: Case) -> None:
+    params = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+    asked = [event for event in dry_run(case.policy, params, 2, bucket_mb=0.001) if isinstance(event, Asked)]
+    buckets = {event.bucket for event in asked}
+    assert len(buckets) > 1
+    assert len(asked) == case.policy.rounds * len(buckets)
 
 
 @every_that(telescoping())

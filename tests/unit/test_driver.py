@@ -234,6 +234,61 @@ def test_a_bridged_request_takes_a_turn_for_each_of_its_operations() -> None:
     driver.close()
 
 
+class Held(Loopback):
+    """Operations that are done when somebody says so; the last of its request, each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = threading.Event()
+
+    def _answer(self, request: Collective) -> Answer:
+        yield None
+        self.seen.append(float(request.tensor[0]))
+        work = Released(self.free)
+        yield work
+        work.wait()
+        return request.tensor
+
+
+class Released(Work):
+    last = True
+
+    def __init__(self, free: threading.Event) -> None:
+        self._free = free
+
+    def done(self) -> bool:
+        return self._free.is_set()
+
+    def wait(self) -> None:
+        self._free.wait(10)
+
+
+@pytest.mark.parametrize(("rounds", "started"), [(1, [0, 1, 2, 3]), (None, [0, 1])])
+def test_a_flow_that_starts_nothing_more_holds_nobody_up(rounds: int | None, started: list[float]) -> None:
+    communicator, driver = Held(), ThreadDriver()
+    flows = [Pending(flow(float(k)), communicator, overlaps=True, rounds=rounds) for k in range(4)]
+    runs = [driver.submit(each) for each in flows]
+    deadline = time.monotonic() + 10
+    while len(communicator.seen) < len(started) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)  # what would start although it should not
+    assert communicator.seen == started
+    assert not any(pending.done for pending in runs)
+    communicator.free.set()
+    driver.flush()
+    assert [pending.wait() for pending in runs] == [0, 1, 2, 3]
+    driver.close()
+
+
+def test_a_flow_that_asks_for_more_than_its_policy_said() -> None:
+    driver = ThreadDriver()
+    pending = driver.submit(Pending(flow(1, 2), Slow(0), overlaps=True, rounds=1))
+    driver.flush()
+    with pytest.raises(HvdbridgeError, match=r"ask for 1 collectives, and one asks for another: AllReduce\[1\]"):
+        pending.wait()
+    driver.close()
+
+
 def test_what_stands_alone_waits_for_what_is_under_way() -> None:
     communicator, driver = Slow(0), ThreadDriver()
     first = driver.submit(Pending(flow(1, 2), communicator, overlaps=True))

@@ -33,6 +33,16 @@ def test_importing_brings_in_no_library() -> None:
     assert said.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(("sizes", "views"), [([300_000], False), ([300_000, 1, 1], True), ([200_000] * 3, True)])
+def test_gradients_are_views_where_parameters_are_small(sizes: list[int], views: bool) -> None:
+    """From 1 MiB on average, 262,144 numbers, they are copied."""
+    hb.init()
+    model = torch.nn.ParameterList(torch.zeros(n) for n in sizes)
+    sync = hb.GradientSynchronizer(model, policy="mean")
+    assert sync.model.gradient_as_bucket_view is views
+    sync.close()
+
+
 def test_every_public_name_is_there_and_typed() -> None:
     lines = Path(hb.__file__).read_text()
     for name in hb.__all__:
