@@ -138,7 +138,7 @@ def build_lacks(recipe: Recipe, cache: Path) -> list[str]:
                 f"space in {directory}: {free / 2**20:.0f} MiB free, {DISK_BYTES >> 20} needed. "
                 "Set TMPDIR (or HVDBRIDGE_CACHE) to a larger disk"
             )
-    return lacks + (_nccl_lacks(recipe) if recipe.with_nccl else [])
+    return lacks + _cuda_lacks(recipe) + (_nccl_lacks(recipe) if recipe.with_nccl else [])
 
 
 def _externally_managed() -> bool:
@@ -178,13 +178,31 @@ def _compiler_lacks(standard: int) -> list[str]:
     return lacks
 
 
+def _cuda_home(recipe: Recipe) -> str:
+    given = recipe.options.get("HOROVOD_CUDA_HOME") or os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc")
+    return given or (str(Path(nvcc).resolve().parents[1]) if nvcc else "/usr/local/cuda")
+
+
+def _cuda_lacks(recipe: Recipe) -> list[str]:
+    """Horovod compiles against the toolkit whenever torch has CUDA, without NCCL, too."""
+    if recipe.torch.cuda is None:
+        return []
+    home = Path(_cuda_home(recipe))
+    headers = [*home.glob("include/cuda_runtime.h"), *home.glob("targets/*/include/cuda_runtime.h")]
+    if headers and (home / "bin" / "nvcc").exists():
+        return []
+    return [
+        f"the CUDA {recipe.torch.cuda} toolkit (nvcc and cuda_runtime.h; looked in {home}). Install it and set "
+        "CUDA_HOME; or, where GPUs are not used, install torch's CPU build"
+    ]
+
+
 def _nccl_lacks(recipe: Recipe) -> list[str]:
     if recipe.torch.cuda is None:
         return [f"a torch with CUDA (this is {recipe.torch.version}), or leave out --with-nccl"]
     lacks = []
-    home = recipe.options.get("HOROVOD_CUDA_HOME") or os.environ.get("CUDA_HOME") or "/usr/local/cuda"
-    if shutil.which("nvcc") is None and not Path(home, "bin", "nvcc").exists():
-        lacks.append(f"the CUDA {recipe.torch.cuda} toolkit (nvcc). Install it and set CUDA_HOME")
+    home = _cuda_home(recipe)
     named = any(recipe.options.get(name) for name in ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE"))
     headers = (Path(root, "include", "nccl.h") for root in (home, "/usr", "/usr/local"))
     if not named and not any(header.exists() for header in headers):

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import zipfile
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -220,6 +221,19 @@ def test_nccl_needs_a_torch_with_cuda():
     recipe = Recipe.of("0.28.1", TORCH, with_nccl=True)
     assert recipe.options["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert "a torch with CUDA" in horovod_build._nccl_lacks(recipe)[0]
+
+
+def test_a_torch_with_cuda_needs_the_toolkit(monkeypatch, tmp_path):
+    """With and without NCCL; a compiler without headers, as a wheel brings it, is no toolkit."""
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    recipe = Recipe.of("0.28.1", replace(TORCH, cuda="13.0"))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    (lack,) = horovod_build.build_lacks(recipe, tmp_path)
+    assert f"the CUDA 13.0 toolkit (nvcc and cuda_runtime.h; looked in {tmp_path})" in lack
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime.h").touch()
+    assert horovod_build.build_lacks(recipe, tmp_path) == []
 
 
 def test_a_compiler_that_is_too_old_is_named(monkeypatch, tmp_path):
