@@ -80,6 +80,8 @@ void sign_decode(const uint8_t *restrict codes, int64_t rows, int64_t width, con
 }
 
 /* pack._squeeze and pack._spread: eight codes of one byte each, and as many bytes as a code has bits. */
+static inline uint64_t load(const uint8_t *at) { uint64_t w; memcpy(&w, at, 8); return w; } /* wherever it lies */
+
 static inline uint64_t fields(int every, int width)
 {
     uint64_t mask = 0;
@@ -88,11 +90,11 @@ static inline uint64_t fields(int every, int width)
 }
 
 #define EVERY(BITS) \
-    static void squeeze##BITS(const uint64_t *restrict words, int64_t count, uint8_t *restrict out) \
+    static void squeeze##BITS(const uint8_t *restrict words, int64_t count, uint8_t *restrict out) \
     { \
         const uint64_t low8 = fields(16, BITS), low16 = fields(32, 2 * BITS), low32 = fields(64, 4 * BITS); \
         for (int64_t i = 0; i < count; i++) { \
-            uint64_t w = words[i]; \
+            uint64_t w = load(words + 8 * i); \
             w = (w & low8) | (w >> (8 - BITS) & low8 << BITS); \
             w = (w & low16) | (w >> 2 * (8 - BITS) & low16 << 2 * BITS); \
             w = (w & low32) | (w >> 4 * (8 - BITS) & low32 << 4 * BITS); \
@@ -112,9 +114,9 @@ static inline uint64_t fields(int every, int width)
     }
 EVERY(2) EVERY(3) EVERY(4) EVERY(5) EVERY(6) EVERY(7)
 
-static void squeeze1(const uint64_t *restrict words, int64_t count, uint8_t *restrict out)
+static void squeeze1(const uint8_t *restrict words, int64_t count, uint8_t *restrict out)
 {
-    for (int64_t i = 0; i < count; i++) out[i] = (uint8_t)(words[i] * 0x0102040810204080ull >> 56);
+    for (int64_t i = 0; i < count; i++) out[i] = (uint8_t)(load(words + 8 * i) * 0x0102040810204080ull >> 56);
 }
 
 static void spread1(const uint8_t *restrict packed, int64_t count, uint64_t *restrict words)
@@ -125,9 +127,9 @@ static void spread1(const uint8_t *restrict packed, int64_t count, uint64_t *res
     }
 }
 
-void squeeze(const uint64_t *words, int64_t count, int32_t bits, uint8_t *out)
+void squeeze(const uint8_t *words, int64_t count, int32_t bits, uint8_t *out)
 {
-    static void (*const of[])(const uint64_t *, int64_t, uint8_t *) = {
+    static void (*const of[])(const uint8_t *, int64_t, uint8_t *) = {
         0, squeeze1, squeeze2, squeeze3, squeeze4, squeeze5, squeeze6, squeeze7};
     of[bits](words, count, out);
 }

@@ -121,7 +121,7 @@ class Blocks:
 
     def measure(self, flat: Tensor, what: Callable[[Tensor], Tensor]) -> Tensor:
         """``what`` of every block, float32 ``[blocks]``; it is given float32 matrices, not to be changed."""
-        found = torch.empty(self.count, device=flat.device)
+        found = torch.empty(self.count, dtype=torch.float32, device=flat.device)
         for at, first, count in self.pieces():
             found[first : first + count] = what(self.view(flat, at, count).to(torch.float32))
         if self.loose is not None:
@@ -209,7 +209,9 @@ def encode(
     """
     codes = torch.empty(blocks.numel, dtype=code.dtype, device=flat.device)
     blocks.clear_padding(codes)
-    scales = torch.empty(blocks.count, device=flat.device) if code.scaled and given is None else given
+    scales = (
+        torch.empty(blocks.count, dtype=torch.float32, device=flat.device) if code.scaled and given is None else given
+    )
     for at, first, count in blocks.pieces():
         these = slice(first, first + count)
         x = blocks.view(flat, at, count).to(torch.float32)
@@ -247,14 +249,14 @@ def decode(
     >>> decode(Linear(127), codes.view(torch.uint8), scales, blocks)
     tensor([ 127.,  -64.,    1.,    0.,  128., -254.])
     """
-    total = torch.empty(blocks.numel, device=codes.device) if out is None else out
+    total = torch.empty(blocks.numel, dtype=torch.float32, device=codes.device) if out is None else out
     rows = range(codes.shape[0])
     direct = add is None and total.dtype == torch.float32  # the first row is written where it belongs
     if add is None:
         blocks.clear_padding(total)
     for at, first, count in blocks.pieces():
         here = blocks.view(total, at, count)
-        spare = here if direct and len(rows) == 1 else torch.empty(here.shape, device=here.device)
+        spare = here if direct and len(rows) == 1 else torch.empty(here.shape, dtype=torch.float32, device=here.device)
         for row in rows:
             theirs = None if scales is None else scales[row, first : first + count]
             some = blocks.view(codes[row], at, count)
@@ -266,7 +268,7 @@ def decode(
                 code.decode(some, theirs, spare)
                 here.copy_(spare)
     if blocks.loose is not None:
-        whole = torch.zeros((blocks.loose.numel(), blocks.width), device=codes.device)
+        whole = torch.zeros((blocks.loose.numel(), blocks.width), dtype=torch.float32, device=codes.device)
         spare = torch.empty_like(whole)
         for row in rows:
             theirs = None if scales is None else scales[row].index_select(0, blocks.loose)

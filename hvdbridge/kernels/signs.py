@@ -38,7 +38,8 @@ class ScaledSign(Code):
     ) -> None:
         assert scales is not None
         each = counts if isinstance(counts, Tensor) else None
-        if native := library(x, codes, scales, *([] if each is None else [each])):
+        fits = x.shape[1] <= 1024  # what native.c has room for
+        if fits and (native := library(x, codes, scales, *([] if each is None else [each]))):
             of_all, of_each = (counts, None) if each is None else (0, each.data_ptr())
             native.sign_encode(x.data_ptr(), *x.shape, of_each, of_all, codes.data_ptr(), scales.data_ptr())
             return
