@@ -29,6 +29,8 @@ POLICIES = ["mean", "bf16", "int8", "onebit", "topk:ratio=0.01", "powersgd:rank=
 
 
 class Arrived(Work):
+    last = True
+
     def done(self) -> bool:
         return True
 
@@ -64,7 +66,7 @@ def driver_alone() -> Callable[[], None]:
     driver, echo, tensor = ThreadDriver(), Echo(), torch.ones(ELEMENTS)
 
     def step() -> None:
-        flows = [driver.submit(Pending(one_collective(tensor), echo, overlaps=True)) for _ in range(BUCKETS)]
+        flows = [driver.submit(Pending(one_collective(tensor), echo, overlaps=True, rounds=1)) for _ in range(BUCKETS)]
         driver.flush()
         for flow in flows:
             flow.wait()

@@ -47,6 +47,8 @@ Check = Callable[[int, str], None]
 
 POLL_SECONDS, LONGEST_POLL_SECONDS = 5e-5, 3e-4
 """Between looks at what travels, while the thread has nothing else to do."""
+PATIENT_POLL_SECONDS = 2e-3
+"""The same where nothing starts or progresses by a look: only so that what is done is not taken for waited for."""
 
 CLOSE = object()
 
@@ -261,7 +263,7 @@ class Run:
 
     @property
     def wants_looks(self) -> bool:
-        """It goes on when somebody finds that its operation is done, or the operation itself does."""
+        """A look may start its next operation, or is what moves the present one."""
         return self.waits and not (self.ending and self._pending.communicator.capabilities.progresses)
 
     def _next(self) -> None:
@@ -279,10 +281,8 @@ class Run:
         return moved
 
     def turn(self) -> None:
-        """Start the next operation, or end; nothing, where only the end is left to be waited for."""
-        if self.ending:
-            return
-        self.proceed()
+        """Start the next operation, or end; where only the end is left, nobody waits for it."""
+        self.proceed(block=not self.ending)
         while not (self.ended or self.waits):
             self._next()
 
@@ -348,9 +348,10 @@ class ThreadDriver(Driver):
     def _wait_for_more(self) -> tuple[Pending[Any] | None, Any]:
         """What is submitted next; meanwhile flows under way go on to where their next turn begins."""
         pause = POLL_SECONDS
-        while any(run.wants_looks for run in self._runs):
+        while any(run.waits for run in self._runs):
+            urgent = any(run.wants_looks for run in self._runs)
             try:
-                return self._queue.get(timeout=pause)
+                return self._queue.get(timeout=pause if urgent else PATIENT_POLL_SECONDS)
             except queue.Empty:
                 moved = [run.proceed(block=False) for run in self._runs]
                 self._runs = [run for run in self._runs if not run.ended]

@@ -48,8 +48,13 @@ def save(path: Path, network: Network, rows: Sequence[Row | Prediction], **more:
     """All figures, in seconds and bytes, as JSON; a file that is there is replaced at once or not at all."""
     content = {**more, "network": network.to_dict(), "rows": [asdict(row) for row in rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1) + "\n"
+    path = path.resolve()
+    if path.exists() and not path.is_file():  # /dev/stdout
+        path.write_text(text)
+        return
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.write_text(text)
     partial.replace(path)
 
 

@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency-us", type=float, default=25.0, help="of one message (default: %(default)s)")
     parser.add_argument("--local-gbits", type=float, help="inside a node (default: as between them)")
     parser.add_argument("--local-latency-us", type=float, default=5.0, help="(default: %(default)s)")
-    parser.add_argument("--compute-ms", type=float, help="forward and backward (default: measured here)")
+    parser.add_argument(
+        "--compute-ms", type=float, help="a step without synchronization (default: forward and backward, measured here)"
+    )
     parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="(default: %(default)s)")
     parser.add_argument("--cores", type=float, help="cores per rank (default: those of this machine per local rank)")

@@ -33,7 +33,7 @@ from hvdbridge.errors import NotInitialized, Unsupported
 POLL_SECONDS = 1e-4
 
 NAMES = 4
-"""Numbers that a name ends in: more than a driver has operations of one shape in flight."""
+"""Numbers that a name ends in; an operation waits for the one that had its name before."""
 
 NATIVE = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """What Horovod adds and multiplies rightly; it takes float16, too, but rounds after each addition."""

@@ -5,7 +5,7 @@ Rules:
 1. The bits are those of the torch operations, which are what runs without a compiler, on other devices and for other
    types. So ranks need not agree on who has a compiler, and tests compare both.
 2. ``HVDBRIDGE_KERNELS=torch`` leaves the compiler alone; ``native`` makes its failure an error; ``auto``, the default,
-   says in the log why there is none.
+   warns if there is none.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from hvdbridge.config import Config
@@ -43,18 +44,21 @@ FUNCTIONS = {
     "reaching": (I64, P, I64, I32, I32, P, I64),
 }
 """Result and parameters."""
+TYPES = (torch.float32, torch.uint8, torch.int8, torch.bool, torch.int32, torch.int64)
 logger = logging.getLogger("hvdbridge")
 
 
 def library(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The functions of native.c, if there are any and all ``tensors`` lie as they expect: contiguous, on a CPU.
+    """The functions of native.c, if there are any and all ``tensors`` are as they expect: on a CPU, contiguous, of
+    float32 where of floats.
 
     Raises:
         ConfigurationError: ``HVDBRIDGE_KERNELS=native``, and it cannot be compiled.
     """
-    if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
-        return _load()
-    return None
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in TYPES:
+            return None
+    return _load()
 
 
 @lru_cache(maxsize=1)
@@ -71,7 +75,10 @@ def _load() -> ctypes.CDLL | None:
                 f"HVDBRIDGE_KERNELS=native: hvdbridge/kernels/native.c does not compile: {reason}. Install a C "
                 "compiler, name one in CC, or unset the variable: torch's operations do the same, more slowly."
             ) from error
-        logger.info("kernels: torch's operations, as native.c does not compile: %s", reason)
+        logger.warning(
+            "compression takes several times as long without a C compiler (install one, or set HVDBRIDGE_KERNELS=torch)"
+            ": torch's operations, as native.c does not compile: %s", reason,
+        )  # fmt: skip
         return None
     for name, (result, *parameters) in FUNCTIONS.items():
         function = getattr(found, name)
@@ -94,9 +101,10 @@ def _open(folder: Path) -> ctypes.CDLL:
         found = ctypes.CDLL(str(made))
         with suppress(OSError):  # a home that cannot be written: then everybody compiles
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.with_name(f"{target.name}.{platform.node()}.{os.getpid()}")
+            handle, partial = tempfile.mkstemp(prefix=f"{target.name}.", dir=target.parent)
+            os.close(handle)
             shutil.copy(made, partial)
-            partial.replace(target)
+            os.replace(partial, target)
     return found
 
 
@@ -106,4 +114,5 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return "\n".join(next((line for line in lines if line.startswith(what)), "") for what in ("model name", "flags"))
+    names = ("model name", "flags", "Features", "CPU implementer", "CPU part")  # x86; ARM
+    return "\n".join(next((line for line in lines if line.startswith(what)), "") for what in names)

@@ -93,8 +93,10 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
 
 
 def _longer(rows: Tensor, more: int) -> Tensor:
-    """Contiguous, with ``more`` zeros behind each row; a copy only where it must be (``pad`` always makes one)."""
-    return (pad(rows, (0, more)) if more else rows).contiguous()
+    """Contiguous and from a word's beginning, with ``more`` zeros behind each row; a copy only where it must be
+    (``pad`` always makes one)."""
+    rows = (pad(rows, (0, more)) if more else rows).contiguous()
+    return rows.clone() if rows.storage_offset() % 8 else rows
 
 
 def _chunks(words: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:

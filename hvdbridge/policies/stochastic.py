@@ -158,7 +158,7 @@ class _Parameters:
 
     def largest(self, flat: Tensor) -> Tensor:
         """The largest magnitude of each parameter, float32; NaN where it has one."""
-        found = torch.zeros(self.sizes.numel(), device=flat.device)
+        found = torch.zeros(self.sizes.numel(), dtype=torch.float32, device=flat.device)
         return found.scatter_reduce_(0, self.of_block, self.blocks.measure(flat, largest), "amax")
 
     def deviations(self, flat: Tensor) -> Tensor:

@@ -176,7 +176,43 @@ def test_torch_if_told_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (fresh / "cache").exists()
 
 
+def test_words_that_lie_anywhere() -> None:
+    codes = torch.arange(2, dtype=torch.uint8).repeat(20)[1:33]
+    ours, theirs = both(lambda: pack.pack(codes, 1))
+    assert torch.equal(ours, theirs)
+
+
+def test_processors_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for text in ("model name : EPYC\nflags : avx2", "model name : EPYC\nflags : avx2 avx512f",
+                 "Features : fp asimd\nCPU part : 0xd0c", "Features : fp asimd sve\nCPU part : 0xd40"):  # fmt: skip
+        monkeypatch.setattr(Path, "read_text", lambda _, text=text: text)
+        found.add(native._processor())
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_another_default_type(case: Case) -> None:
+    """What a user makes torch's default changes nothing."""
+    draw = torch.Generator().manual_seed(1)
+    size = max(2, case.min_size)
+    shapes = {"large.weight": (70, 200), "bias": (200,)}
+    grads = [{n: torch.randn(s, generator=draw, dtype=torch.float32) for n, s in shapes.items()} for _ in range(size)]
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            given = {name: torch.zeros(shape, dtype=torch.float32) for name, shape in shapes.items()}
+            simulation = Simulation(case.spec, given, size, case.local_size)
+            found.append(simulation.step([{name: g.clone() for name, g in each.items()} for each in grads])[0])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for name in shapes:
+        assert bits(found[0][name].reshape(-1)) == bits(found[1][name].float().reshape(-1))
+
+
 def test_only_for_what_lies_as_expected() -> None:
     assert native.library(torch.ones(4, 4)) is not None
     assert native.library(torch.ones(4, 4).t()) is None
     assert native.library(torch.ones(4, device="meta")) is None
+    assert native.library(torch.ones(4, dtype=torch.float64)) is None
