@@ -48,7 +48,7 @@ TYPES = (torch.float32, torch.uint8, torch.int8, torch.bool, torch.int32, torch.
 logger = logging.getLogger("hvdbridge")
 
 
-def library(*tensors: Tensor) -> ctypes.CDLL | None:
+def compiled(*tensors: Tensor) -> ctypes.CDLL | None:
     """The functions of native.c, if there are any and all ``tensors`` are as they expect: on a CPU, contiguous, of
     float32 where of floats.
 

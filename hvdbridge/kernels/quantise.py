@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hvdbridge.kernels.native import library
+from hvdbridge.kernels.native import compiled
 from hvdbridge.kernels.pack import pack, packed_bytes, unpack
 from hvdbridge.kernels.random import hashed_bits
 
@@ -177,8 +177,13 @@ class Code(ABC):
 
         ``spare``: of its shape, float32, to be overwritten.
         """
-        self.decode(codes, scales, spare)
-        out.add_(spare, alpha=sign)
+        if scales is None or not self._in_c(codes, scales, out, sign):
+            self.decode(codes, scales, spare)
+            out.add_(spare, alpha=sign)
+
+    def _in_c(self, codes: Tensor, scales: Tensor, out: Tensor, add: int) -> bool:
+        """Decode by native.c into ``out`` (``add`` 0) or add to it, where that has a function for this."""
+        return False
 
     def wire_bytes(self, n: int) -> int:
         """Of ``n`` codes."""
@@ -344,9 +349,16 @@ class Linear(Code):
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
     ) -> None:
         assert scales is not None
-        if noise is None and self.norm == "max" and self.levels <= 127 and (native := library(x, codes, scales)):
-            offset, mask = (0, 0xFF) if self.levels > 63 else (self.levels, (1 << self.bits) - 1)
-            native.linear_encode(x.data_ptr(), *x.shape, self.levels, offset, mask, codes.data_ptr(), scales.data_ptr())
+        if noise is None and self.norm == "max" and self.levels <= 127 and (native := compiled(x, codes, scales)):
+            native.linear_encode(
+                x.data_ptr(),
+                *x.shape,
+                self.levels,
+                self._zero,
+                (1 << self.bits) - 1,
+                codes.data_ptr(),
+                scales.data_ptr(),
+            )
             return
         torch.div(largest(x) if self.norm == "max" else norms(x), self.levels, out=scales)
         y = x * scales.clamp_(min=TINY).reciprocal().unsqueeze(1)
@@ -355,22 +367,19 @@ class Linear(Code):
 
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
         assert scales is not None
-        if not self._native(codes, scales, out, 0):
+        if not self._in_c(codes, scales, out, 0):
             self.read(codes, out).mul_(scales.unsqueeze(1))
 
-    def add(self, codes: Tensor, scales: Tensor | None, out: Tensor, sign: int, spare: Tensor) -> None:
-        assert scales is not None
-        if not self._native(codes, scales, out, sign):
-            super().add(codes, scales, out, sign, spare)
-
-    def _native(self, codes: Tensor, scales: Tensor, out: Tensor, add: int) -> bool:
-        if scales.dim() != 1 or self.levels > 127 or out.dtype != torch.float32:
+    def _in_c(self, codes: Tensor, scales: Tensor, out: Tensor, add: int) -> bool:
+        if scales.dim() != 1 or self.levels > 127 or (native := compiled(codes, scales, out)) is None:
             return False
-        if (native := library(codes, scales, out)) is None:
-            return False
-        offset = 0 if self.levels > 63 else self.levels
-        native.linear_decode(codes.data_ptr(), *codes.shape, offset, scales.data_ptr(), out.data_ptr(), add)
+        native.linear_decode(codes.data_ptr(), *codes.shape, self._zero, scales.data_ptr(), out.data_ptr(), add)
         return True
+
+    @property
+    def _zero(self) -> int:
+        """The code of zero: up to 63 levels are counted from the lowest, those of a whole byte are signed."""
+        return 0 if self.levels > 63 else self.levels
 
     def write(self, y: Tensor, codes: Tensor) -> None:
         """Whole numbers ``-levels .. levels``, float or int, as codes; overwrites ``y``.

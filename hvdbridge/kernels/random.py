@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.bucket import BLOCK, Bucket, number_blocks
-from hvdbridge.kernels.native import library
+from hvdbridge.kernels.native import compiled
 
 
 def key(*parts: object) -> int:
@@ -88,7 +88,7 @@ def hashed_bits(numbers: Tensor, seed: int) -> Tensor:
     >>> torch.equal(hashed_bits(numbers, 5) * 2.0**-24, hashed(numbers, 5))
     True
     """
-    if numbers.dtype == torch.int32 and (native := library(numbers)):
+    if numbers.dtype == torch.int32 and (native := compiled(numbers)):
         out = torch.empty_like(numbers)
         native.hash_bits(numbers.data_ptr(), numbers.numel(), seed & 0xFFFFFFFF, seed >> 32, out.data_ptr())
         return out

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.bucket import Layout
-from hvdbridge.kernels.native import library
+from hvdbridge.kernels.native import compiled
 from hvdbridge.kernels.random import generator, key
 
 Array = np.ndarray[Any, Any]
@@ -267,7 +267,7 @@ def _reaching(bits: Array, limit: Any, mask: int, count: int, magnitudes: Array,
 
     ``magnitudes`` and ``chosen`` are room for a chunk.
     """
-    if bits.itemsize == 4 and (native := library()):
+    if bits.itemsize == 4 and (native := compiled()):
         found = np.empty(2 * count + 64, np.int64)
         number = native.reaching(bits.ctypes.data, bits.size, int(limit), mask, found.ctypes.data, found.size)
         if number >= 0:

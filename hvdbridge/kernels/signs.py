@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hvdbridge.kernels.native import library
+from hvdbridge.kernels.native import compiled
 from hvdbridge.kernels.pack import pack_bits, unpack_bits
 from hvdbridge.kernels.quantise import CHUNK, Code, row_sums
 
@@ -39,7 +39,7 @@ class ScaledSign(Code):
         assert scales is not None
         each = counts if isinstance(counts, Tensor) else None
         fits = x.shape[1] <= 1024  # what native.c has room for
-        if fits and (native := library(x, codes, scales, *([] if each is None else [each]))):
+        if fits and (native := compiled(x, codes, scales, *([] if each is None else [each]))):
             of_all, of_each = (counts, None) if each is None else (0, each.data_ptr())
             native.sign_encode(x.data_ptr(), *x.shape, of_each, of_all, codes.data_ptr(), scales.data_ptr())
             return
@@ -48,16 +48,11 @@ class ScaledSign(Code):
 
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
         assert scales is not None
-        if not self._native(codes, scales, out, 0):
+        if not self._in_c(codes, scales, out, 0):
             out.copy_(codes).sub_(0.5).mul_((2 * scales).unsqueeze(1))
 
-    def add(self, codes: Tensor, scales: Tensor | None, out: Tensor, sign: int, spare: Tensor) -> None:
-        assert scales is not None
-        if not self._native(codes, scales, out, sign):
-            super().add(codes, scales, out, sign, spare)
-
-    def _native(self, codes: Tensor, scales: Tensor, out: Tensor, add: int) -> bool:
-        if out.dtype != torch.float32 or (native := library(codes, scales, out)) is None:
+    def _in_c(self, codes: Tensor, scales: Tensor, out: Tensor, add: int) -> bool:
+        if (native := compiled(codes, scales, out)) is None:
             return False
         native.sign_decode(codes.data_ptr(), *codes.shape, scales.data_ptr(), out.data_ptr(), add)
         return True

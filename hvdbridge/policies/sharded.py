@@ -317,9 +317,8 @@ def sharded_code(
     if rest is not None or carry is not None:
         decode(back, codes.unsqueeze(0), _row(scales), plan.owned, total, add=-1)
         if carry is not None:
-            error = torch.empty(
-                flat.numel(), dtype=torch.float32, device=flat.device
-            ).zero_()  # torch.zeros takes ten times as long
+            # torch.zeros takes ten times as long
+            error = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device).zero_()
         where = rest if error is None else error
         assert where is not None
         plan.shards.add_owned(where, rank, total)
@@ -407,9 +406,8 @@ class _CodePlan:
         if not code.scaled:
             return code.from_wire(rows, self.shards.length), None
         scales, packed = rows.split([4 * self.scales, rows.shape[1] - 4 * self.scales], dim=1)
-        floats = torch.empty(
-            (rows.shape[0], self.scales), dtype=torch.float32, device=rows.device
-        )  # where their bytes lie aligned
+        # Where their bytes lie aligned
+        floats = torch.empty((rows.shape[0], self.scales), dtype=torch.float32, device=rows.device)
         floats.view(torch.uint8).copy_(scales)
         return code.from_wire(packed, self.shards.length), floats
 

@@ -162,17 +162,17 @@ def test_a_cache_that_cannot_be_written(fresh: Path) -> None:
 def test_no_compiler(compiler: str, fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setenv("CC", compiler)
     with caplog.at_level(logging.INFO, "hvdbridge"):
-        assert native.library(torch.ones(2)) is None
+        assert native.compiled(torch.ones(2)) is None
     assert "torch's operations, as native.c does not compile" in caplog.text
     monkeypatch.setenv("HVDBRIDGE_KERNELS", "native")
     native._load.cache_clear()
     with pytest.raises(ConfigurationError, match="Install a C compiler, name one in CC, or unset"):
-        native.library(torch.ones(2))
+        native.compiled(torch.ones(2))
 
 
 def test_torch_if_told_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDBRIDGE_KERNELS", "torch")
-    assert native.library(torch.ones(2)) is None
+    assert native.compiled(torch.ones(2)) is None
     assert not (fresh / "cache").exists()
 
 
@@ -212,7 +212,7 @@ def test_another_default_type(case: Case) -> None:
 
 
 def test_only_for_what_lies_as_expected() -> None:
-    assert native.library(torch.ones(4, 4)) is not None
-    assert native.library(torch.ones(4, 4).t()) is None
-    assert native.library(torch.ones(4, device="meta")) is None
-    assert native.library(torch.ones(4, dtype=torch.float64)) is None
+    assert native.compiled(torch.ones(4, 4)) is not None
+    assert native.compiled(torch.ones(4, 4).t()) is None
+    assert native.compiled(torch.ones(4, device="meta")) is None
+    assert native.compiled(torch.ones(4, dtype=torch.float64)) is None
