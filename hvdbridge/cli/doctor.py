@@ -285,7 +285,7 @@ HOW = {
 
 
 def _library_family(facts: Facts) -> str:
-    return "" if isinstance(facts.mpi, probe.Missing) else mpi_family(facts.mpi.library)
+    return "" if isinstance(facts.mpi, probe.Missing) else mpi_family(facts.mpi.implementation)
 
 
 # -- printing --------------------------------------------------------------------------------------

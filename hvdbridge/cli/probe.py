@@ -48,7 +48,7 @@ import json, mpi4py
 mpi4py.rc(initialize=False, finalize=False)
 from mpi4py import MPI
 library = MPI.Get_library_version().strip(" \\0\\n").splitlines()[0]
-answer = dict(mpi4py=mpi4py.__version__, library=" ".join(library.split()))
+answer = dict(mpi4py=mpi4py.__version__, implementation=" ".join(library.split()))
 """
 
 
@@ -87,10 +87,10 @@ class Mpi:
     """mpi4py and the MPI library that it loads."""
 
     mpi4py: str
-    library: str
+    implementation: str
 
     def __str__(self) -> str:
-        return f"{self.mpi4py} with {self.library}"
+        return f"{self.mpi4py} with {self.implementation}"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ class Entry(NamedTuple):
     """Where a backend's class is, what it imports, and what brings that into an environment."""
 
     target: str
-    library: str
+    package: str
     title: str
     remedy: str
 
@@ -41,11 +41,11 @@ def installed(name: str) -> bool:
     >>> installed("torch")
     True
     """
-    library = entry(name).library
-    if library in sys.modules and sys.modules[library] is None:
+    package = entry(name).package
+    if package in sys.modules and sys.modules[package] is None:
         return False
     finders = [finder for finder in sys.meta_path if not getattr(finder, "stands_in", False)]  # hvdbridge.run's
-    return any(finder.find_spec(library, None) is not None for finder in finders)
+    return any(finder.find_spec(package, None) is not None for finder in finders)
 
 
 def entry(name: str) -> Entry:

@@ -26,7 +26,7 @@ def test_unknown_backend_names_the_nearest() -> None:
 
 @pytest.mark.parametrize(("name", "remedy"), [("horovod", "hvdbridge install-horovod"), ("mpi", "hvdbridge[mpich]")])
 def test_missing_library(name: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, registry.entry(name).library, None)  # how Python says: not here
+    monkeypatch.setitem(sys.modules, registry.entry(name).package, None)  # how Python says: not here
     with pytest.raises(BackendUnavailable, match=f"HVDBRIDGE_BACKEND={name} but .* is not installed") as caught:
         registry.load(name)
     assert remedy in str(caught.value)
