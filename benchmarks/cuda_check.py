@@ -21,7 +21,6 @@ import argparse
 import importlib.util
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -41,6 +40,7 @@ from hvdbridge.bucket import Layout
 from hvdbridge.kernels import pack, select
 from hvdbridge.kernels.quantise import Linear
 from hvdbridge.kernels.signs import ScaledSign
+from hvdbridge.rendezvous.network import free_port
 
 SPECS = [
     "mean", "sum", "fp16", "bf16", "int8", "int4", "fp8", "natural", "qsgd", "terngrad", "topk:ratio=0.05,select=exact",
@@ -131,11 +131,9 @@ def jobs(device: str) -> Iterator[Finding]:
 
 def job(backend: str, ranks: int, device: str) -> tuple[dict[str, Any], str]:
     """Start ranks by bare variables; what rank 0 printed last, or why there is nothing."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     env = os.environ | {
-        "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HVDBRIDGE_BACKEND": backend,
+        "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "HVDBRIDGE_BACKEND": backend,
     }  # fmt: skip
     line = [sys.executable, __file__, "--part", "rank", "--device", device]
     typed = [

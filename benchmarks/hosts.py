@@ -100,7 +100,9 @@ class Hosts:
 
 
 def sh(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, text=True)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(words)}: {done.stderr.strip()}")
 
 
 @contextmanager
@@ -121,8 +123,8 @@ def hosts(count: int, mbits: float | None = None, delay_ms: float = 0.0) -> Iter
     try:
         try:
             sh("ip", "link", "add", tag, "type", "bridge")
-        except subprocess.CalledProcessError as error:
-            raise NoHosts(f"this machine makes no network bridge: {error.stderr.strip()}") from error
+        except RuntimeError as error:
+            raise NoHosts(f"this machine makes no network bridge: {error}") from error
         sh("ip", "link", "set", tag, "up")
         for name, address in zip(names, addresses, strict=True):
             etc = Path("/etc/netns") / name  # `ip netns exec` lays it over /etc
@@ -145,6 +147,8 @@ def hosts(count: int, mbits: float | None = None, delay_ms: float = 0.0) -> Iter
     finally:
         for name in names:
             _end_all_in(name)
+            # by itself: the kernel takes its time over a namespace and what lies in it
+            subprocess.run(["ip", "link", "delete", f"{name}0"], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
         subprocess.run(["ip", "link", "delete", tag], capture_output=True, check=False)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from hvdbridge.rendezvous.network import free_port
 
 BIN = Path(sys.executable).parent
 LAUNCHERS = ("torchrun", "horovodrun", "mpiexec")
@@ -26,10 +27,7 @@ class JobFailed(RuntimeError):
 def command(launcher: str, ranks: int, script: Path, args: Sequence[str]) -> list[str]:
     """What a user would type, with this environment's executables."""
     if launcher == "torchrun":
-        with socket.socket() as probe:  # the default port may be in use
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        start = ["torchrun", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+        start = ["torchrun", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]  # the default may be in use
     elif launcher == "horovodrun":
         start = ["horovodrun", "-np", str(ranks), sys.executable]
     else:

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdbridge.errors import ConfigurationError, RankFailed, Unsupported
+from hvdbridge.rendezvous import network
 from hvdbridge.run import stand_in, stands_in
 
 GRACE_SECONDS = 5.0
@@ -117,7 +118,7 @@ def _run_ranks(task: Path, size: int, environment: dict[str, str], executable: s
         del environment[name]  # of a launcher around this process
     main = sys.modules["__main__"]
     origin = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(size)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(network.free_port()), "WORLD_SIZE": str(size)}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
     ranks = []
     try:
@@ -191,12 +192,6 @@ def _check_hosts(hosts: str | None, hostfile: str | None, size: int) -> None:
         slots += int(number or 1)
     if slots < size:
         raise ConfigurationError(f"hb.launch: {size} ranks do not fit into hosts={hosts!r}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _pack(value: Any) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,15 +38,12 @@ class Job:
         return self
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def command(launcher: str | None, size: int, argv: Sequence[str]) -> list[str]:
     """The command line that a user would type."""
     if launcher == "torchrun":
+        # Not at the top: ranks import this file, too, and decide themselves when hvdbridge is imported.
+        from hvdbridge.rendezvous.network import free_port
+
         return [str(BIN / "torchrun"), f"--nproc-per-node={size}", f"--master-port={free_port()}", *argv]
     if launcher == "horovodrun":
         return [str(BIN / "horovodrun"), "-np", str(size), sys.executable, *argv]

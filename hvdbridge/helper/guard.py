@@ -7,7 +7,9 @@ Rules:
 1. It ends when it is released, when the rank ends, or at the limit; then it says so and ends the rank.
 2. It ends the rank early when another rank of this host is gone: launchers do not mind a process that ends
    without having called MPI_Init, whatever its status.
-3. A rank that ends before it is released leaves no shared-memory segment.
+3. A rank that ends before it is released leaves no shared-memory segment. Which are its own is only seen while it
+   lives, and a launcher may kill it at any moment: MPI_Init begins when the guard watches, and what the rank's maps
+   say is read as soon as a new name appears.
 """
 
 from __future__ import annotations
@@ -21,23 +23,34 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hvdbridge.helper.processes import segments_of, unlink_segments
+from hvdbridge.errors import RendezvousError
+from hvdbridge.helper.processes import all_segments, segments_of, unlink_segments
 from hvdbridge.helper.start import isolated
 
 POLL_SECONDS = 0.1
+TICK_SECONDS = 0.004
+LOOKS = 3  # ticks in which maps are read after a name appeared: it is created first, mapped then
 GONE_SECONDS = 2.0  # a launcher that ends the job itself, with a message of its own, comes first
+WATCHES = b"."
 PARENTS = ("hydra_pmi_proxy", "slurmstepd", "orted", "prted", "prterun", "mpirun", "mpiexec")
 """Processes whose children are this host's ranks, one each."""
 
 
 class Guard:
-    """Starts to watch this process, one of ``local_size`` (-1: unknown) on this host, until :meth:`release`."""
+    """Watches this process, one of ``local_size`` (-1: unknown) on this host, until :meth:`release`.
+
+    Raises:
+        RendezvousError: its process does not start.
+    """
 
     def __init__(self, limit: float, who: str, local_size: int) -> None:
         self._process = subprocess.Popen(
             isolated("hvdbridge.helper.guard", str(os.getpid()), str(os.getppid()), str(limit), who, str(local_size)),
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
+        assert self._process.stdout is not None
+        if not self._process.stdout.read(len(WATCHES)):
+            raise RendezvousError(f"{who}: the process that watches MPI_Init ended at once; its error stands above")
 
     def release(self) -> None:
         """All ranks have met. Harmless when repeated."""
@@ -48,14 +61,24 @@ class Guard:
 def watch(pid: int, parent: int, limit: float, who: str, local_size: int) -> None:
     """The guard's process; standard input is the rank's end of the rope."""
     segments: set[str] = set()
-    started = complete = time.monotonic()
+    names: set[str] = set()
+    looks = 0
+    os.write(1, WATCHES)
+    started = complete = polled = time.monotonic()
     while True:
-        segments |= segments_of(pid)
-        if select.select([0], [], [], POLL_SECONDS)[0]:
+        if names != (names := all_segments()):
+            looks = LOOKS
+        if looks:
+            looks -= 1
+            segments |= segments_of(pid)
+        if select.select([0], [], [], TICK_SECONDS)[0]:
             if not os.read(0, 1):
                 unlink_segments(segments)
             return
         now = time.monotonic()
+        if now < polled + POLL_SECONDS:
+            continue
+        polled = now
         if living_ranks(parent, local_size) >= local_size:
             complete = now
         if now >= started + limit or now >= complete + GONE_SECONDS:

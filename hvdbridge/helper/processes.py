@@ -54,6 +54,13 @@ def segments_of_kvs(kvsname: str) -> set[str]:
     return set()
 
 
+def all_segments() -> set[str]:
+    """Names in /dev/shm of every MPI library's segments, whosever they are."""
+    with suppress(OSError):
+        return {name for name in os.listdir(SHM) if OURS.match(name)}
+    return set()
+
+
 def unlink_segments(names: set[str]) -> None:
     """Remove segments whose last process is gone; those that their library removed itself are no error."""
     for name in names:

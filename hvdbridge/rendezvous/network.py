@@ -5,11 +5,14 @@ Rules:
 1. Ranks share a host when they share its network: host name, boot and network namespace are equal. Two containers
    on one machine are two hosts.
 2. On one host everything listens on loopback only. Across hosts it listens on one address that all can route to.
+3. A port that is chosen now and opened later by somebody else comes from outside of the range from which the kernel
+   gives ports to connections: within it, one may take the port meanwhile.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import socket
 import struct
 from collections.abc import Sequence
@@ -64,6 +67,23 @@ def interface_towards(host: str) -> str | None:
     """The name of the interface by which this host talks to ``host``, for libraries that want a name."""
     source = source_address(host)
     return next((name for name, address in interfaces().items() if str(address.ip) == source), None)
+
+
+def free_port() -> int:
+    """A port of this host on which nobody listens (rule 3).
+
+    >>> 1024 <= free_port() <= 65535
+    True
+    """
+    low, high = 32768, 60999
+    with suppress(OSError, ValueError):
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [*range(10000, low), *range(high + 1, 65536)]
+    for port in [*random.SystemRandom().sample(ports, min(100, len(ports))), 0]:
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind((LOOPBACK, port))
+            return int(probe.getsockname()[1])
+    raise OSError("this host has no free port on its loopback interface")
 
 
 def is_loopback(address: str) -> bool:

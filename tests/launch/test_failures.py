@@ -103,6 +103,10 @@ def test_before_and_during_the_start(kind: str, when: str) -> None:
     judge(several([(when, kind, *cell) for cell in cells]), NAMED[kind])
 
 
+def test_in_mpi_init_when_a_segment_has_just_been_made() -> None:
+    judge(several([("init", "kill", "mpiexec", "mpi")] * 3), NAMED["kill"])
+
+
 @pytest.mark.parametrize("kind", ["raise", "kill"])
 def test_rank_0_which_started_the_servers(kind: str) -> None:
     cells = [("torchrun", "mpi"), ("horovodrun", "torch"), ("mpiexec", "horovod")]

@@ -9,6 +9,8 @@ from typing import Any
 import jobs
 import pytest
 
+from hvdbridge.rendezvous.network import free_port
+
 SCRIPTS = Path(__file__).parent / "scripts"
 OPTIMIZER, MNIST, BENCHMARK = (str(SCRIPTS / f"horovod_style_{n}.py") for n in ("optimizer", "mnist", "benchmark"))
 CLI = "import sys; from hvdbridge.cli import main; sys.exit(main())"
@@ -127,7 +129,7 @@ def test_ranks_that_the_script_spawns(without_horovod: dict[str, str], tmp_path:
         "    jobs.record(rank, hvd.allreduce(torch.tensor([1.0 + rank]), op=hvd.Sum).item())\n"
         "    hvd.shutdown()\n"
         "if __name__ == '__main__':\n"
-        f"    os.environ |= {{'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '{jobs.free_port()}', 'WORLD_SIZE': '2'}}\n"
+        f"    os.environ |= {{'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '{free_port()}', 'WORLD_SIZE': '2'}}\n"
         "    torch.multiprocessing.spawn(train, nprocs=2)\n"
     )
     argv = ["-m", "hvdbridge.run", str(tmp_path / "spawns.py")]

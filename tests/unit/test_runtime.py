@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import jobs
 import pytest
 import torch
 
@@ -117,7 +116,7 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rank_0_names_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDBRIDGE_TIMEOUT_SECONDS", "0.5")
     with pytest.raises(hb.RendezvousError, match=r"rank 0 waited 0.5 s for ranks 1-3 of 4"):
-        hb.init(rank=0, size=4, init_method=f"tcp://127.0.0.1:{jobs.free_port()}")
+        hb.init(rank=0, size=4, init_method=f"tcp://127.0.0.1:{network.free_port()}")
 
 
 def test_broadcast_parameters_takes_what_people_have() -> None:

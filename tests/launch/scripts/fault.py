@@ -1,14 +1,19 @@
-"""One rank fails: ``fault.py raise|finally|kill|sleep|exit|leave before|start|collective``."""
+"""One rank fails: ``fault.py raise|finally|kill|sleep|exit|leave before|init|start|collective``.
+
+"init": while rank 0 waits in MPI_Init with a shared-memory segment (under mpiexec).
+"""
 
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 import hvdbridge as hb
 from hvdbridge.collectives import AllReduce
+from hvdbridge.helper.processes import segments_of
 from hvdbridge.rendezvous import start
 from hvdbridge.world import World
 
@@ -42,6 +47,14 @@ def meet_and_fail(*arguments: object) -> object:
 meet = start.meet
 if culprit and when == "before":
     fail()
+if when == "init":
+    pid = Path(os.environ["JOB_RECORDS"]) / "pid"
+    if culprit:
+        while not (pid.exists() and segments_of(int(pid.read_text() or 0))):
+            time.sleep(0.001)
+        time.sleep(0.02)
+        fail()
+    pid.write_text(str(os.getpid()))
 if culprit and when == "start":
     start.meet = meet_and_fail
 hb.init()

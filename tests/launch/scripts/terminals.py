@@ -12,6 +12,8 @@ from pathlib import Path
 import jobs
 import torch.multiprocessing as mp
 
+from hvdbridge.rendezvous.network import free_port
+
 PLACES = str(Path(__file__).with_name("places.py"))
 
 
@@ -28,7 +30,7 @@ def child(rank: int, size: int, init_method: str) -> None:
 
 
 def variables(size: int) -> list[dict[str, str]]:
-    port = str(jobs.free_port())
+    port = str(free_port())
     return [
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(r), "WORLD_SIZE": str(size)} for r in range(size)
     ]
@@ -54,5 +56,5 @@ if __name__ == "__main__":
     if how in ("variables", "slurm"):
         sys.exit(terminals(variables(size) if how == "variables" else slurm(size)))
     with tempfile.TemporaryDirectory() as folder:
-        method = f"file://{folder}/store" if how == "file" else f"tcp://127.0.0.1:{jobs.free_port()}"
+        method = f"file://{folder}/store" if how == "file" else f"tcp://127.0.0.1:{free_port()}"
         mp.spawn(child, (size, method), size)
