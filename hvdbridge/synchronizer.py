@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch.nn import Module
@@ -40,7 +41,9 @@ class GradientSynchronizer:
         model: any module with parameters that require gradients.
         optimizer: one, a list, or None; :attr:`optimizer` has the same structure.
         policy: a spec string, a :class:`~hvdbridge.policy.Policy`, or None for what ``hb.init`` was given.
-        bucket_mb: size of a gradient bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or 25 as in DDP.
+        bucket_mb: size of a gradient bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or 25 as in DDP. ``"auto"``: the
+            best for this policy, model and network, by measurements of some seconds. Policies that are not dense may
+            give other bits with another size: where runs must be equal, take the number that :attr:`bucket_mb` says.
         group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
             Every rank of the job takes part in the construction, each with the group it belongs to.
         find_unused_parameters: a parameter that got no gradient on any rank keeps its old one. With False,
@@ -54,6 +57,7 @@ class GradientSynchronizer:
     Attributes:
         model: what the backend's users know: a DistributedDataParallel on torch, else ``model`` itself.
         optimizer: on Horovod a real ``hvd.DistributedOptimizer``, else the optimizer itself.
+        bucket_mb: the size of a gradient bucket in MiB.
 
     Raises:
         NotInitialized: ``hb.init()`` is missing.
@@ -67,7 +71,7 @@ class GradientSynchronizer:
         model: Module,
         optimizer: Optimizers = None,
         policy: str | Policy | None = None,
-        bucket_mb: float | None = None,
+        bucket_mb: float | Literal["auto"] | None = None,
         group: Any = None,
         find_unused_parameters: bool = False,
         weighted: bool | None = None,
@@ -80,19 +84,27 @@ class GradientSynchronizer:
         self.policy = from_spec(session.policy if policy is None else policy)
         originals = as_list(optimizer)
         params = trainable(model)
+        if not (bucket_mb is None or bucket_mb == "auto" or (not isinstance(bucket_mb, str) and bucket_mb > 0)):
+            raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
         options = Options(
-            session.config.bucket_mb if bucket_mb is None else bucket_mb,
+            session.config.bucket_mb if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
             find_unused_parameters, static_graph, broadcast_buffers,
             views_pay(params.values()) if gradient_as_bucket_view is None else gradient_as_bucket_view,
         )  # fmt: skip
         self._communicator, self._control, ranks = open_group(session.communicator, group)
         given = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}
-        agree(self._control, describe(model, params, given | {"optimizers": len(originals)}))
+        given |= {"bucket_mb": bucket_mb, "optimizers": len(originals)}
+        agree(self._control, describe(model, params, given))
         self.policy.check_size(self._communicator.size, len(set(self._communicator.nodes)) or None)
         tensors = [*model.parameters(), *model.buffers()]
         drive(broadcast_tensors(tensors), self._communicator.execute)
         for each in originals:
             broadcast_optimizer(each, self._control)
+        if bucket_mb == "auto":
+            from hvdbridge.bench.predict import best_bucket_mb
+
+            options = replace(options, bucket_mb=best_bucket_mb(self.policy, params, self._communicator))
+        self.bucket_mb = options.bucket_mb
         device = next(iter(params.values())).device
         self._monitor = session.monitor
         self._driver = open_driver(self._communicator, device, session.check(ranks))

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -31,6 +32,7 @@ class Row:
         communication: time in which at least one collective was under way.
         exposed: the part of it that backward did not hide: step - compute - compression, at least 0.
         bytes_sent: per step and rank.
+        bucket_mb: size of a bucket of ours, in MiB.
         native: the step of the native way that ``against`` names.
         ratio: step / native, each step by the native one beside it: lower quartile, median, upper quartile.
         limit: step / max(compute + compression, bytes_sent / the network's bandwidth).
@@ -53,6 +55,7 @@ class Row:
     native: float
     ratio: tuple[float, float, float]
     limit: float
+    bucket_mb: float
 
     @property
     def bandwidth(self) -> float:
@@ -67,6 +70,7 @@ def measure(
     network: Network,
     steps: int,
     samples: int | None = None,
+    bucket_mb: float | Literal["auto"] | None = None,
     on_step: Callable[[], None] = lambda: None,
 ) -> Row:
     """Train ``model`` for ``steps`` steps in each of the three ways. Collective, in the session that runs."""
@@ -75,7 +79,7 @@ def measure(
     module.to(hb.device())
     name, make = native(hb.backend(), against)
     theirs, mine, plain = module, copy.deepcopy(module), copy.deepcopy(module)
-    sync = hb.GradientSynchronizer(mine, _optimizer(mine), policy=policy)
+    sync = hb.GradientSynchronizer(mine, _optimizer(mine), policy=policy, bucket_mb=bucket_mb)
     ways = {
         "native": make(theirs, _optimizer(theirs)),
         "ours": Way(sync.model, sync.optimizer.zero_grad, sync.optimizer.step),
@@ -104,7 +108,7 @@ def measure(
     return Row(
         hb.backend(), hb.launcher(), hb.size(), model, policy, name, sum(p.numel() for p in mine.parameters()), steps,
         step, compute, compression, communication, max(0.0, step - compute - compression), sent, other,
-        (low, middle, high), step / floor,
+        (low, middle, high), step / floor, sync.bucket_mb,
     )  # fmt: skip
 
 

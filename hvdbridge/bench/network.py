@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.communicators.base import Communicator
 from hvdbridge.errors import ConfigurationError
 
 SMALL, LARGE = 256, 1 << 23
 """Elements of a probe, float32: one that is all latency, and the most that is sent to find the bandwidth."""
+KINDS = ("AllReduce", "AllGather", "AllToAll", "ReduceScatter", "Broadcast")
 ENOUGH = 0.05
 """Seconds that a probe should take beyond its latency."""
 
@@ -50,10 +51,12 @@ class Network:
     Attributes:
         lines: kind of collective -> its line; the kind "" stands for those that are not listed.
         local: the same inside a node; None: no faster there.
+        local_size: ranks per node that shared the network when it was measured.
     """
 
     lines: dict[str, Line]
     local: dict[str, Line] | None = None
+    local_size: int = 1
 
     @classmethod
     def given(cls, latency: float, bandwidth: float, local: tuple[float, float] | None = None) -> Network:
@@ -86,7 +89,8 @@ class Network:
         Broadcast       binomial tree               log2 N rounds, the bytes once per round
         ==============  ==========================  =======================================
 
-        Ranks of one node share its network: where every rank talks to every other, each has its part of it.
+        Ranks of one node share its network: where every rank talks to every other, each has its part of it. Lines that
+        were measured with several ranks per node have that in them.
 
         >>> net = Network.given(latency=1e-3, bandwidth=1e9)
         >>> net.seconds(Load("AllReduce", "world", sent=1e9, size=2))
@@ -98,7 +102,7 @@ class Network:
         inside = group == "node" and self.local is not None
         lines = self.local if inside and self.local is not None else self.lines
         line = lines[kind if kind in lines else ""]
-        share = 1 if inside or group == "cross" else local_size
+        share = 1.0 if inside or group == "cross" else max(1.0, local_size / self.local_size)
         levels = math.ceil(math.log2(size))
         once = sent * size / (size - 1)  # the bytes of which (N-1)/N are sent in each direction
         options: Sequence[tuple[float, float]] = {  # (rounds, bytes)
@@ -126,18 +130,17 @@ class Network:
         return cls(
             {kind: Line(**line) for kind, line in lines.items()},
             None if local is None else {kind: Line(**line) for kind, line in local.items()},
+            saved.get("local_size", 1),
         )
 
 
-def probe(repeats: int = 5) -> Network:
-    """Measure the network of the session that runs: each kind, small and large, medians. Collective.
+def probe(communicator: Communicator, device: torch.device, repeats: int = 5, kinds: Iterable[str] = KINDS) -> Network:
+    """Measure a communicator's network: each kind, small and large, medians. Collective.
 
     The large one grows until it takes ENOUGH. A job of one rank has no network; its lines are those of memory.
     """
-    import hvdbridge as hb
-
-    size, device = hb.size(), hb.device()
-    kinds: dict[str, Callable[[int], Collective]] = {
+    size = communicator.size
+    make: dict[str, Callable[[int], Collective]] = {
         "AllReduce": lambda n: AllReduce(torch.ones(n, device=device)),
         "AllGather": lambda n: AllGather(torch.ones(max(1, n // size), device=device)),
         "AllToAll": lambda n: AllToAll(torch.ones(size, max(1, n // size), device=device)),
@@ -145,34 +148,39 @@ def probe(repeats: int = 5) -> Network:
         "Broadcast": lambda n: Broadcast(torch.ones(n, device=device)),
     }
     lines = {}
-    for kind, make in kinds.items():
-        small = _median(make(SMALL), repeats)
+    for kind in sorted(kinds):
+        small = _median(communicator, make[kind](SMALL), device, repeats)
         elements, large = SMALL, small
         while elements < LARGE and large < small + ENOUGH:
             elements *= 8
-            large = _median(make(elements), repeats)
+            large = _median(communicator, make[kind](elements), device, repeats)
         rounds = _rounds(kind, size)
-        sent = make(elements).bytes_sent(size) - make(SMALL).bytes_sent(size)
+        sent = make[kind](elements).bytes_sent(size) - make[kind](SMALL).bytes_sent(size)
         lines[kind] = Line(small / rounds, max(sent, 1) / max(large - small, 1e-9))
-    return Network(lines)
+    return Network(lines, local_size=ranks_per_node(communicator))
 
 
-def _median(request: Collective, repeats: int) -> float:
+def ranks_per_node(communicator: Communicator) -> int:
+    """Of the node that has most."""
+    return max(map(communicator.nodes.count, communicator.nodes), default=1)
+
+
+def _median(communicator: Communicator, request: Collective, device: torch.device, repeats: int) -> float:
     """Seconds, of the slowest rank: the same on all, so that all go on alike."""
-    import hvdbridge as hb
 
-    communicator = hb.current().communicator
-    found = torch.tensor([statistics.median(_timed(communicator, request) for _ in range(repeats))])
-    hb.all_reduce(found, op=hb.ReduceOp.MAX)
-    return float(found)
+    def slowest(seconds: float) -> float:
+        return float(communicator.execute(AllReduce(torch.tensor([seconds], device=device), "max")))
+
+    times = []
+    for _ in range(repeats):
+        slowest(0.0)  # all are here
+        times.append(_timed(communicator, request))
+    return slowest(statistics.median(times))
 
 
-def _timed(communicator: Any, request: Collective) -> float:
-    import hvdbridge as hb
-
-    hb.barrier()
+def _timed(communicator: Communicator, request: Collective) -> float:
     started = time.perf_counter()
-    result: Tensor = communicator.execute(request)
+    result = communicator.execute(request)
     if result.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - started

@@ -20,7 +20,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hvdbridge.bench.network import Load, Network
+from hvdbridge.bench.network import Load, Network, probe, ranks_per_node
+from hvdbridge.bucket import cut_layouts
+from hvdbridge.collectives import Broadcast
+from hvdbridge.communicators.base import Communicator
 from hvdbridge.dry_run import Asked, Ended, dry_run
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policy import Policy
@@ -30,7 +33,10 @@ SETTLED = 10_000_000
 MOST = 1024
 """Beyond so many ranks requests are extrapolated: a dry run has a row for each rank."""
 FEW = (2, 4, 8)
-"""Numbers of ranks at which arithmetic is measured."""
+"""Numbers of ranks; arithmetic is measured at the least and the most of them for which a policy is defined."""
+DEFAULT_MB = 25.0
+BUCKETS_MB = (1.0, 2.5, 5.0, 10.0, DEFAULT_MB, 50.0)
+"""What :func:`best_bucket_mb` compares."""
 Shapes = Mapping[str, Tensor | Sequence[int]]
 
 
@@ -198,27 +204,118 @@ def measure_arithmetic(
     bucket_mb: float = 25.0,
     repeats: int = 3,
     device: torch.device | str = "cpu",
+    sizes: Sequence[int] = FEW,
 ) -> Arithmetic:
     """Time a policy's own work on this machine, without other ranks: medians of ``repeats`` steps, after one.
 
+    Of the buckets that ask for the same operations only one is measured, the one of median size; the others' times are
+    its, by their elements.
+
     Raises:
-        ConfigurationError: the policy is not defined for any of :data:`FEW` ranks.
+        ConfigurationError: the policy is not defined for any of ``sizes`` numbers of ranks.
     """
     steps, _ = _kinds(policy)
-    seconds = {}
-    refusal: Exception | None = None
-    for ranks in FEW:
+    defined, refusal = [], None
+    for ranks in sizes:
         try:
             policy.check_size(ranks, ranks)
+            defined.append(ranks)
         except ConfigurationError as error:
             refusal = error
-            continue
+    if not defined:
+        raise ConfigurationError(f"its arithmetic is measured at {sizes} ranks: {refusal}") from refusal
+    seconds = {}
+    for ranks in {defined[0], defined[-1]}:
         for due, step in steps.items():
-            runs = [
-                [event.seconds for event in dry_run(policy, params, ranks, step, bucket_mb, 1, device)]
-                for _ in range(repeats + 1)
-            ][1:]
-            seconds[ranks, due] = [statistics.median(each) for each in zip(*runs, strict=True)]
-    if not seconds:
-        raise ConfigurationError(f"its arithmetic is measured at {FEW} ranks: {refusal}") from refusal
+            sample = _Sample(policy, params, bucket_mb, ranks, step, repeats, device)
+            seconds[ranks, due] = sample.whole_step()
     return Arithmetic(seconds)
+
+
+def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: Communicator) -> float:
+    """The size of a bucket, in MiB, with which a step should end first here; rank 0's answer. Collective.
+
+    Small buckets overlap more with backward and with each other, large ones wait less often. The network and the
+    arithmetic are measured, for some seconds. Backward is not known yet; it is taken to be as long as the transfer,
+    where sizes differ most. DDP's 25 stands unless another size gains a twentieth.
+    """
+    device = next(iter(params.values())).device
+    size, local_size = communicator.size, ranks_per_node(communicator)
+    kinds = {
+        event.request.kind
+        for step in _kinds(policy)[0].values()
+        for event in dry_run(policy, params, size, step, local_size=local_size)
+        if isinstance(event, Asked)
+    }
+    network = probe(communicator, device, 3, kinds)
+
+    def predicted(bucket_mb: float, backward: float) -> Prediction:
+        arithmetic = measure_arithmetic(policy, params, bucket_mb, 1, device, FEW if size > FEW[-1] else (size,))
+        planner = Planner(params, 0.0, backward, network, bucket_mb, local_size)
+        return planner.predict("", policy, size, arithmetic)
+
+    backward = predicted(DEFAULT_MB, 0.0).communication
+    steps = {bucket_mb: predicted(bucket_mb, backward).step for bucket_mb in BUCKETS_MB}
+    best = min(steps, key=lambda bucket_mb: steps[bucket_mb])
+    mine = DEFAULT_MB if steps[DEFAULT_MB] <= 1.05 * steps[best] else best
+    return float(communicator.execute(Broadcast(torch.tensor([mine], device=device), 0)))
+
+
+Operations = tuple[str, ...]
+
+
+@dataclass
+class _Sample:
+    """Measures few buckets, for all."""
+
+    policy: Policy
+    params: Shapes
+    bucket_mb: float
+    ranks: int
+    step: int
+    repeats: int
+    device: torch.device | str
+    known: dict[Operations, tuple[int, Sequence[float]]] = field(default_factory=dict)  # elements, seconds
+
+    def whole_step(self) -> list[float]:
+        """Seconds before each collective and each end of a step with all parameters, in order."""
+        buckets = self._dry_run(self.params, "meta")
+        meta = {
+            n: p.to("meta") if isinstance(p, Tensor) else torch.empty(p, device="meta") for n, p in self.params.items()
+        }
+        layouts = cut_layouts(meta, self.bucket_mb * 2**20)
+        every = []
+        for index, (operations, numel, _) in enumerate(buckets):
+            if operations not in self.known:
+                # A flow over the whole model (scope "step", after_step) is measured on a bucket's parameters, too.
+                alike = [i for i, each in enumerate(buckets[: len(layouts)]) if each[0] == operations]
+                alike = alike if self.policy.scope == "bucket" and index < len(layouts) else list(range(len(layouts)))
+                median = sorted(alike, key=lambda i: layouts[i].numel)[len(alike) // 2]
+                self._measure({name: self.params[name] for name in layouts[median].names})
+            if operations not in self.known:
+                self._measure(self.params)
+            measured, seconds = self.known[operations]
+            every += [one * numel / max(1, measured) for one in seconds]
+        return every
+
+    def _measure(self, params: Shapes) -> None:
+        runs = [self._dry_run(params, self.device) for _ in range(self.repeats + 1)][1:]
+        for bucket in zip(*runs, strict=True):
+            operations, numel, _ = bucket[0]
+            self.known[operations] = (
+                numel,
+                [statistics.median(leg) for leg in zip(*(run[2] for run in bucket), strict=True)],
+            )
+
+    def _dry_run(self, params: Shapes, device: torch.device | str) -> list[tuple[Operations, int, list[float]]]:
+        """Of each bucket what it asks for, its elements, and the seconds before each operation and the end."""
+        found: dict[int, tuple[list[str], list[float]]] = {}
+        numels = {}
+        for event in dry_run(self.policy, params, self.ranks, self.step, self.bucket_mb, 1, device):
+            operations, seconds = found.setdefault(event.bucket, ([], []))
+            seconds.append(event.seconds)
+            if isinstance(event, Asked):
+                operations.append(f"{event.request.kind} {event.request.tensor.dtype} {event.request.group}")
+            else:
+                numels[event.bucket] = event.numel
+        return [(tuple(operations), numels[index], seconds) for index, (operations, seconds) in sorted(found.items())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,17 @@ from hvdbridge.errors import BackendUnavailable
 
 def measured(rows: Sequence[Row]) -> Table:
     """The table of ``hvdbridge bench``; milliseconds are medians."""
-    names = "backend model policy step compute compress communicate exposed MB/step MB/s /native quartiles /limit"
+    names = (
+        "backend model policy step compute compress communicate exposed bucket MB/step MB/s /native quartiles /limit"
+    )
     table = Table(*names.split(), title="milliseconds per step")
     for row in rows:
         low, middle, high = row.ratio
         times = (row.step, row.compute, row.compression, row.communication, row.exposed)
         table.add_row(
             row.backend, row.model, row.policy, *(f"{1e3 * each:.1f}" for each in times),
-            f"{row.bytes_sent / 1e6:.2f}", f"{row.bandwidth / 1e6:.0f}", f"{middle:.3f}", f"{low:.2f} .. {high:.2f}",
-            f"{row.limit:.2f}",
+            f"{row.bucket_mb:g}", f"{row.bytes_sent / 1e6:.2f}", f"{row.bandwidth / 1e6:.0f}",
+            f"{middle:.3f}", f"{low:.2f} .. {high:.2f}", f"{row.limit:.2f}",
         )  # fmt: skip
     return table
 
@@ -41,6 +43,16 @@ def predicted(found: Sequence[Prediction]) -> Table:
         at = {one.ranks: one for one in found if one.policy == policy}
         cells = [f"{1e3 * at[n].step:.1f} ({at[n].bytes_sent / 1e6:.1f})" if n in at else "–" for n in sizes]
         table.add_row(policy, *cells)
+    return table
+
+
+def compared(found: Sequence[Prediction], measured: Mapping[tuple[str, int], float]) -> Table:
+    """Predicted beside measured steps, where there are both; ``measured`` has seconds by policy and ranks."""
+    table = Table("policy", "ranks", "predicted", "measured", "ratio", title="milliseconds per step")
+    for one in found:
+        if (step := measured.get((one.policy, one.ranks))) is not None:
+            times = (f"{1e3 * one.step:.1f}", f"{1e3 * step:.1f}")
+            table.add_row(one.policy, f"{one.ranks:,}", *times, f"{one.step / step:.2f}")
     return table
 
 

@@ -35,9 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=30, help="counted steps of each way (default: %(default)s)")
     parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
+    parser.add_argument("--bucket-mb", type=mib, metavar="MIB", help="size of a bucket, or auto (default: 25)")
     parser.add_argument("--ranks", type=int, default=2, help="without a launcher (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
+
+
+def mib(text: str) -> float | str:
+    return text if text == "auto" else float(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,7 +95,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         try:
             for backend in arguments.backends.split(","):
                 hb.init(backend=backend)
-                link = network.probe()
+                link = network.probe(hb.current().communicator, hb.device())
                 for model in models:
                     for policy in arguments.policies:
                         total = WARM_UP + arguments.steps
@@ -98,6 +103,7 @@ def _measure(arguments: argparse.Namespace) -> int:
                         rows.append(
                             measure(
                                 model, policy, arguments.against, link, arguments.steps, arguments.samples,
+                                arguments.bucket_mb,
                                 lambda task=task: progress.advance(task),  # type: ignore[misc]
                             )
                         )  # fmt: skip

@@ -4,6 +4,8 @@
 
     hvdbridge plan --model bert-base --gbits 10 --latency-us 30
     hvdbridge plan --model gpt2 --from bench.json     # network and computation as `hvdbridge bench --json` found them
+
+With --from, what was predicted is printed beside what was measured.
 """
 
 from __future__ import annotations
@@ -11,13 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import track
 
 from hvdbridge.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from hvdbridge.bench.network import Network
 
 RANKS = (2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 100_000)
 # From the simplest to those that ask most of a training's recipe: docs/policies.md
@@ -30,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = __doc__
     parser.add_argument("--model", default="bert-base", help="as in hvdbridge bench")
-    parser.add_argument("--policies", nargs="+", default=POLICIES, metavar="SPEC")
+    parser.add_argument("--policies", nargs="+", metavar="SPEC", help=f"default: {' '.join(POLICIES)}")
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), metavar="N")
-    parser.add_argument("--local-size", type=int, default=1, help="ranks per node (default: %(default)s)")
+    parser.add_argument("--local-size", type=int, help="ranks per node (default: 1, or as in FILE)")
     parser.add_argument("--from", type=Path, dest="source", metavar="FILE", help="what hvdbridge bench --json wrote")
     parser.add_argument("--gbits", type=float, help="the network's rate between nodes, Gbit/s")
     parser.add_argument("--latency-us", type=float, default=25.0, help="of one message (default: %(default)s)")
@@ -42,10 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compute-ms", type=float, help="a step without synchronization (default: forward and backward, measured here)"
     )
     parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
-    parser.add_argument("--bucket-mb", type=float, default=25.0, help="(default: %(default)s)")
+    parser.add_argument("--bucket-mb", type=float, help="(default: 25, or as in FILE)")
     parser.add_argument("--cores", type=float, help="cores per rank (default: those of this machine per local rank)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known of the job: from the command line, or from what ``hvdbridge bench`` wrote."""
+
+    network: Network
+    compute: float | None = None
+    measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # (policy, ranks) -> seconds of a step
+    buckets: Mapping[str, float] = field(default_factory=dict)  # policy -> MiB
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,58 +73,44 @@ def run(arguments: argparse.Namespace) -> int:
 
     from hvdbridge.bench import report
     from hvdbridge.bench.models import model
-    from hvdbridge.bench.network import Network
     from hvdbridge.bench.predict import Planner, measure_arithmetic
     from hvdbridge.policies import from_spec
 
-    if min(*arguments.ranks, arguments.local_size, 1) < 1:
-        raise ConfigurationError("--ranks and --local-size must be positive")
-    compute = None if arguments.compute_ms is None else arguments.compute_ms / 1e3
-    if arguments.source is not None:
-        try:
-            saved = json.loads(arguments.source.read_text())
-            network = Network.from_dict(saved["network"])
-            computes = [float(row["compute"]) for row in saved["rows"] if row["model"] == arguments.model]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(
-                f"--from {arguments.source}: not what hvdbridge bench --json writes: {type(error).__name__}: {error}"
-            ) from error
-        if compute is None and computes:
-            compute = computes[0]
-    elif arguments.gbits is not None:
-        local = None
-        if arguments.local_gbits is not None:
-            local = (arguments.local_latency_us / 1e6, arguments.local_gbits * 1e9 / 8)
-        network = Network.given(arguments.latency_us / 1e6, arguments.gbits * 1e9 / 8, local)
-    else:
-        raise ConfigurationError(
-            "which network? --gbits 10 --latency-us 30, or --from what hvdbridge bench --json wrote"
-        )
+    if min(*arguments.ranks, arguments.local_size or 1, 1) < 1 or (arguments.bucket_mb or 1) <= 0:
+        raise ConfigurationError("--ranks, --local-size and --bucket-mb must be positive")
+    job = _job(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    module, loss = model(arguments.model, arguments.samples)
-    module.to(device)
-    if compute is None:
-        compute = _compute(lambda: loss(module).backward())
-    params = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    cores = arguments.cores or (os.cpu_count() or 1) / arguments.local_size
-    planner = Planner(
-        params, compute / 3, compute * 2 / 3, network, arguments.bucket_mb, arguments.local_size, cores
-    )  # backward is two of three products
-    found = []
+    local_size = arguments.local_size or job.network.local_size
+    cores = arguments.cores or (os.cpu_count() or 1) / local_size
+    errors = Console(stderr=True)
     console = Console(width=None if Console().is_terminal else 170)
-    for spec in track(arguments.policies, "arithmetic", console=Console(stderr=True), transient=True):
-        policy = from_spec(spec)
-        try:
-            arithmetic = measure_arithmetic(policy, params, arguments.bucket_mb, device=device)
-        except ConfigurationError as error:
-            console.print(f"{spec}: left out: {error}")
-            continue
-        for ranks in sorted(set(arguments.ranks)):
+    found = []
+    specs = arguments.policies or list(dict.fromkeys([*POLICIES, *(spec for spec, _ in job.measured)]))
+    with _threads(cores):
+        module, loss = model(arguments.model, arguments.samples)
+        module.to(device)
+        params = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        compute = job.compute if job.compute is not None else _compute(lambda: loss(module).backward())
+        # backward is two of three products
+        planner = Planner(params, compute / 3, compute * 2 / 3, job.network, 25.0, local_size, cores)
+        for spec in track(specs, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal):
+            if not errors.is_terminal:
+                errors.print(f"arithmetic of {spec}", highlight=False)
+            policy = from_spec(spec)
+            planner = replace(planner, bucket_mb=arguments.bucket_mb or job.buckets.get(spec, 25.0))
             try:
-                found.append(planner.predict(spec, policy, ranks, arithmetic))
+                arithmetic = measure_arithmetic(policy, params, planner.bucket_mb, device=device)
             except ConfigurationError as error:
-                console.print(f"{spec}, {ranks} ranks: left out: {error}")
+                console.print(f"{spec}: left out: {error}")
+                continue
+            for ranks in sorted({*arguments.ranks, *(n for one, n in job.measured if one == spec)}):
+                try:
+                    found.append(planner.predict(spec, policy, ranks, arithmetic))
+                except ConfigurationError as error:
+                    console.print(f"{spec}, {ranks} ranks: left out: {error}")
     console.print(report.predicted(found))
+    if job.measured:
+        console.print(report.compared(found, job.measured))
     for ranks in sorted({one.ranks for one in found}):
         console.print(report.recommend(found, ranks), highlight=False)
     console.print(
@@ -112,16 +118,59 @@ def run(arguments: argparse.Namespace) -> int:
         f"Computation {1e3 * compute:.1f} ms a step, {cores:g} cores per rank.", highlight=False,
     )  # fmt: skip
     if arguments.json is not None:
-        report.save(arguments.json, network, found, model=arguments.model)
+        report.save(arguments.json, job.network, found, model=arguments.model)
     if arguments.plot is not None:
         report.plot_predicted(arguments.plot, found)
     return 0
 
 
+def _job(arguments: argparse.Namespace) -> Job:
+    """Raises ConfigurationError: no network, or a file that is not what ``hvdbridge bench`` writes."""
+    from hvdbridge.bench.network import Network
+
+    compute = None if arguments.compute_ms is None else arguments.compute_ms / 1e3
+    if arguments.source is not None:
+        try:
+            saved = json.loads(arguments.source.read_text())
+            rows = [row for row in saved["rows"] if row["model"] == arguments.model]
+            if compute is None and rows:
+                compute = statistics.median(float(row["compute"]) for row in rows)
+            return Job(
+                Network.from_dict(saved["network"]),
+                compute,
+                {(row["policy"], row["ranks"]): float(row["step"]) for row in rows},
+                {row["policy"]: float(row["bucket_mb"]) for row in rows},
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"--from {arguments.source}: not what hvdbridge bench --json writes: {type(error).__name__}: {error}"
+            ) from error
+    if arguments.gbits is None:
+        raise ConfigurationError(
+            "which network? --gbits 10 --latency-us 30, or --from what hvdbridge bench --json wrote"
+        )
+    local = None
+    if arguments.local_gbits is not None:
+        local = (arguments.local_latency_us / 1e6, arguments.local_gbits * 1e9 / 8)
+    return Job(Network.given(arguments.latency_us / 1e6, arguments.gbits * 1e9 / 8, local), compute)
+
+
+@contextmanager
+def _threads(cores: float) -> Iterator[None]:
+    """As many threads as a rank would have, unless the environment says how many."""
+    import torch
+
+    before = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, int(cores)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _compute(step: object, repeats: int = 5) -> float:
     """Seconds of forward and backward on this machine, median after one."""
-    import statistics
-
     import torch
 
     times = []

@@ -28,8 +28,8 @@ from hvdbridge.helper.processes import all_segments, segments_of, unlink_segment
 from hvdbridge.helper.start import isolated
 
 POLL_SECONDS = 0.1
-TICK_SECONDS = 0.004
-LOOKS = 3  # ticks in which maps are read after a name appeared: it is created first, mapped then
+TICK_SECONDS = 0.001
+LOOKS = 10  # ticks in which maps are read after a name appeared: it is created first, mapped then
 GONE_SECONDS = 2.0  # a launcher that ends the job itself, with a message of its own, comes first
 WATCHES = b"."
 PARENTS = ("hydra_pmi_proxy", "slurmstepd", "orted", "prted", "prterun", "mpirun", "mpiexec")

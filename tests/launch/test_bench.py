@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 from benchmarks import cuda_check
 from benchmarks.hosts import NoHosts, hosts
 from hvdbridge.bench.models import model
+from hvdbridge.cli import main
 from hvdbridge.policies import from_spec
 
 SMALL = ["--models", "small:8", "--samples", "4", "--steps", "3"]
@@ -28,7 +30,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("launcher", jobs.LAUNCHERS)
-def test_three_backends_in_one_job(launcher: str, tmp_path: Path) -> None:
+def test_three_backends_in_one_job(launcher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     words = ["-m", "hvdbridge", "bench", *SMALL, "--backends", "torch,mpi,horovod", "--policies", "mean", "int8"]
     job = jobs.run(launcher, None, 2, [*words, "--json", str(out), "--plot", str(picture)])
@@ -49,6 +51,10 @@ def test_three_backends_in_one_job(launcher: str, tmp_path: Path) -> None:
         assert row["limit"] > 0
     assert "milliseconds per step" in job.output
     assert picture.stat().st_size > 1000
+    assert main(["plan", "--model", "small:8", "--from", str(out), "--ranks", "2", "--policies", "mean", "int8"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"predicted\W+measured\W+ratio", printed)
+    assert "2 ranks: mean" in printed
 
 
 @pytest.mark.parametrize(("backend", "way"), [("torch", "ddp-fp16"), ("torch", "ddp-powersgd"), ("torch", "ddp-topk"),
@@ -62,7 +68,7 @@ def test_other_native_ways(backend: str, way: str, tmp_path: Path) -> None:
 
 
 def test_without_a_launcher_each_backend_has_its_own(tmp_path: Path) -> None:
-    words = ["bench", *SMALL, "--policies", "mean", "--json", str(tmp_path / "b.json")]
+    words = ["bench", *SMALL, "--policies", "mean", "--bucket-mb", "auto", "--json", str(tmp_path / "b.json")]
     job = jobs.run(None, None, 2, ["-m", "hvdbridge", *words], timeout=90)
     assert job.status == 0, job.output
     found = {path.stem: read(path)[0]["launcher"] for path in tmp_path.glob("*.json")}

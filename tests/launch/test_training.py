@@ -11,13 +11,12 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "scenarios.py")
 LIKE_DDP = [
     "plain_training", "unused_on_some_ranks", "unused_on_all_ranks", "shared_and_frozen", "several_optimizers",
     "scheduler", "closure", "compiled", "checkpointing", "two_backwards", "accumulation", "grad_scaler", "clipping",
-    "adamw_foreach", "buffers", "gan", "uneven_join", "carried_state",
+    "adamw_foreach", "buffers", "gan", "uneven_join", "carried_state", "bucket_by_measurement",
 ]  # fmt: skip
 ALIKE = [
     "broadcast_from_rank_0", "weighted", "weight_zero_hides_nan", "total_weight_zero_skips", "nan_travels",
     "error_feedback_bf16", "step_scope", "average_gradients", "unaggregated_gradients", "sync_batchnorm", "misuse",
     "unfrozen_later", "nothing_stays_alive", "compiled_names", "join_with_sync_batchnorm", "evaluation_by_one_rank",
-    "unfrozen_later", "nothing_stays_alive", "compiled_names", "join_with_sync_batchnorm",
 ]  # fmt: skip
 
 

@@ -99,6 +99,15 @@ def plain_training() -> str:
     return digest(model)
 
 
+def bucket_by_measurement() -> str:
+    model = mlp()
+    sync = synchronize(model, sgd(model), **({} if PLAIN else {"bucket_mb": "auto"}))
+    if not PLAIN:
+        assert sync.bucket_mb >= 1, sync.bucket_mb
+    train(sync)
+    return digest(model)
+
+
 class Branches(nn.Module):
     """Three heads; which one a rank uses is data."""
 
@@ -478,6 +487,9 @@ def misuse() -> str:
     found.append(expect("Unsupported", lambda: synchronize(embedding)))
     other = nn.Linear(3, 3 + RANK)
     found.append(expect("RankMismatch", lambda: synchronize(other)))
+    found.append(expect("RankMismatch", lambda: synchronize(mlp(), bucket_mb="auto" if RANK else 25.0)))
+    for bucket_mb in (0, "25", float("nan")):
+        found.append(expect("ConfigurationError", lambda size=bucket_mb: synchronize(mlp(), bucket_mb=size)))
     assert all(found), found
     return "all refused"
 
@@ -563,7 +575,7 @@ def sync_batchnorm() -> str:
 REFERENCED = [
     plain_training, unused_on_some_ranks, unused_on_all_ranks, shared_and_frozen, several_optimizers, scheduler,
     closure, compiled, checkpointing, two_backwards, accumulation, grad_scaler, clipping, adamw_foreach, buffers, gan,
-    uneven_join, carried_state,
+    uneven_join, carried_state, bucket_by_measurement,
 ]  # fmt: skip
 OWN = [
     broadcast_from_rank_0, weighted, weight_zero_hides_nan, total_weight_zero_skips, nan_travels, error_feedback_bf16,
