@@ -49,6 +49,7 @@ def dry_run(
     bucket_mb: float = 25.0,
     local_size: int | None = None,
     device: torch.device | str = "meta",
+    buckets: Sequence[Sequence[str]] | None = None,
 ) -> Iterator[Asked | Ended]:
     """What rank 0 does in one step, in order; arguments as for :meth:`Policy.bytes_per_step`.
 
@@ -59,6 +60,7 @@ def dry_run(
         device: ``meta``, whose tensors have no values and take no memory and no time; or a real one, where gradients
             are random and ``seconds`` is what the policy's arithmetic takes. There an all-reduce answers with the
             rank's own tensor, and the others as if every rank had sent what this one did.
+        buckets: instead of ``bucket_mb``: the names of each bucket's parameters.
 
     Raises:
         ConfigurationError: an argument is not positive, or the policy is not defined for so many ranks.
@@ -86,7 +88,9 @@ def dry_run(
 
     def run(start: Callable[[Bucket, State], Flow], layout: Layout, index: int, dtype: torch.dtype) -> Iterator[Any]:
         groups = {group: (0, n) for group, n in sizes.items() if group != "world"}
-        flat = torch.empty(layout.numel, dtype=dtype, device=device).normal_()
+        flat = torch.empty(layout.numel, dtype=dtype, device=device)
+        if not flat.is_meta:  # a generator of its own: the user's random numbers stay as they were
+            flat.normal_(generator=torch.Generator(flat.device).manual_seed(index))
         bucket = Bucket(flat, layout, index, step, size=size, blocks=blocks, groups=groups, nodes=nodes, dtypes=dtypes)
         part, answer, spent = _part(state, layout), None, 0.0
         since = time.perf_counter()
@@ -110,7 +114,10 @@ def dry_run(
             dtype = torch.promote_types(dtype, given[name].dtype)
         return dtype
 
-    layouts = cut_layouts(given, bucket_mb * 2**20)
+    if buckets is None:
+        layouts = cut_layouts(given, bucket_mb * 2**20)
+    else:
+        layouts = [Layout({name: given[name].shape for name in names}) for names in buckets]
     if policy.scope == "step" and len(layouts) > 1:
         layouts = [join_layouts(layouts)]
         yield from run(policy.aggregate, layouts[0], 0, widest(layouts[0]))

@@ -166,6 +166,9 @@ class Policy:
     between_nodes: ClassVar[bool] = False
     """Whether its inner policies' ranks are the nodes, so that what is local to one of them belongs to a node."""
 
+    rehearses: ClassVar[bool] = True
+    """Whether a flow over made-up gradients leaves nothing behind, so that it can be timed."""
+
     def __post_init__(self) -> None:
         check(self)
 

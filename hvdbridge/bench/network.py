@@ -24,10 +24,14 @@ ENOUGH = 0.05
 
 @dataclass(frozen=True)
 class Line:
-    """``seconds = rounds * latency + bytes_sent / bandwidth``; latency in seconds, bandwidth in bytes per second."""
+    """``seconds = rounds * latency + bytes_sent / bandwidth``; latency in seconds, bandwidth in bytes per second.
+
+    ``cpu`` is the part of these seconds in which sending keeps one of the rank's cores busy.
+    """
 
     latency: float
     bandwidth: float
+    cpu: float = 0.0
 
 
 class Load(NamedTuple):
@@ -99,9 +103,7 @@ class Network:
         kind, group, sent, size = load
         if size < 2:
             return 0.0
-        inside = group == "node" and self.local is not None
-        lines = self.local if inside and self.local is not None else self.lines
-        line = lines[kind if kind in lines else ""]
+        inside, line = group == "node" and self.local is not None, self._line(load)
         share = 1.0 if inside or group == "cross" else max(1.0, local_size / self.local_size)
         levels = math.ceil(math.log2(size))
         once = sent * size / (size - 1)  # the bytes of which (N-1)/N are sent in each direction
@@ -113,6 +115,14 @@ class Network:
             "Broadcast": [(levels, levels * once)],
         }[kind]
         return min(rounds * line.latency + amount / line.bandwidth for rounds, amount in options)
+
+    def cpu_seconds(self, load: Load, local_size: int = 1) -> float:
+        """For how much of :meth:`seconds` a core is busy."""
+        return self.seconds(load, local_size) * self._line(load).cpu if load.size > 1 else 0.0
+
+    def _line(self, load: Load) -> Line:
+        lines = self.local if load.group == "node" and self.local is not None else self.lines
+        return lines[load.kind if load.kind in lines else ""]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""
@@ -149,14 +159,14 @@ def probe(communicator: Communicator, device: torch.device, repeats: int = 5, ki
     }
     lines = {}
     for kind in sorted(kinds):
-        small = _median(communicator, make[kind](SMALL), device, repeats)
-        elements, large = SMALL, small
+        small, _ = _median(communicator, make[kind](SMALL), device, repeats)
+        elements, large, busy = SMALL, small, 0.0
         while elements < LARGE and large < small + ENOUGH:
             elements *= 8
-            large = _median(communicator, make[kind](elements), device, repeats)
+            large, busy = _median(communicator, make[kind](elements), device, repeats)
         rounds = _rounds(kind, size)
         sent = make[kind](elements).bytes_sent(size) - make[kind](SMALL).bytes_sent(size)
-        lines[kind] = Line(small / rounds, max(sent, 1) / max(large - small, 1e-9))
+        lines[kind] = Line(small / rounds, max(sent, 1) / max(large - small, 1e-9), min(1.0, busy / large))
     return Network(lines, local_size=ranks_per_node(communicator))
 
 
@@ -165,25 +175,21 @@ def ranks_per_node(communicator: Communicator) -> int:
     return max(map(communicator.nodes.count, communicator.nodes), default=1)
 
 
-def _median(communicator: Communicator, request: Collective, device: torch.device, repeats: int) -> float:
-    """Seconds, of the slowest rank: the same on all, so that all go on alike."""
+def _median(communicator: Communicator, request: Collective, device: torch.device, repeats: int) -> tuple[float, float]:
+    """Seconds, and CPU seconds, of the rank with most: the same on all, so that all go on alike."""
 
-    def slowest(seconds: float) -> float:
-        return float(communicator.execute(AllReduce(torch.tensor([seconds], device=device), "max")))
+    def slowest(*seconds: float) -> list[float]:
+        return communicator.execute(AllReduce(torch.tensor(seconds, device=device), "max")).tolist()
 
     times = []
     for _ in range(repeats):
         slowest(0.0)  # all are here
-        times.append(_timed(communicator, request))
-    return slowest(statistics.median(times))
-
-
-def _timed(communicator: Communicator, request: Collective) -> float:
-    started = time.perf_counter()
-    result = communicator.execute(request)
-    if result.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+        started = (time.perf_counter(), time.process_time())
+        if communicator.execute(request).is_cuda:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - started[0], time.process_time() - started[1]))
+    wall, busy = slowest(*(statistics.median(each) for each in zip(*times, strict=True)))
+    return wall, busy
 
 
 def _rounds(kind: str, size: int) -> int:

@@ -6,15 +6,18 @@ Rules:
    tensors at two small numbers: arithmetic grows at most linearly with the ranks (a sparse all-gather is decoded rank
    by rank), so a line through both is enough.
 2. Buckets become ready while backward runs, in proportion to their elements. One network carries one collective at
-   a time; the policy's arithmetic has a core of its own, or shares that of backward.
+   a time; the policy's arithmetic has a core of its own, or shares that of backward, and so does what sending takes
+   of a core.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,8 +28,9 @@ from hvdbridge.bucket import cut_layouts
 from hvdbridge.collectives import Broadcast
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.dry_run import Asked, Ended, dry_run
-from hvdbridge.errors import ConfigurationError
+from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policy import Policy
+from hvdbridge.sources.base import DEFAULT_MB
 
 SETTLED = 10_000_000
 """A step after any warm-up."""
@@ -34,10 +38,12 @@ MOST = 1024
 """Beyond so many ranks requests are extrapolated: a dry run has a row for each rank."""
 FEW = (2, 4, 8)
 """Numbers of ranks; arithmetic is measured at the least and the most of them for which a policy is defined."""
-DEFAULT_MB = 25.0
 BUCKETS_MB = (1.0, 2.5, 5.0, 10.0, DEFAULT_MB, 50.0)
 """What :func:`best_bucket_mb` compares."""
 Shapes = Mapping[str, Tensor | Sequence[int]]
+
+
+Leg = tuple[str, float, float]  # where, seconds, and seconds in which it keeps a core busy elsewhere
 
 
 @dataclass
@@ -67,8 +73,9 @@ class Planner:
     """A job: parameters, computation, network.
 
     Attributes:
-        forward, backward: seconds without synchronization.
+        forward, backward, optimizer: seconds without synchronization; the last comes when all has arrived.
         cores: cores per rank; with less than two, a policy computes in the time of backward.
+        pack, unpack: seconds per element, in backward's thread, to bring gradients into buckets and back.
     """
 
     params: Shapes
@@ -78,6 +85,9 @@ class Planner:
     bucket_mb: float = 25.0
     local_size: int = 1
     cores: float = 2.0
+    pack: float = 0.0
+    unpack: float = 0.0
+    optimizer: float = 0.0
 
     def predict(self, spec: str, policy: Policy, ranks: int, arithmetic: Arithmetic) -> Prediction:
         """One step among ``ranks`` ranks, after any warm-up; what is done only in some steps is spread over all."""
@@ -100,12 +110,15 @@ class Planner:
         compression = sum(bucket.tail for bucket in buckets) + sum(seconds for seconds, _ in legs)
         carried = sum(self.network.seconds(load, local_size) for _, load in legs)
         seconds = self._simulate(buckets, local_size)
-        return Prediction(spec, ranks, seconds, self.forward + self.backward, compression, carried, sent)
+        compute = self.forward + self.backward + self.optimizer
+        return Prediction(spec, ranks, seconds + self.optimizer, compute, compression, carried, sent)
 
     def _buckets(self, policy: Policy, ranks: int, arithmetic: Arithmetic, step: int) -> list[Bucket]:
         found: dict[int, Bucket] = {}
-        seconds = arithmetic.at(ranks, policy.due(step))
-        for spent, (event, load) in zip(seconds, self._events(policy, ranks, step), strict=True):
+        seconds, events = arithmetic.at(ranks, policy.due(step)), self._events(policy, ranks, step)
+        if len(seconds) != len(events):
+            raise ConfigurationError(f"among {ranks} ranks it asks for other operations than where it was measured")
+        for spent, (event, load) in zip(seconds, events, strict=True):
             bucket = found.setdefault(event.bucket, Bucket())
             if isinstance(event, Ended):
                 bucket.numel, bucket.tail = event.numel, spent
@@ -114,7 +127,7 @@ class Planner:
                 bucket.legs.append((spent, load))
         return [found[index] for index in sorted(found)]
 
-    def _events(self, policy: Policy, ranks: int, step: int) -> Iterator[tuple[Asked | Ended, Load | None]]:
+    def _events(self, policy: Policy, ranks: int, step: int) -> list[tuple[Asked | Ended, Load | None]]:
         """A dry run; with more than MOST ranks each load grows on as it did up to there."""
 
         def run(size: int) -> list[tuple[Asked | Ended, Load | None]]:
@@ -122,52 +135,59 @@ class Planner:
             return [(one, Load.of(one.request, one.size) if isinstance(one, Asked) else None) for one in events]
 
         if ranks <= MOST:
-            yield from run(ranks)
-            return
+            return run(ranks)
         policy.check_size(ranks, -(-ranks // self.local_size))
-        for (_, few), (event, many) in zip(run(MOST // 2), run(MOST), strict=True):
+        less, more = run(MOST // 2), run(MOST)
+        found: list[tuple[Asked | Ended, Load | None]] = []
+        if len(less) != len(more):
+            raise ConfigurationError(f"what it asks for among {ranks} ranks does not follow from {MOST}")
+        for (_, few), (event, many) in zip(less, more, strict=True):
             if few is None or many is None:
-                yield event, None
+                found.append((event, None))
                 continue
             slope = (many.sent - few.sent) / (MOST - MOST // 2)
             size = many.size if few.size == many.size else round(many.size * ranks / MOST)
-            yield event, many._replace(sent=many.sent + slope * (ranks - MOST), size=size)
+            found.append((event, many._replace(sent=many.sent + slope * (ranks - MOST), size=size)))
+        return found
 
     def _simulate(self, buckets: Sequence[Bucket], local_size: int) -> float:
         """Event by event: whoever is ready first is served first, on the cores and on the network."""
         total = max(1, sum(bucket.numel for bucket in buckets))
         core = "backward" if self.cores < 2 else "policy"
         free = {"backward": self.forward, "policy": 0.0, "network": 0.0}  # from when on
-        waiting: list[tuple[float, int, str, float, Callable[[float], None]]] = []
+        waiting: list[tuple[float, int, Leg, Callable[[float], None]]] = []
         order = itertools.count()
 
-        def then(at: float, where: str, seconds: float, go_on: Callable[[float], None]) -> None:
-            heapq.heappush(waiting, (at, next(order), where, seconds, go_on))
+        def then(at: float, leg: Leg, go_on: Callable[[float], None]) -> None:
+            heapq.heappush(waiting, (at, next(order), leg, go_on))
 
-        def travel(at: float, legs: Sequence[tuple[str, float]]) -> None:
+        def travel(at: float, legs: Sequence[Leg]) -> None:
             if legs:
-                then(at, *legs[0], lambda end: travel(end, legs[1:]))
+                then(at, legs[0], lambda end: travel(end, legs[1:]))
 
         def produce(at: float, rest: Sequence[Bucket]) -> None:
             """Backward goes on to the next bucket's gradients."""
             if rest:
-                bucket, seconds = rest[0], self.backward * rest[0].numel / total
-                legs = [
-                    leg
-                    for spent, load in bucket.legs
-                    for leg in ((core, spent), ("network", self.network.seconds(load, local_size)))
-                ]
+                bucket, seconds = rest[0], (self.backward / total + self.pack) * rest[0].numel
+                legs: list[Leg] = []
+                for spent, load in bucket.legs:
+                    busy = self.network.cpu_seconds(load, local_size) if self.cores < 2 else 0.0
+                    legs += [(core, spent, 0.0), ("network", self.network.seconds(load, local_size), busy)]
+                legs += [(core, bucket.tail, 0.0), ("backward", self.unpack * bucket.numel, 0.0)]
 
                 def ready(end: float) -> None:
-                    travel(end, [*legs, (core, bucket.tail)])
+                    travel(end, legs)
                     produce(end, rest[1:])
 
-                then(at, "backward", seconds, ready)
+                then(at, ("backward", seconds, 0.0), ready)
 
         produce(self.forward, buckets)
         while waiting:
-            at, _, where, seconds, go_on = heapq.heappop(waiting)
-            free[where] = max(at, free[where]) + seconds
+            at, _, (where, seconds, busy), go_on = heapq.heappop(waiting)
+            begin = max(at, free[where])
+            free[where] = begin + seconds
+            if begin <= free["backward"]:  # whatever the core does then takes so much longer
+                free["backward"] += busy
             go_on(free[where])
         return max(*free.values(), self.forward + self.backward)
 
@@ -188,14 +208,37 @@ class Arithmetic:
 
     seconds: Mapping[tuple[int, bool], Sequence[float]]
 
+    def scaled(self, factor: float) -> Arithmetic:
+        """On a machine that takes ``factor`` times as long."""
+        return Arithmetic({key: [factor * each for each in seconds] for key, seconds in self.seconds.items()})
+
     def at(self, ranks: int, due: bool) -> list[float]:
-        """At any number of ranks: on the line through what was measured, not below zero."""
+        """At any number of ranks: on the line through what was measured, not below zero.
+
+        Where a policy asks for other operations at the least than at the most, what was measured at the most.
+        """
+        if (ranks, due) in self.seconds:
+            return list(self.seconds[ranks, due])
         known = sorted(n for n, also in self.seconds if also == due)
         low, high = known[0], known[-1]
         a, b = self.seconds[low, due], self.seconds[high, due]
-        if low == high:
-            return list(a)
+        if low == high or len(a) != len(b):
+            return list(b)
         return [max(0.0, x + (y - x) * (ranks - low) / (high - low)) for x, y in zip(a, b, strict=True)]
+
+
+def measure_copy(device: torch.device | str = "cpu", repeats: int = 5) -> float:
+    """Seconds per element of a copy of DEFAULT_MB on this machine, median after one."""
+    source = torch.ones(int(DEFAULT_MB * 2**18), device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        target.copy_(source)
+        if target.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:]) / source.numel()
 
 
 def measure_arithmetic(
@@ -205,6 +248,7 @@ def measure_arithmetic(
     repeats: int = 3,
     device: torch.device | str = "cpu",
     sizes: Sequence[int] = FEW,
+    local_size: int = 1,
 ) -> Arithmetic:
     """Time a policy's own work on this machine, without other ranks: medians of ``repeats`` steps, after one.
 
@@ -218,7 +262,7 @@ def measure_arithmetic(
     defined, refusal = [], None
     for ranks in sizes:
         try:
-            policy.check_size(ranks, ranks)
+            policy.check_size(ranks, -(-ranks // local_size))
             defined.append(ranks)
         except ConfigurationError as error:
             refusal = error
@@ -227,7 +271,7 @@ def measure_arithmetic(
     seconds = {}
     for ranks in {defined[0], defined[-1]}:
         for due, step in steps.items():
-            sample = _Sample(policy, params, bucket_mb, ranks, step, repeats, device)
+            sample = _Sample(policy, params, bucket_mb, ranks, min(local_size, ranks), step, repeats, device)
             seconds[ranks, due] = sample.whole_step()
     return Arithmetic(seconds)
 
@@ -238,7 +282,17 @@ def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: C
     Small buckets overlap more with backward and with each other, large ones wait less often. The network and the
     arithmetic are measured, for some seconds. Backward is not known yet; it is taken to be as long as the transfer,
     where sizes differ most. DDP's 25 stands unless another size gains a twentieth.
+
+    Raises:
+        Unsupported: the policy holds somebody else's hook, which would remember the gradients that are made up here.
+        ConfigurationError: what it asks for among so many ranks cannot be foretold.
     """
+    if not _rehearses(policy):
+        raise Unsupported(
+            f"bucket_mb='auto' cannot time {policy!r}, which remembers what it sees. Give a number of MiB."
+        )
+    if communicator.size == 1 or policy.scope == "step":  # nothing travels, or all in one piece
+        return DEFAULT_MB
     device = next(iter(params.values())).device
     size, local_size = communicator.size, ranks_per_node(communicator)
     kinds = {
@@ -250,8 +304,9 @@ def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: C
     network = probe(communicator, device, 3, kinds)
 
     def predicted(bucket_mb: float, backward: float) -> Prediction:
-        arithmetic = measure_arithmetic(policy, params, bucket_mb, 1, device, FEW if size > FEW[-1] else (size,))
-        planner = Planner(params, 0.0, backward, network, bucket_mb, local_size)
+        sizes = FEW if size > FEW[-1] else (size,)
+        arithmetic = measure_arithmetic(policy, params, bucket_mb, 1, device, sizes, local_size)
+        planner = Planner(params, 0.0, backward, network, bucket_mb, local_size, (os.cpu_count() or 1) / local_size)
         return planner.predict("", policy, size, arithmetic)
 
     backward = predicted(DEFAULT_MB, 0.0).communication
@@ -259,6 +314,10 @@ def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: C
     best = min(steps, key=lambda bucket_mb: steps[bucket_mb])
     mine = DEFAULT_MB if steps[DEFAULT_MB] <= 1.05 * steps[best] else best
     return float(communicator.execute(Broadcast(torch.tensor([mine], device=device), 0)))
+
+
+def _rehearses(policy: Policy) -> bool:
+    return policy.rehearses and all(_rehearses(inner) for inner in policy.inners().values())
 
 
 Operations = tuple[str, ...]
@@ -272,6 +331,7 @@ class _Sample:
     params: Shapes
     bucket_mb: float
     ranks: int
+    local_size: int
     step: int
     repeats: int
     device: torch.device | str
@@ -284,22 +344,23 @@ class _Sample:
             n: p.to("meta") if isinstance(p, Tensor) else torch.empty(p, device="meta") for n, p in self.params.items()
         }
         layouts = cut_layouts(meta, self.bucket_mb * 2**20)
-        every = []
+        every: list[float] = []
         for index, (operations, numel, _) in enumerate(buckets):
             if operations not in self.known:
                 # A flow over the whole model (scope "step", after_step) is measured on a bucket's parameters, too.
                 alike = [i for i, each in enumerate(buckets[: len(layouts)]) if each[0] == operations]
                 alike = alike if self.policy.scope == "bucket" and index < len(layouts) else list(range(len(layouts)))
                 median = sorted(alike, key=lambda i: layouts[i].numel)[len(alike) // 2]
-                self._measure({name: self.params[name] for name in layouts[median].names})
+                names = layouts[median].names
+                self._measure({name: self.params[name] for name in names}, [names])
             if operations not in self.known:
-                self._measure(self.params)
+                self._measure(self.params, None)
             measured, seconds = self.known[operations]
             every += [one * numel / max(1, measured) for one in seconds]
         return every
 
-    def _measure(self, params: Shapes) -> None:
-        runs = [self._dry_run(params, self.device) for _ in range(self.repeats + 1)][1:]
+    def _measure(self, params: Shapes, buckets: Sequence[Sequence[str]] | None) -> None:
+        runs = [self._dry_run(params, self.device, buckets) for _ in range(self.repeats + 1)][1:]
         for bucket in zip(*runs, strict=True):
             operations, numel, _ = bucket[0]
             self.known[operations] = (
@@ -307,11 +368,15 @@ class _Sample:
                 [statistics.median(leg) for leg in zip(*(run[2] for run in bucket), strict=True)],
             )
 
-    def _dry_run(self, params: Shapes, device: torch.device | str) -> list[tuple[Operations, int, list[float]]]:
+    def _dry_run(
+        self, params: Shapes, device: torch.device | str, buckets: Sequence[Sequence[str]] | None = None
+    ) -> list[tuple[Operations, int, list[float]]]:
         """Of each bucket what it asks for, its elements, and the seconds before each operation and the end."""
         found: dict[int, tuple[list[str], list[float]]] = {}
         numels = {}
-        for event in dry_run(self.policy, params, self.ranks, self.step, self.bucket_mb, 1, device):
+        for event in dry_run(
+            self.policy, params, self.ranks, self.step, self.bucket_mb, self.local_size, device, buckets
+        ):
             operations, seconds = found.setdefault(event.bucket, ([], []))
             seconds.append(event.seconds)
             if isinstance(event, Asked):

@@ -33,6 +33,7 @@ class HorovodCompression(Policy):
     compression: Any
 
     unequal_weights = True
+    rehearses = False  # a foreign object may remember
 
     def __post_init__(self) -> None:
         missing = [name for name in ("compress", "decompress") if not callable(getattr(self.compression, name, None))]

@@ -107,6 +107,7 @@ class ForeignHook(Policy):
 
     deterministic = False
     unequal_weights = True
+    rehearses = False  # the user's state object learns from every gradient
 
     def __post_init__(self) -> None:
         self._memory.spare = _copy(self.state)

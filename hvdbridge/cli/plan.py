@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +27,8 @@ from rich.progress import track
 from hvdbridge.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from hvdbridge.bench.network import Network
 
 RANKS = (2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 100_000)
@@ -49,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local-gbits", type=float, help="inside a node (default: as between them)")
     parser.add_argument("--local-latency-us", type=float, default=5.0, help="(default: %(default)s)")
     parser.add_argument(
-        "--compute-ms", type=float, help="a step without synchronization (default: forward and backward, measured here)"
+        "--compute-ms",
+        type=float,
+        help="a step without synchronization; policies are scaled by it (default: measured)",
     )
     parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
     parser.add_argument("--bucket-mb", type=float, help="(default: 25, or as in FILE)")
@@ -70,13 +74,16 @@ class Job:
 
 def run(arguments: argparse.Namespace) -> int:
     import torch
+    from torch.optim import SGD
 
     from hvdbridge.bench import report
     from hvdbridge.bench.models import model
-    from hvdbridge.bench.predict import Planner, measure_arithmetic
+    from hvdbridge.bench.predict import Planner, measure_arithmetic, measure_copy
     from hvdbridge.policies import from_spec
+    from hvdbridge.sources.base import DEFAULT_MB, views_pay
 
-    if min(*arguments.ranks, arguments.local_size or 1, 1) < 1 or (arguments.bucket_mb or 1) <= 0:
+    given = [n for n in (*arguments.ranks, arguments.local_size, arguments.bucket_mb) if n is not None]
+    if not min(given) > 0:
         raise ConfigurationError("--ranks, --local-size and --bucket-mb must be positive")
     job = _job(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,22 +97,27 @@ def run(arguments: argparse.Namespace) -> int:
         module, loss = model(arguments.model, arguments.samples)
         module.to(device)
         params = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        compute = job.compute if job.compute is not None else _compute(lambda: loss(module).backward())
-        # backward is two of three products
-        planner = Planner(params, compute / 3, compute * 2 / 3, job.network, 25.0, local_size, cores)
+        products, optimizer = _compute(lambda: loss(module).backward(), SGD(module.parameters(), lr=1e-6))
+        compute = products + optimizer if job.compute is None else job.compute
+        here = compute / (products + optimizer)  # another machine, or other ranks beside: all it computes scales alike
+        products, optimizer, copy = here * products, here * optimizer, here * measure_copy(device)
+        unpack = 0.0 if views_pay(module.parameters()) else copy
+        planner = Planner(  # one product in forward, two in backward
+            params, products / 3, products * 2 / 3, job.network, DEFAULT_MB, local_size, cores, copy, unpack, optimizer
+        )
         for spec in track(specs, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal):
             if not errors.is_terminal:
                 errors.print(f"arithmetic of {spec}", highlight=False)
             policy = from_spec(spec)
-            planner = replace(planner, bucket_mb=arguments.bucket_mb or job.buckets.get(spec, 25.0))
+            planner = replace(planner, bucket_mb=arguments.bucket_mb or job.buckets.get(spec, DEFAULT_MB))
             try:
-                arithmetic = measure_arithmetic(policy, params, planner.bucket_mb, device=device)
+                arithmetic = measure_arithmetic(policy, params, planner.bucket_mb, device=device, local_size=local_size)
             except ConfigurationError as error:
                 console.print(f"{spec}: left out: {error}")
                 continue
             for ranks in sorted({*arguments.ranks, *(n for one, n in job.measured if one == spec)}):
                 try:
-                    found.append(planner.predict(spec, policy, ranks, arithmetic))
+                    found.append(planner.predict(spec, policy, ranks, arithmetic.scaled(here)))
                 except ConfigurationError as error:
                     console.print(f"{spec}, {ranks} ranks: left out: {error}")
     console.print(report.predicted(found))
@@ -127,19 +139,21 @@ def run(arguments: argparse.Namespace) -> int:
 def _job(arguments: argparse.Namespace) -> Job:
     """Raises ConfigurationError: no network, or a file that is not what ``hvdbridge bench`` writes."""
     from hvdbridge.bench.network import Network
+    from hvdbridge.sources.base import DEFAULT_MB
 
     compute = None if arguments.compute_ms is None else arguments.compute_ms / 1e3
     if arguments.source is not None:
         try:
             saved = json.loads(arguments.source.read_text())
             rows = [row for row in saved["rows"] if row["model"] == arguments.model]
+            rows = [row for row in rows if row["backend"] == saved["rows"][-1]["backend"]]  # whose network it is
             if compute is None and rows:
                 compute = statistics.median(float(row["compute"]) for row in rows)
             return Job(
                 Network.from_dict(saved["network"]),
                 compute,
                 {(row["policy"], row["ranks"]): float(row["step"]) for row in rows},
-                {row["policy"]: float(row["bucket_mb"]) for row in rows},
+                {row["policy"]: float(row.get("bucket_mb", DEFAULT_MB)) for row in rows},
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
@@ -169,15 +183,19 @@ def _threads(cores: float) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _compute(step: object, repeats: int = 5) -> float:
-    """Seconds of forward and backward on this machine, median after one."""
+def _compute(backward: Callable[[], object], optimizer: Optimizer, repeats: int = 5) -> tuple[float, float]:
+    """Seconds of forward and backward, and of the optimizer's step, on this machine: medians after one."""
     import torch
 
     times = []
     for _ in range(repeats + 1):
-        started = time.perf_counter()
-        step()  # type: ignore[operator]
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+        moments = []
+        optimizer.zero_grad()
+        for part in (lambda: None, backward, optimizer.step):
+            part()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            moments.append(time.perf_counter())
+        times.append((moments[1] - moments[0], moments[2] - moments[1]))
+    first, second = (statistics.median(part) for part in zip(*times[1:], strict=True))
+    return first, second

@@ -79,6 +79,7 @@ def watch(pid: int, parent: int, limit: float, who: str, local_size: int) -> Non
         if now < polled + POLL_SECONDS:
             continue
         polled = now
+        segments |= segments_of(pid)
         if living_ranks(parent, local_size) >= local_size:
             complete = now
         if now >= started + limit or now >= complete + GONE_SECONDS:

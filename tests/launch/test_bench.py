@@ -54,6 +54,7 @@ def test_three_backends_in_one_job(launcher: str, tmp_path: Path, capsys: pytest
     assert main(["plan", "--model", "small:8", "--from", str(out), "--ranks", "2", "--policies", "mean", "int8"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"predicted\W+measured\W+ratio", printed)
+    assert re.search(r"int8\W+2\W+[\d.]+\W+[\d.]+\W+[\d.]+", printed)
     assert "2 ranks: mean" in printed
 
 

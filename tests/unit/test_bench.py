@@ -10,15 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdbridge.bench import models
+from hvdbridge.bench import models, predict
 from hvdbridge.bench.native import WAYS, native
 from hvdbridge.bench.network import Line, Load, Network
 from hvdbridge.bench.predict import MOST, Arithmetic, Planner, Prediction, measure_arithmetic
 from hvdbridge.bench.report import recommend
+from hvdbridge.bridges.compression import from_horovod_compression
 from hvdbridge.cli import main
+from hvdbridge.collectives import Broadcast
 from hvdbridge.dry_run import Asked, Ended, dry_run
-from hvdbridge.errors import ConfigurationError
+from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec
+from hvdbridge.torch.compression import Compression
 
 SPECS = [
     "mean", "bf16", "int8", "int4", "qsgd", "natural", "topk:ratio=0.1", "oktopk:ratio=0.1", "randomk:ratio=0.1",
@@ -186,6 +189,56 @@ def test_a_policy_that_needs_more_ranks_is_measured_where_it_is_defined() -> Non
         measure_arithmetic(from_spec("krum:f=9"), PARAMS)
 
 
+@pytest.mark.parametrize("dtypes", [("float32",) * 3, ("bfloat16",) * 3, ("bfloat16", "float32", "float64")])
+@pytest.mark.parametrize("spec", [*SPECS, "hierarchical(adasum)", "krum", "dgc", "clipped_mean", "diloco"])
+def test_every_policy_is_timed_as_it_runs(spec: str, dtypes: tuple[str, ...]) -> None:
+    """One bucket of several stands for all: what is known of it must fit what the whole model asks for."""
+    shapes = {"a": (40, 30), "b": (30,), "c": (1000,)}
+    kinds = [getattr(torch, name) for name in dtypes]
+    params = {name: torch.zeros(shape, dtype=kind) for (name, shape), kind in zip(shapes.items(), kinds, strict=True)}
+    policy = from_spec(spec)
+    for local_size in (1, 2):
+        arithmetic = measure_arithmetic(policy, params, 0.003, 1, "cpu", (8,), local_size)
+        planner = Planner(params, 1e-3, 2e-3, Network.given(1e-6, 1e9), 0.003, local_size)
+        assert planner.predict(spec, policy, 8, arithmetic).step >= 3e-3
+
+
+def test_operations_that_do_not_follow_are_refused() -> None:
+    policy = from_spec("adasum")
+    arithmetic = measure_arithmetic(policy, PARAMS, repeats=1)
+    planner = Planner(PARAMS, 0.0, 0.0, Network.given(1e-6, 1e9))
+    with pytest.raises(ConfigurationError, match="among 64 ranks it asks for other operations"):
+        planner.predict("adasum", policy, 64, arithmetic)
+
+
+class Two:
+    """As much of a communicator of two ranks as a choice needs."""
+
+    size, nodes = 2, (0, 1)
+
+    @staticmethod
+    def execute(request: Broadcast) -> torch.Tensor:
+        return request.tensor
+
+
+@pytest.mark.parametrize(("network", "expected"), [
+    (Network.given(1e-5, 1e7), {1.0, 2.5, 5.0}),  # 10 MB/s: what waits for a whole bucket loses
+    (Network.given(5.0, 1e12), {25.0, 50.0}),  # seconds per operation: few of them
+])  # fmt: skip
+def test_a_bucket_is_as_large_as_the_network_wants(
+    network: Network, expected: set[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predict, "probe", lambda *_: network)
+    params = {f"w{i}": torch.zeros(1 << 19) for i in range(20)}  # 40 MiB
+    assert predict.best_bucket_mb(from_spec("mean"), params, Two()) in expected  # type: ignore[arg-type]
+
+
+def test_what_remembers_is_not_timed() -> None:
+    policy = from_horovod_compression(Compression.fp16)
+    with pytest.raises(Unsupported, match="bucket_mb='auto' cannot time"):
+        predict.best_bucket_mb(policy, {"w": torch.zeros(4)}, Two())  # type: ignore[arg-type]
+
+
 def test_the_recommendation_prefers_the_simple() -> None:
     mean = Prediction("mean", 8, 1.0, 0.5, 0.0, 0.9, 100)
     rows = [mean, replace(mean, policy="bf16", step=0.52), replace(mean, policy="topk", step=0.51)]
@@ -213,6 +266,8 @@ def test_plan_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["plan"], "which network"),
         (["plan", "--gbits", "1", "--ranks", "0"], "must be positive"),
+        (["plan", "--gbits", "1", "--local-size", "0"], "must be positive"),
+        (["plan", "--gbits", "1", "--bucket-mb", "0"], "must be positive"),
         (["plan", "--gbits", "-1", "--model", "small"], "bandwidth"),
         (
             ["plan", "--from", "nowhere.json"],

@@ -100,10 +100,13 @@ def plain_training() -> str:
 
 
 def bucket_by_measurement() -> str:
-    model = mlp()
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 3))
+    before = torch.get_rng_state()
     sync = synchronize(model, sgd(model), **({} if PLAIN else {"bucket_mb": "auto"}))
+    assert torch.equal(torch.get_rng_state(), before)
     if not PLAIN:
-        assert sync.bucket_mb >= 1, sync.bucket_mb
+        assert len(set(hb.current().control.all_gather_object(sync.bucket_mb))) == 1
     train(sync)
     return digest(model)
 
