@@ -3,8 +3,8 @@
 Rules:
 
 1. What a policy asks for comes from a dry run at that number of ranks, what it computes from a dry run with real
-   tensors at two small numbers: arithmetic grows at most linearly with the ranks (a sparse all-gather is decoded rank
-   by rank), so a line through both is enough.
+   tensors at a few: arithmetic grows at most linearly with the ranks (a sparse all-gather is decoded rank by rank),
+   so a line is enough.
 2. Buckets become ready while backward runs, in proportion to their elements. One network carries one collective at
    a time; the policy's arithmetic has a core of its own, or shares that of backward, and so does what sending takes
    of a core.
@@ -36,8 +36,8 @@ SETTLED = 10_000_000
 """A step after any warm-up."""
 MOST = 1024
 """Beyond so many ranks requests are extrapolated: a dry run has a row for each rank."""
-FEW = (2, 4, 8)
-"""Numbers of ranks; arithmetic is measured at the least and the most of them for which a policy is defined."""
+FEW = (2, 8, 64)
+"""Numbers of ranks at which arithmetic is measured: far apart, for a line through them goes on to 100,000."""
 BUCKETS_MB = (1.0, 2.5, 5.0, 10.0, DEFAULT_MB, 50.0)
 """What :func:`best_bucket_mb` compares."""
 Shapes = Mapping[str, Tensor | Sequence[int]]
@@ -115,9 +115,8 @@ class Planner:
 
     def _buckets(self, policy: Policy, ranks: int, arithmetic: Arithmetic, step: int) -> list[Bucket]:
         found: dict[int, Bucket] = {}
-        seconds, events = arithmetic.at(ranks, policy.due(step)), self._events(policy, ranks, step)
-        if len(seconds) != len(events):
-            raise ConfigurationError(f"among {ranks} ranks it asks for other operations than where it was measured")
+        events = self._events(policy, ranks, step)
+        seconds = arithmetic.at(ranks, policy.due(step), len(events))
         for spent, (event, load) in zip(seconds, events, strict=True):
             bucket = found.setdefault(event.bucket, Bucket())
             if isinstance(event, Ended):
@@ -212,17 +211,19 @@ class Arithmetic:
         """On a machine that takes ``factor`` times as long."""
         return Arithmetic({key: [factor * each for each in seconds] for key, seconds in self.seconds.items()})
 
-    def at(self, ranks: int, due: bool) -> list[float]:
-        """At any number of ranks: on the line through what was measured, not below zero.
+    def at(self, ranks: int, due: bool, count: int) -> list[float]:
+        """At any number of ranks, for ``count`` collectives and ends: on the line through what was measured, not below
+        zero.
 
-        Where a policy asks for other operations at the least than at the most, what was measured at the most.
+        Raises:
+            ConfigurationError: nowhere were there so many.
         """
-        if (ranks, due) in self.seconds:
-            return list(self.seconds[ranks, due])
-        known = sorted(n for n, also in self.seconds if also == due)
+        known = sorted(n for (n, also), seconds in self.seconds.items() if also == due and len(seconds) == count)
+        if not known:
+            raise ConfigurationError(f"among {ranks} ranks it asks for other operations than where it was measured")
         low, high = known[0], known[-1]
         a, b = self.seconds[low, due], self.seconds[high, due]
-        if low == high or len(a) != len(b):
+        if low == high:
             return list(b)
         return [max(0.0, x + (y - x) * (ranks - low) / (high - low)) for x, y in zip(a, b, strict=True)]
 
@@ -269,7 +270,7 @@ def measure_arithmetic(
     if not defined:
         raise ConfigurationError(f"its arithmetic is measured at {sizes} ranks: {refusal}") from refusal
     seconds = {}
-    for ranks in {defined[0], defined[-1]}:
+    for ranks in defined:
         for due, step in steps.items():
             sample = _Sample(policy, params, bucket_mb, ranks, min(local_size, ranks), step, repeats, device)
             seconds[ranks, due] = sample.whole_step()
