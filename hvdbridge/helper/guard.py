@@ -9,7 +9,7 @@ Rules:
    without having called MPI_Init, whatever its status.
 3. A rank that ends before it is released leaves no shared-memory segment. Which are its own is only seen while it
    lives, and a launcher may kill it at any moment: MPI_Init begins when the guard watches, and what the rank's maps
-   say is read as soon as a new name appears.
+   say is read as soon as a new name appears. A rank killed in the millisecond in which it makes one may still leave it.
 """
 
 from __future__ import annotations
