@@ -15,16 +15,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from hvdbridge.bench.arithmetic import FEW, SETTLED, Arithmetic, Shapes, kinds, measure_arithmetic
 from hvdbridge.bench.network import Load, Network, probe, ranks_per_node
-from hvdbridge.bucket import cut_layouts
 from hvdbridge.collectives import Broadcast
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.dry_run import Asked, Ended, dry_run
@@ -32,15 +30,10 @@ from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policy import Policy
 from hvdbridge.sources.base import DEFAULT_MB
 
-SETTLED = 10_000_000
-"""A step after any warm-up."""
 MOST = 1024
 """Beyond so many ranks requests are extrapolated: a dry run has a row for each rank."""
-FEW = (2, 8, 64)
-"""Numbers of ranks at which arithmetic is measured: far apart, for a line through them goes on to 100,000."""
 BUCKETS_MB = (1.0, 2.5, 5.0, 10.0, DEFAULT_MB, 50.0)
 """What :func:`best_bucket_mb` compares."""
-Shapes = Mapping[str, Tensor | Sequence[int]]
 
 
 Leg = tuple[str, float, float]  # where, seconds, and seconds in which it keeps a core busy elsewhere
@@ -91,7 +84,7 @@ class Planner:
 
     def predict(self, spec: str, policy: Policy, ranks: int, arithmetic: Arithmetic) -> Prediction:
         """One step among ``ranks`` ranks, after any warm-up; what is done only in some steps is spread over all."""
-        steps, due = _kinds(policy)
+        steps, due = kinds(policy)
         found = self._one(spec, policy, ranks, arithmetic, steps.get(False, SETTLED))
         if 0 < due < 1:
             extra = self._one(spec, policy, ranks, arithmetic, steps[True])
@@ -191,92 +184,6 @@ class Planner:
         return max(*free.values(), self.forward + self.backward)
 
 
-def _kinds(policy: Policy) -> tuple[dict[bool, int], float]:
-    """A settled step that is :meth:`Policy.due` and one that is not, as far as there are any; the former's share."""
-    every = range(SETTLED, SETTLED + 1000)
-    return {policy.due(step): step for step in every}, sum(map(policy.due, every)) / len(every)
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """What a policy computes between its collectives.
-
-    Attributes:
-        seconds: (ranks, whether :meth:`Policy.due`) -> seconds before each collective and each end, in order.
-    """
-
-    seconds: Mapping[tuple[int, bool], Sequence[float]]
-
-    def scaled(self, factor: float) -> Arithmetic:
-        """On a machine that takes ``factor`` times as long."""
-        return Arithmetic({key: [factor * each for each in seconds] for key, seconds in self.seconds.items()})
-
-    def at(self, ranks: int, due: bool, count: int) -> list[float]:
-        """At any number of ranks, for ``count`` collectives and ends: on the line through what was measured, not below
-        zero.
-
-        Raises:
-            ConfigurationError: nowhere were there so many.
-        """
-        known = sorted(n for (n, also), seconds in self.seconds.items() if also == due and len(seconds) == count)
-        if not known:
-            raise ConfigurationError(f"among {ranks} ranks it asks for other operations than where it was measured")
-        low, high = known[0], known[-1]
-        a, b = self.seconds[low, due], self.seconds[high, due]
-        if low == high:
-            return list(b)
-        return [max(0.0, x + (y - x) * (ranks - low) / (high - low)) for x, y in zip(a, b, strict=True)]
-
-
-def measure_copy(device: torch.device | str = "cpu", repeats: int = 5) -> float:
-    """Seconds per element of a copy of DEFAULT_MB on this machine, median after one."""
-    source = torch.ones(int(DEFAULT_MB * 2**18), device=device)
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        target.copy_(source)
-        if target.is_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:]) / source.numel()
-
-
-def measure_arithmetic(
-    policy: Policy,
-    params: Shapes,
-    bucket_mb: float = 25.0,
-    repeats: int = 3,
-    device: torch.device | str = "cpu",
-    sizes: Sequence[int] = FEW,
-    local_size: int = 1,
-) -> Arithmetic:
-    """Time a policy's own work on this machine, without other ranks: medians of ``repeats`` steps, after one.
-
-    Of the buckets that ask for the same operations only one is measured, the one of median size; the others' times are
-    its, by their elements.
-
-    Raises:
-        ConfigurationError: the policy is not defined for any of ``sizes`` numbers of ranks.
-    """
-    steps, _ = _kinds(policy)
-    defined, refusal = [], None
-    for ranks in sizes:
-        try:
-            policy.check_size(ranks, -(-ranks // local_size))
-            defined.append(ranks)
-        except ConfigurationError as error:
-            refusal = error
-    if not defined:
-        raise ConfigurationError(f"its arithmetic is measured at {sizes} ranks: {refusal}") from refusal
-    seconds = {}
-    for ranks in defined:
-        for due, step in steps.items():
-            sample = _Sample(policy, params, bucket_mb, ranks, min(local_size, ranks), step, repeats, device)
-            seconds[ranks, due] = sample.whole_step()
-    return Arithmetic(seconds)
-
-
 def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: Communicator) -> float:
     """The size of a bucket, in MiB, with which a step should end first here; rank 0's answer. Collective.
 
@@ -296,13 +203,13 @@ def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: C
         return DEFAULT_MB
     device = next(iter(params.values())).device
     size, local_size = communicator.size, ranks_per_node(communicator)
-    kinds = {
+    asked = {
         event.request.kind
-        for step in _kinds(policy)[0].values()
+        for step in kinds(policy)[0].values()
         for event in dry_run(policy, params, size, step, local_size=local_size)
         if isinstance(event, Asked)
     }
-    network = probe(communicator, device, 3, kinds)
+    network = probe(communicator, device, 3, asked)
 
     def predicted(bucket_mb: float, backward: float) -> Prediction:
         sizes = FEW if size > FEW[-1] else (size,)
@@ -319,69 +226,3 @@ def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: C
 
 def _rehearses(policy: Policy) -> bool:
     return policy.rehearses and all(_rehearses(inner) for inner in policy.inners().values())
-
-
-Operations = tuple[str, ...]
-
-
-@dataclass
-class _Sample:
-    """Measures few buckets, for all."""
-
-    policy: Policy
-    params: Shapes
-    bucket_mb: float
-    ranks: int
-    local_size: int
-    step: int
-    repeats: int
-    device: torch.device | str
-    known: dict[Operations, tuple[int, Sequence[float]]] = field(default_factory=dict)  # elements, seconds
-
-    def whole_step(self) -> list[float]:
-        """Seconds before each collective and each end of a step with all parameters, in order."""
-        buckets = self._dry_run(self.params, "meta")
-        meta = {
-            n: p.to("meta") if isinstance(p, Tensor) else torch.empty(p, device="meta") for n, p in self.params.items()
-        }
-        layouts = cut_layouts(meta, self.bucket_mb * 2**20)
-        every: list[float] = []
-        for index, (operations, numel, _) in enumerate(buckets):
-            if operations not in self.known:
-                # A flow over the whole model (scope "step", after_step) is measured on a bucket's parameters, too.
-                alike = [i for i, each in enumerate(buckets[: len(layouts)]) if each[0] == operations]
-                alike = alike if self.policy.scope == "bucket" and index < len(layouts) else list(range(len(layouts)))
-                median = sorted(alike, key=lambda i: layouts[i].numel)[len(alike) // 2]
-                names = layouts[median].names
-                self._measure({name: self.params[name] for name in names}, [names])
-            if operations not in self.known:
-                self._measure(self.params, None)
-            measured, seconds = self.known[operations]
-            every += [one * numel / max(1, measured) for one in seconds]
-        return every
-
-    def _measure(self, params: Shapes, buckets: Sequence[Sequence[str]] | None) -> None:
-        runs = [self._dry_run(params, self.device, buckets) for _ in range(self.repeats + 1)][1:]
-        for bucket in zip(*runs, strict=True):
-            operations, numel, _ = bucket[0]
-            self.known[operations] = (
-                numel,
-                [statistics.median(leg) for leg in zip(*(run[2] for run in bucket), strict=True)],
-            )
-
-    def _dry_run(
-        self, params: Shapes, device: torch.device | str, buckets: Sequence[Sequence[str]] | None = None
-    ) -> list[tuple[Operations, int, list[float]]]:
-        """Of each bucket what it asks for, its elements, and the seconds before each operation and the end."""
-        found: dict[int, tuple[list[str], list[float]]] = {}
-        numels = {}
-        for event in dry_run(
-            self.policy, params, self.ranks, self.step, self.bucket_mb, self.local_size, device, buckets
-        ):
-            operations, seconds = found.setdefault(event.bucket, ([], []))
-            seconds.append(event.seconds)
-            if isinstance(event, Asked):
-                operations.append(f"{event.request.kind} {event.request.tensor.dtype} {event.request.group}")
-            else:
-                numels[event.bucket] = event.numel
-        return [(tuple(operations), numels[index], seconds) for index, (operations, seconds) in sorted(found.items())]

@@ -77,8 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     from torch.optim import SGD
 
     from hvdbridge.bench import report
+    from hvdbridge.bench.arithmetic import measure_arithmetic, measure_copy
     from hvdbridge.bench.models import model
-    from hvdbridge.bench.predict import Planner, measure_arithmetic, measure_copy
+    from hvdbridge.bench.predict import Planner
     from hvdbridge.policies import from_spec
     from hvdbridge.sources.base import DEFAULT_MB, views_pay
 

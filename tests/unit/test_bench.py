@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from hvdbridge.bench import models, predict
+from hvdbridge.bench.arithmetic import Arithmetic, measure_arithmetic
 from hvdbridge.bench.native import WAYS, native
 from hvdbridge.bench.network import Line, Load, Network
-from hvdbridge.bench.predict import MOST, Arithmetic, Planner, Prediction, measure_arithmetic
+from hvdbridge.bench.predict import MOST, Planner, Prediction
 from hvdbridge.bench.report import recommend
 from hvdbridge.bridges.compression import from_horovod_compression
 from hvdbridge.cli import main
