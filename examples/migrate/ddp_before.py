@@ -21,4 +21,5 @@ for step in range(10):
     optimizer.step()
 parameters = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 print(f"rank {rank} digest {hashlib.sha256(parameters).hexdigest()[:16]}", flush=True)
+dist.monitored_barrier()
 dist.destroy_process_group()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from jobs import leave_torch
 from torch import Tensor
 
 
@@ -18,7 +19,7 @@ class Torch:
         dist.init_process_group("gloo")
 
     def stop(self) -> None:
-        self.dist.destroy_process_group()
+        leave_torch()
 
     def size(self) -> int:
         return int(self.dist.get_world_size())

@@ -6,7 +6,7 @@ adopt.py torch|horovod|mpi
 import sys
 
 import torch
-from jobs import record
+from jobs import leave_torch, record
 
 import hvdbridge as hb
 
@@ -32,7 +32,7 @@ rank = seen[0][1]
 mine = torch.tensor([rank + 1.0])
 if name == "torch":
     dist.all_reduce(mine)
-    dist.destroy_process_group()
+    leave_torch()
 elif name == "horovod":
     mine = hvd.allreduce(mine, op=hvd.Sum)
 else:

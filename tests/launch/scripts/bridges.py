@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import record
+from jobs import leave_torch, record
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -509,4 +509,4 @@ for scenario in [*(HOOKS if ON_TORCH else []), *([] if LATE else DDP)]:
 if hb.is_initialized():
     hb.shutdown()
 if LATE:
-    dist.destroy_process_group()
+    leave_torch()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from jobs import record
+from jobs import leave_torch, record
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, quantization_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -201,6 +201,6 @@ record(RANK, results)
 if chosen:
     print(results)
 if PLAIN:
-    dist.destroy_process_group()
+    leave_torch()
 else:
     hb.shutdown()

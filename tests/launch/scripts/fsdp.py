@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import record
+from jobs import leave_torch, record
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -267,4 +267,4 @@ for scenario in SCENARIOS:
     record(RANK, results)
 hb.shutdown()
 if dist.is_initialized():
-    dist.destroy_process_group()
+    leave_torch()

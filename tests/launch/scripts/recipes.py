@@ -190,5 +190,4 @@ if __name__ == "__main__":
         run = {"Lightning": with_lightning, "Accelerate": with_accelerate, "DDP": with_ddp}[package]
         jobs.record(int(os.environ["RANK"]), run())
         if dist.is_initialized():
-            dist.barrier()  # nobody leaves while another still works
-            dist.destroy_process_group()
+            jobs.leave_torch()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import record
+from jobs import leave_torch, record
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -598,7 +598,7 @@ if __name__ == "__main__":
             results[scenario.__name__] = traceback.format_exc()
         record(RANK, results)
     if PLAIN:
-        dist.destroy_process_group()
+        leave_torch()
     else:
         hb.shutdown()
     if chosen:
