@@ -3,9 +3,10 @@
 ::
 
     hvdbridge plan --model bert-base --gbits 10 --latency-us 30
-    hvdbridge plan --model gpt2 --from bench.json     # network and computation as `hvdbridge bench --json` found them
+    hvdbridge plan --model gpt2 --from bench.json     # network, computation, compression as `hvdbridge bench --json` did
 
-With --from, what was predicted is printed beside what was measured.
+With --from, what was predicted is printed beside what was measured. A policy that FILE does not have is timed on this
+machine alone.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Job:
     compute: float | None = None
     measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # (policy, ranks) -> seconds of a step
     buckets: Mapping[str, float] = field(default_factory=dict)  # policy -> MiB
+    compression: Mapping[str, tuple[int, float]] = field(default_factory=dict)  # policy -> ranks, seconds of a step
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch.optim import SGD
 
     from hvdbridge.bench import report
-    from hvdbridge.bench.arithmetic import measure_arithmetic, measure_copy
+    from hvdbridge.bench.arithmetic import kinds, measure_arithmetic, measure_copy
     from hvdbridge.bench.models import model
     from hvdbridge.bench.predict import Planner
     from hvdbridge.policies import from_spec
@@ -116,9 +118,14 @@ def run(arguments: argparse.Namespace) -> int:
             except ConfigurationError as error:
                 console.print(f"{spec}: left out: {error}")
                 continue
+            factor = here
+            if spec in job.compression and kinds(policy)[1] in (0, 1):  # a median step says all
+                size, seconds = job.compression[spec]
+                alone = planner.predict(spec, policy, size, arithmetic).compression
+                factor = seconds / alone if alone else here
             for ranks in sorted({*arguments.ranks, *(n for one, n in job.measured if one == spec)}):
                 try:
-                    found.append(planner.predict(spec, policy, ranks, arithmetic.scaled(here)))
+                    found.append(planner.predict(spec, policy, ranks, arithmetic.scaled(factor)))
                 except ConfigurationError as error:
                     console.print(f"{spec}, {ranks} ranks: left out: {error}")
     console.print(report.predicted(found))
@@ -155,6 +162,7 @@ def _job(arguments: argparse.Namespace) -> Job:
                 compute,
                 {(row["policy"], row["ranks"]): float(row["step"]) for row in rows},
                 {row["policy"]: float(row.get("bucket_mb", DEFAULT_MB)) for row in rows},
+                {row["policy"]: (row["ranks"], float(row["compression"])) for row in rows},
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
