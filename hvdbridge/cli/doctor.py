@@ -32,6 +32,7 @@ BACKENDS = ("torch", "horovod", "mpi")
 INSTALL_TORCH = "pip install torch"
 INSTALL_HOROVOD = "hvdbridge install-horovod"
 INSTALL_MPICH = "pip install 'hvdbridge[mpich]'"
+INSTALL_COMPILER = "install a C compiler, or name one in CC: compression takes a fraction of the time"
 INSTALL_MPI4PY = "pip install 'hvdbridge[mpi]'"
 SIOCGIFADDR = 0x8915  # netdevice(7)
 
@@ -55,6 +56,7 @@ class Facts:
     torch: probe.Torch | probe.Missing
     horovod: probe.Horovod | probe.Missing
     mpi: probe.Mpi | probe.Missing
+    kernels: str | probe.Missing = ""
     launchers: Mapping[str, Launcher] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -99,6 +101,7 @@ def examine() -> Facts:
         torch=probe.torch(),
         horovod=probe.horovod(),
         mpi=probe.mpi(),
+        kernels=probe.kernels(),
         launchers={name: found for name in LAUNCHERS if (found := _launcher(name))},
         interfaces=_interfaces(),
         variables=_variables(os.environ),
@@ -310,6 +313,8 @@ def report(facts: Facts, table: Sequence[Cell], console: Console) -> None:
 
     remedies = dict.fromkeys(cell.remedy for cell in table if cell.remedy)
     hidden = [name for name, launcher in facts.launchers.items() if not launcher.on_path]
+    if isinstance(facts.kernels, probe.Missing) and not isinstance(facts.torch, probe.Missing):
+        remedies[INSTALL_COMPILER] = None
     if hidden:
         environment = os.path.dirname(facts.launchers[hidden[0]].path)
         remedies[f'export PATH="{environment}:$PATH"    # {", ".join(hidden)}'] = None
@@ -323,7 +328,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
     gpus: Sequence[str] = [] if isinstance(facts.torch, probe.Missing) else facts.torch.gpus
     rows += [("GPUs", "\n".join(gpus) or "none that torch can use")]
     rows += [("horovod", _describe(facts.horovod))]
-    rows += [("mpi4py", _describe(facts.mpi))]
+    rows += [("mpi4py", _describe(facts.mpi)), ("CPU kernels", _describe_kernels(facts.kernels))]
     for name in LAUNCHERS:
         rows.append((name, _describe_launcher(facts.launchers.get(name))))
     rows.append(("interfaces", ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())))
@@ -339,6 +344,12 @@ def _describe_torch(torch: probe.Torch | probe.Missing) -> str:
 
 def _describe(found: probe.Horovod | probe.Mpi | probe.Missing) -> str:
     return f"no ({found.why})" if isinstance(found, probe.Missing) else str(found)
+
+
+def _describe_kernels(kernels: str | probe.Missing) -> str:
+    if isinstance(kernels, probe.Missing):
+        return f"torch's operations, several times slower: no C compiler that works ({kernels.why})"
+    return kernels
 
 
 def _describe_launcher(launcher: Launcher | None) -> str:

@@ -3,7 +3,7 @@
 ::
 
     hvdbridge plan --model bert-base --gbits 10 --latency-us 30
-    hvdbridge plan --model gpt2 --from bench.json     # network, computation, compression as `hvdbridge bench --json` did
+    hvdbridge plan --model gpt2 --from bench.json     # network, computation, compression as `bench --json` found
 
 With --from, what was predicted is printed beside what was measured. A policy that FILE does not have is timed on this
 machine alone.

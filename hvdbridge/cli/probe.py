@@ -51,6 +51,17 @@ library = MPI.Get_library_version().strip(" \\0\\n").splitlines()[0]
 answer = dict(mpi4py=mpi4py.__version__, implementation=" ".join(library.split()))
 """
 
+KERNELS = """
+import json, subprocess
+from hvdbridge.config import Config
+from hvdbridge.kernels.native import library
+try:
+    library(Config.from_environment().cache)
+    answer = dict(why="")
+except (OSError, subprocess.SubprocessError) as error:
+    answer = dict(why=(getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1])
+"""
+
 
 @dataclass(frozen=True)
 class Torch:
@@ -116,6 +127,16 @@ def mpi() -> Mpi | Missing:
     """mpi4py and its library, without MPI_Init."""
     answer = ask(MPI)
     return answer if isinstance(answer, Missing) else Mpi(**answer)
+
+
+def kernels() -> str | Missing:
+    """What computes a policy's hot loops on a CPU; missing if native.c does not compile."""
+    if os.environ.get("HVDBRIDGE_KERNELS") == "torch":
+        return "torch's operations (HVDBRIDGE_KERNELS=torch)"
+    answer = ask(KERNELS)
+    if isinstance(answer, Missing):
+        return answer
+    return Missing(answer["why"]) if answer["why"] else "C, compiled for this processor"
 
 
 def ask(source: str, environ: Mapping[str, str] | None = None) -> dict[str, Any] | Missing:

@@ -67,7 +67,7 @@ def _load() -> ctypes.CDLL | None:
     if config.kernels == "torch":
         return None
     try:
-        found = _open(config.cache)
+        found = library(config.cache)
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         if config.kernels == "native":
@@ -86,8 +86,12 @@ def _load() -> ctypes.CDLL | None:
     return found
 
 
-def _open(folder: Path) -> ctypes.CDLL:
-    """Load what was compiled; whoever comes first compiles it, and puts it in its place in one move."""
+def library(folder: Path) -> ctypes.CDLL:
+    """Load what was compiled; whoever comes first compiles it, and puts it in its place in one move.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no compiler, or it fails (its words are in ``stderr``).
+    """
     compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     words = [*compiler, *FLAGS, native, "-x", "c", str(SOURCE), "-lm"]

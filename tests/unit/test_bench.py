@@ -262,6 +262,27 @@ def test_plan_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert picture.stat().st_size > 1000
 
 
+def test_plan_takes_compression_as_it_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the job, beside other ranks; what comes due in some steps only has no median step that says it."""
+    source, out = tmp_path / "bench.json", tmp_path / "plan.json"
+    policies = {"int8": 0.125, "topk:ratio=0.01": 0.0, "local_sgd:every=8": 7.0}
+    rows = [
+        {"backend": "torch", "model": "small:4", "policy": spec, "ranks": 2, "step": 0.5, "compute": 0.25,
+         "compression": seconds}
+        for spec, seconds in policies.items()
+    ]  # fmt: skip
+    source.write_text(json.dumps({"network": Network.given(1e-4, 1e8).to_dict(), "rows": rows}))
+    words = ["--model", "small:4", "--from", str(source), "--ranks", "2", "--policies", *policies, "mean"]
+    assert main(["plan", *words, "--json", str(out)]) == 0
+    assert "predicted" in capsys.readouterr().out
+    found = {row["policy"]: row for row in json.loads(out.read_text())["rows"]}
+    assert found["int8"]["compression"] == pytest.approx(0.125)
+    assert found["int8"]["step"] > 0.25 + 0.125 / 2
+    assert found["topk:ratio=0.01"]["compression"] == 0.0
+    assert found["local_sgd:every=8"]["compression"] < 1.0
+    assert all(row["compute"] == pytest.approx(0.25) for row in found.values())
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

@@ -173,3 +173,23 @@ def test_a_child_does_not_take_itself_for_a_rank(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "1")
     answer = probe.ask("import json, os; answer = dict(seen=[k for k in os.environ if k.endswith('_RANK')])")
     assert answer == {"seen": []}
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, "C, compiled for this processor"),
+        ({"CC": "no-such-compiler"}, "several times slower: no C compiler that works ([Errno 2]"),
+        ({"CC": "false"}, "several times slower: no C compiler that works (Command"),
+        ({"CC": "false", "HVDBRIDGE_KERNELS": "torch"}, "torch's operations (HVDBRIDGE_KERNELS=torch)"),
+    ],
+)
+def test_what_computes_on_the_cpu(variables, found, monkeypatch, tmp_path):
+    for name, value in {"HVDBRIDGE_CACHE": str(tmp_path), **variables}.items():
+        monkeypatch.setenv(name, value)
+    facts = replace(EVERYTHING, kernels=probe.kernels())
+    console = Console(width=300, highlight=False, markup=False)
+    with console.capture() as captured:
+        doctor.report(facts, cells(facts), console)
+    assert found in captured.get()
+    assert (doctor.INSTALL_COMPILER in captured.get()) == isinstance(facts.kernels, probe.Missing)
