@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +61,11 @@ def processes(mark: str) -> list[str]:
 
 def segments(since: float) -> list[str]:
     """MPI's new segments in /dev/shm that no process maps."""
-    found = {p.name for p in Path("/dev/shm").glob("mpich_*") if p.stat().st_mtime >= since}
+    found = set()
+    for segment in Path("/dev/shm").glob("mpich_*"):
+        with suppress(FileNotFoundError):  # of another job, whose end is now
+            if segment.stat().st_mtime >= since:
+                found.add(segment.name)
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             text = maps.read_text()
