@@ -8,6 +8,7 @@ import jobs
 import pytest
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "scenarios.py")
+LIMIT = 120.0  # of a job with all scenarios: 16 s on idle cores, up to three times that beside other jobs
 LIKE_DDP = [
     "plain_training", "unused_on_some_ranks", "unused_on_all_ranks", "shared_and_frozen", "several_optimizers",
     "scheduler", "closure", "compiled", "checkpointing", "two_backwards", "accumulation", "grad_scaler", "clipping",
@@ -22,17 +23,17 @@ ALIKE = [
 
 @pytest.fixture(scope="module")
 def ddp() -> dict[str, str]:
-    return jobs.run("torchrun", None, 2, [SCRIPT, "plain"]).check().records[0]
+    return jobs.run("torchrun", None, 2, [SCRIPT, "plain"], LIMIT).check().records[0]
 
 
 @pytest.fixture(scope="module", params=jobs.BACKENDS)
 def ours(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    return jobs.run(jobs.NATIVE[request.param], request.param, 2, [SCRIPT]).check().records
+    return jobs.run(jobs.NATIVE[request.param], request.param, 2, [SCRIPT], LIMIT).check().records
 
 
 @pytest.fixture(scope="module")
 def on_torch() -> dict[str, str]:
-    return jobs.run("torchrun", "torch", 2, [SCRIPT]).check().records[0]
+    return jobs.run("torchrun", "torch", 2, [SCRIPT], LIMIT).check().records[0]
 
 
 @pytest.mark.parametrize("scenario", LIKE_DDP)
