@@ -56,7 +56,7 @@ class Facts:
     torch: probe.Torch | probe.Missing
     horovod: probe.Horovod | probe.Missing
     mpi: probe.Mpi | probe.Missing
-    kernels: str | probe.Missing = ""
+    kernels: probe.Kernels | probe.Missing
     launchers: Mapping[str, Launcher] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -312,9 +312,9 @@ def report(facts: Facts, table: Sequence[Cell], console: Console) -> None:
     console.print(grid)
 
     remedies = dict.fromkeys(cell.remedy for cell in table if cell.remedy)
-    hidden = [name for name, launcher in facts.launchers.items() if not launcher.on_path]
-    if isinstance(facts.kernels, probe.Missing) and not isinstance(facts.torch, probe.Missing):
+    if getattr(facts.kernels, "failure", ""):
         remedies[INSTALL_COMPILER] = None
+    hidden = [name for name, launcher in facts.launchers.items() if not launcher.on_path]
     if hidden:
         environment = os.path.dirname(facts.launchers[hidden[0]].path)
         remedies[f'export PATH="{environment}:$PATH"    # {", ".join(hidden)}'] = None
@@ -328,7 +328,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
     gpus: Sequence[str] = [] if isinstance(facts.torch, probe.Missing) else facts.torch.gpus
     rows += [("GPUs", "\n".join(gpus) or "none that torch can use")]
     rows += [("horovod", _describe(facts.horovod))]
-    rows += [("mpi4py", _describe(facts.mpi)), ("CPU kernels", _describe_kernels(facts.kernels))]
+    rows += [("mpi4py", _describe(facts.mpi)), ("CPU kernels", _describe(facts.kernels))]
     for name in LAUNCHERS:
         rows.append((name, _describe_launcher(facts.launchers.get(name))))
     rows.append(("interfaces", ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())))
@@ -342,14 +342,8 @@ def _describe_torch(torch: probe.Torch | probe.Missing) -> str:
     return ", ".join([torch.version, *parts, *([f"NCCL {torch.nccl}"] if torch.nccl else [])])
 
 
-def _describe(found: probe.Horovod | probe.Mpi | probe.Missing) -> str:
+def _describe(found: probe.Horovod | probe.Mpi | probe.Kernels | probe.Missing) -> str:
     return f"no ({found.why})" if isinstance(found, probe.Missing) else str(found)
-
-
-def _describe_kernels(kernels: str | probe.Missing) -> str:
-    if isinstance(kernels, probe.Missing):
-        return f"torch's operations, several times slower: no C compiler that works ({kernels.why})"
-    return kernels
 
 
 def _describe_launcher(launcher: Launcher | None) -> str:

@@ -55,11 +55,13 @@ KERNELS = """
 import json, subprocess
 from hvdbridge.config import Config
 from hvdbridge.kernels.native import library
-try:
-    library(Config.from_environment().cache)
-    answer = dict(why="")
-except (OSError, subprocess.SubprocessError) as error:
-    answer = dict(why=(getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1])
+config = Config.from_environment()
+answer = dict(setting=config.kernels, failure="")
+if config.kernels != "torch":
+    try:
+        library(config.cache)
+    except (OSError, subprocess.SubprocessError) as error:
+        answer["failure"] = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
 """
 
 
@@ -105,6 +107,20 @@ class Mpi:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """``HVDBRIDGE_KERNELS``, and why native.c does not compile (empty: it does, or is not asked to)."""
+
+    setting: str
+    failure: str
+
+    def __str__(self) -> str:
+        if self.failure:
+            without = "an error" if self.setting == "native" else "torch's operations, several times slower"
+            return f"{without}: no C compiler that works ({self.failure})"
+        return "torch's operations (HVDBRIDGE_KERNELS=torch)" if self.setting == "torch" else "C, for this processor"
+
+
+@dataclass(frozen=True)
 class Missing:
     """Something that cannot be imported, and the last line of why."""
 
@@ -129,14 +145,10 @@ def mpi() -> Mpi | Missing:
     return answer if isinstance(answer, Missing) else Mpi(**answer)
 
 
-def kernels() -> str | Missing:
-    """What computes a policy's hot loops on a CPU; missing if native.c does not compile."""
-    if os.environ.get("HVDBRIDGE_KERNELS") == "torch":
-        return "torch's operations (HVDBRIDGE_KERNELS=torch)"
+def kernels() -> Kernels | Missing:
+    """What computes a policy's hot loops on a CPU; missing where torch or the configuration is."""
     answer = ask(KERNELS)
-    if isinstance(answer, Missing):
-        return answer
-    return Missing(answer["why"]) if answer["why"] else "C, compiled for this processor"
+    return answer if isinstance(answer, Missing) else Kernels(**answer)
 
 
 def ask(source: str, environ: Mapping[str, str] | None = None) -> dict[str, Any] | Missing:
