@@ -115,14 +115,14 @@ def run(arguments: argparse.Namespace) -> int:
             planner = replace(planner, bucket_mb=arguments.bucket_mb or job.buckets.get(spec, DEFAULT_MB))
             try:
                 arithmetic = measure_arithmetic(policy, params, planner.bucket_mb, device=device, local_size=local_size)
+                factor = here
+                if spec in job.compression and kinds(policy)[1] in (0, 1):  # a median step says all
+                    size, seconds = job.compression[spec]
+                    alone = planner.predict(spec, policy, size, arithmetic).compression
+                    factor = seconds / alone if alone else here
             except ConfigurationError as error:
                 console.print(f"{spec}: left out: {error}")
                 continue
-            factor = here
-            if spec in job.compression and kinds(policy)[1] in (0, 1):  # a median step says all
-                size, seconds = job.compression[spec]
-                alone = planner.predict(spec, policy, size, arithmetic).compression
-                factor = seconds / alone if alone else here
             for ranks in sorted({*arguments.ranks, *(n for one, n in job.measured if one == spec)}):
                 try:
                     found.append(planner.predict(spec, policy, ranks, arithmetic.scaled(factor)))

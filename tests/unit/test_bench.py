@@ -271,10 +271,13 @@ def test_plan_takes_compression_as_it_was_measured(tmp_path: Path, capsys: pytes
          "compression": seconds}
         for spec, seconds in policies.items()
     ]  # fmt: skip
+    rows.append({**rows[0], "policy": "adasum", "ranks": 1000})  # more than its arithmetic is measured for
     source.write_text(json.dumps({"network": Network.given(1e-4, 1e8).to_dict(), "rows": rows}))
-    words = ["--model", "small:4", "--from", str(source), "--ranks", "2", "--policies", *policies, "mean"]
+    words = ["--model", "small:4", "--from", str(source), "--ranks", "2", "--policies", *policies, "mean", "adasum"]
     assert main(["plan", *words, "--json", str(out)]) == 0
-    assert "predicted" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "predicted" in printed
+    assert "adasum: left out: among 1000 ranks" in printed
     found = {row["policy"]: row for row in json.loads(out.read_text())["rows"]}
     assert found["int8"]["compression"] == pytest.approx(0.125)
     assert found["int8"]["step"] > 0.25 + 0.125 / 2
