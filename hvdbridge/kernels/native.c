@@ -13,70 +13,111 @@
 static inline int32_t bits_of(float x) { int32_t i; memcpy(&i, &x, 4); return i; }
 static inline float float_of(int32_t i) { float x; memcpy(&x, &i, 4); return x; }
 
-/* quantise.Linear, nearest, scales by the largest magnitude: x [rows, width] -> codes, scales [rows]. */
-void linear_encode(const float *restrict x, int64_t rows, int64_t width, int32_t levels, int32_t offset, int32_t mask,
-                   uint8_t *restrict codes, float *restrict scales)
+/* Where a block lies (quantise.Places): `count` elements from `start` of a vector, their codes from `code` of row `row`
+   of the codes, their scale the `scale`-th of that row. Rows are `stride` bytes apart; a scale may lie at any byte. */
+struct place { int64_t start; int32_t count, row, code, scale; };
+
+static inline float float_at(const uint8_t *at) { float x; memcpy(&x, at, 4); return x; }
+
+/* quantise.Linear, nearest, scales by the largest magnitude; `keep_rest`: the vector becomes what the codes do not say. */
+void linear_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, int32_t levels,
+                   int32_t offset, int32_t mask, uint8_t *restrict codes, int64_t code_stride, uint8_t *restrict scales,
+                   int64_t scale_stride, int32_t keep_rest)
 {
-    for (int64_t row = 0; row < rows; row++, x += width, codes += width) {
+    for (const struct place *at = places; at < places + blocks; at++) {
+        float *x = vector + at->start;
+        uint8_t *code = codes + at->row * code_stride + at->code;
         int32_t top = 0; /* as integers NaN is above inf, and inf above all numbers */
-        for (int64_t i = 0; i < width; i++) {
+        for (int64_t i = 0; i < at->count; i++) {
             int32_t magnitude = bits_of(x[i]) & 0x7fffffff;
             top = magnitude > top ? magnitude : top;
         }
         float scale = float_of(top) / (float)levels;
         scale = scale < TINY ? TINY : scale;
-        scales[row] = scale;
+        memcpy(scales + at->row * scale_stride + 4 * (int64_t)at->scale, &scale, 4);
         float inverse = 1.0f / scale;
-        for (int64_t i = 0; i < width; i++)
-            codes[i] = (uint8_t)(((int32_t)rintf(x[i] * inverse) + offset) & mask);
-    }
-}
-
-/* Its inverse; add 0: out = it, else out += add * it, where add is 1 or -1. */
-void linear_decode(const uint8_t *restrict codes, int64_t rows, int64_t width, int32_t offset,
-                   const float *restrict scales, float *restrict out, int32_t add)
-{
-    for (int64_t row = 0; row < rows; row++, codes += width, out += width) {
-        float scale = scales[row], signed_scale = add < 0 ? -scale : scale;
-        if (offset == 0 && add == 0)
-            for (int64_t i = 0; i < width; i++) out[i] = (float)(int8_t)codes[i] * scale;
-        else if (offset == 0)
-            for (int64_t i = 0; i < width; i++) out[i] += (float)(int8_t)codes[i] * signed_scale;
-        else if (add == 0)
-            for (int64_t i = 0; i < width; i++) out[i] = (float)(codes[i] - offset) * scale;
+        for (int64_t i = 0; i < at->count; i++)
+            code[i] = (uint8_t)(((int32_t)rintf(x[i] * inverse) + offset) & mask);
+        if (!keep_rest) continue;
+        if (offset == 0)
+            for (int64_t i = 0; i < at->count; i++) x[i] -= (float)(int8_t)code[i] * scale;
         else
-            for (int64_t i = 0; i < width; i++) out[i] += (float)(codes[i] - offset) * signed_scale;
+            for (int64_t i = 0; i < at->count; i++) x[i] -= (float)(code[i] - offset) * scale;
     }
 }
 
-/* signs.ScaledSign: x [rows, width], width a power of two up to 1024, counts [rows] or NULL: count for all. */
-void sign_encode(const float *restrict x, int64_t rows, int64_t width, const int64_t *restrict counts, int64_t count,
-                 uint8_t *restrict codes, float *restrict scales)
+/* Its inverse, of `messages` times `rows` rows: the vector is, or with `add` 1 or -1 changes by, what they say. */
+void linear_decode(const uint8_t *restrict codes, int64_t code_stride, const uint8_t *restrict scales,
+                   int64_t scale_stride, int64_t messages, int64_t rows, const struct place *restrict places,
+                   int64_t blocks, int32_t offset, float *restrict vector, int32_t add)
 {
-    float sum[512];
-    for (int64_t row = 0; row < rows; row++, x += width, codes += width) {
+    for (const struct place *at = places; at < places + blocks; at++) {
+        float *out = vector + at->start;
+        for (int64_t message = 0; message < messages; message++) {
+            int64_t row = message * rows + at->row;
+            const uint8_t *code = codes + row * code_stride + at->code;
+            float scale = float_at(scales + row * scale_stride + 4 * (int64_t)at->scale);
+            float signed_scale = add < 0 ? -scale : scale;
+            int writes = add == 0 && message == 0;
+            if (offset == 0 && writes)
+                for (int64_t i = 0; i < at->count; i++) out[i] = (float)(int8_t)code[i] * scale;
+            else if (offset == 0)
+                for (int64_t i = 0; i < at->count; i++) out[i] += (float)(int8_t)code[i] * signed_scale;
+            else if (writes)
+                for (int64_t i = 0; i < at->count; i++) out[i] = (float)(code[i] - offset) * scale;
+            else
+                for (int64_t i = 0; i < at->count; i++) out[i] += (float)(code[i] - offset) * signed_scale;
+        }
+    }
+}
+
+/* signs.ScaledSign, in blocks of `width`, a power of two up to 1024: the order of additions is that of a full block. */
+void sign_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, int64_t width,
+                 uint8_t *restrict codes, int64_t code_stride, uint8_t *restrict scales, int64_t scale_stride,
+                 int32_t keep_rest)
+{
+    float sum[512], padded[1024];
+    for (const struct place *at = places; at < places + blocks; at++) {
+        float *x = vector + at->start;
+        const float *full = x;
+        uint8_t *code = codes + at->row * code_stride + at->code;
+        if (at->count < width) {
+            memcpy(padded, x, 4 * (size_t)at->count);
+            memset(padded + at->count, 0, 4 * (size_t)(width - at->count));
+            full = padded;
+        }
         int64_t half = width / 2;
-        for (int64_t i = 0; i < half; i++) sum[i] = fabsf(x[i]) + fabsf(x[i + half]);
+        for (int64_t i = 0; i < half; i++) sum[i] = fabsf(full[i]) + fabsf(full[i + half]);
         while (half > 1) {
             half /= 2;
             for (int64_t i = 0; i < half; i++) sum[i] = sum[i] + sum[i + half];
         }
-        scales[row] = sum[0] / (float)(counts ? counts[row] : count);
-        for (int64_t i = 0; i < width; i++) codes[i] = x[i] >= 0.0f;
+        float scale = sum[0] / (float)at->count;
+        memcpy(scales + at->row * scale_stride + 4 * (int64_t)at->scale, &scale, 4);
+        for (int64_t i = 0; i < at->count; i++) code[i] = x[i] >= 0.0f;
+        if (!keep_rest) continue;
+        float twice = 2.0f * scale;
+        for (int64_t i = 0; i < at->count; i++) x[i] -= ((float)code[i] - 0.5f) * twice;
     }
 }
 
-void sign_decode(const uint8_t *restrict codes, int64_t rows, int64_t width, const float *restrict scales,
-                 float *restrict out, int32_t add)
+void sign_decode(const uint8_t *restrict codes, int64_t code_stride, const uint8_t *restrict scales,
+                 int64_t scale_stride, int64_t messages, int64_t rows, const struct place *restrict places,
+                 int64_t blocks, float *restrict vector, int32_t add)
 {
-    for (int64_t row = 0; row < rows; row++, codes += width, out += width) {
-        float scale = 2.0f * scales[row];
-        if (add == 0)
-            for (int64_t i = 0; i < width; i++) out[i] = ((float)codes[i] - 0.5f) * scale;
-        else if (add > 0)
-            for (int64_t i = 0; i < width; i++) out[i] += ((float)codes[i] - 0.5f) * scale;
-        else
-            for (int64_t i = 0; i < width; i++) out[i] -= ((float)codes[i] - 0.5f) * scale;
+    for (const struct place *at = places; at < places + blocks; at++) {
+        float *out = vector + at->start;
+        for (int64_t message = 0; message < messages; message++) {
+            int64_t row = message * rows + at->row;
+            const uint8_t *code = codes + row * code_stride + at->code;
+            float scale = 2.0f * float_at(scales + row * scale_stride + 4 * (int64_t)at->scale);
+            if (add == 0 && message == 0)
+                for (int64_t i = 0; i < at->count; i++) out[i] = ((float)code[i] - 0.5f) * scale;
+            else if (add >= 0)
+                for (int64_t i = 0; i < at->count; i++) out[i] += ((float)code[i] - 0.5f) * scale;
+            else
+                for (int64_t i = 0; i < at->count; i++) out[i] -= ((float)code[i] - 0.5f) * scale;
+        }
     }
 }
 

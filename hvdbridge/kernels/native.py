@@ -34,10 +34,10 @@ SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 P, I32, I64, U32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 FUNCTIONS = {
-    "linear_encode": (None, P, I64, I64, I32, I32, I32, P, P),
-    "linear_decode": (None, P, I64, I64, I32, P, P, I32),
-    "sign_encode": (None, P, I64, I64, P, I64, P, P),
-    "sign_decode": (None, P, I64, I64, P, P, I32),
+    "linear_encode": (None, P, P, I64, I32, I32, I32, P, I64, P, I64, I32),
+    "linear_decode": (None, P, I64, P, I64, I64, I64, P, I64, I32, P, I32),
+    "sign_encode": (None, P, P, I64, I64, P, I64, P, I64, I32),
+    "sign_decode": (None, P, I64, P, I64, I64, I64, P, I64, P, I32),
     "squeeze": (None, P, I64, I32, P),
     "spread": (None, P, I64, I32, P),
     "hash_bits": (None, P, I64, U32, U32, P),

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from ctypes import CDLL
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar, Literal
 
@@ -32,6 +34,32 @@ RUN = 1 << 13
 TINY = 2.0**-126
 
 Rounding = Literal["nearest", "stochastic"]
+
+
+class Places:
+    """Where native.c finds blocks, on a CPU.
+
+    Args:
+        starts, counts: int64 ``[blocks]``: of each block the first element in the vector, and how many it has.
+        rows: of the codes, and of the scales, the row that it is in.
+        codes, scales: how many of that row come before.
+        height: rows of one message.
+        width: of a full block, at most 1024.
+    """
+
+    def __init__(
+        self, starts: Tensor, counts: Tensor, rows: Tensor, codes: Tensor, scales: Tensor, height: int, width: int
+    ) -> None:
+        if width > 1024 or max(starts.numel(), int(codes.max()) if codes.numel() else 0) >= 2**31:
+            raise ValueError(f"native.c has no room for {starts.numel()} blocks of {width}")
+        narrow = [column.to(torch.int32) for column in (counts, rows, codes, scales)]
+        self._table = torch.cat([starts.view(-1, 1).view(torch.int32), torch.stack(narrow, 1)], 1)
+        self.height, self.width = height, width
+
+    @property
+    def given(self) -> tuple[int, int]:
+        """The table's address, and how many blocks it has."""
+        return self._table.data_ptr(), self._table.shape[0]
 
 
 class Blocks:
@@ -83,7 +111,14 @@ class Blocks:
         self.loose = torch.cat(loose).to(device) if loose else None
         """Numbers of the blocks that :meth:`gather` copies, in its order."""
         self.numbers, self.lengths = numbers.to(device, torch.int32), lengths.to(device)
+        self.starts, self.counts = starts, lengths
         self._inside = torch.arange(width, dtype=torch.int32, device=device)
+
+    @cached_property
+    def places(self) -> Places:
+        """With codes in the order of the vector, as :func:`encode` has them."""
+        none, numbers = torch.zeros_like(self.starts), torch.arange(self.count, device="cpu")
+        return Places(self.starts, self.counts, none, self.starts, numbers, 1, self.width)
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
         """The runs as (position, first block, blocks), on a CPU in pieces that stay in its cache."""
@@ -177,13 +212,36 @@ class Code(ABC):
 
         ``spare``: of its shape, float32, to be overwritten.
         """
-        if scales is None or not self._in_c(codes, scales, out, sign):
-            self.decode(codes, scales, spare)
-            out.add_(spare, alpha=sign)
+        self.decode(codes, scales, spare)
+        out.add_(spare, alpha=sign)
 
-    def _in_c(self, codes: Tensor, scales: Tensor, out: Tensor, add: int) -> bool:
-        """Decode by native.c into ``out`` (``add`` 0) or add to it, where that has a function for this."""
+    @property
+    def encodes_in_c(self) -> bool:
+        """Whether native.c has a loop for it."""
         return False
+
+    @property
+    def decodes_in_c(self) -> bool:
+        """Whether native.c has a loop for it."""
+        return False
+
+    def c_encode(
+        self, native: CDLL, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False
+    ) -> None:
+        """All blocks in one loop.
+
+        Args:
+            flat: float32; with ``keep_rest`` it becomes what the codes do not say.
+            codes, scales: uint8 and float32 (or its bytes), ``[rows, n]``, to be written; what is in a row lies side by
+                side.
+        """
+        raise NotImplementedError
+
+    def c_decode(
+        self, native: CDLL, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
+    ) -> None:
+        """The inverse, of one message or the sum of several, ``[messages * rows, n]``; see :func:`decode`."""
+        raise NotImplementedError
 
     def wire_bytes(self, n: int) -> int:
         """Of ``n`` codes."""
@@ -196,6 +254,12 @@ class Code(ABC):
     def from_wire(self, packed: Tensor, n: int) -> Tensor:
         """The inverse of :meth:`to_wire`."""
         return unpack(packed, n, self.bits)
+
+
+def lie(rows: Tensor) -> tuple[int, int]:
+    """Where rows begin, and how many bytes they are apart, for native.c."""
+    assert rows.stride(1) == 1 or rows.shape[1] < 2, "what is in a row lies side by side"
+    return rows.data_ptr(), rows.stride(0) * rows.itemsize
 
 
 def encode(
@@ -217,6 +281,11 @@ def encode(
     scales = (
         torch.empty(blocks.count, dtype=torch.float32, device=flat.device) if code.scaled and given is None else given
     )
+    if code.encodes_in_c and scales is not None:
+        x = flat.to(torch.float32) if flat.itemsize < 4 and not flat.is_cuda else flat
+        if native := compiled(x, codes):
+            code.c_encode(native, x, blocks.places, codes.unsqueeze(0), scales.unsqueeze(0))
+            return codes, scales
     for at, first, count in blocks.pieces():
         these = slice(first, first + count)
         x = blocks.view(flat, at, count).to(torch.float32)
@@ -259,6 +328,9 @@ def decode(
     direct = add is None and total.dtype == torch.float32  # the first row is written where it belongs
     if add is None:
         blocks.clear_padding(total)
+    if code.decodes_in_c and scales is not None and (native := compiled(total)):
+        code.c_decode(native, codes.contiguous(), scales.contiguous(), blocks.places, total, add)
+        return total
     for at, first, count in blocks.pieces():
         here = blocks.view(total, at, count)
         spare = here if direct and len(rows) == 1 else torch.empty(here.shape, dtype=torch.float32, device=here.device)
@@ -273,14 +345,15 @@ def decode(
                 code.decode(some, theirs, spare)
                 here.copy_(spare)
     if blocks.loose is not None:
-        whole = torch.zeros((blocks.loose.numel(), blocks.width), dtype=torch.float32, device=codes.device)
-        spare = torch.empty_like(whole)
+        spare = torch.zeros((blocks.loose.numel(), blocks.width), dtype=torch.float32, device=codes.device)
+        whole = torch.zeros_like(spare) if add is None else blocks.gather(total)
         for row in rows:
             theirs = None if scales is None else scales[row].index_select(0, blocks.loose)
             some = blocks.gather(codes[row])
-            code.add(some, theirs, whole, 1, spare) if row else code.decode(some, theirs, whole)
-        if add is not None:
-            whole = blocks.gather(total).add_(whole, alpha=add)
+            if row or add is not None:
+                code.add(some, theirs, whole, add or 1, spare)
+            else:
+                code.decode(some, theirs, whole)
         blocks.scatter(whole, total)
     return total
 
@@ -349,17 +422,6 @@ class Linear(Code):
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
     ) -> None:
         assert scales is not None
-        if noise is None and self.norm == "max" and self.levels <= 127 and (native := compiled(x, codes, scales)):
-            native.linear_encode(
-                x.data_ptr(),
-                *x.shape,
-                self.levels,
-                self._zero,
-                (1 << self.bits) - 1,
-                codes.data_ptr(),
-                scales.data_ptr(),
-            )
-            return
         torch.div(largest(x) if self.norm == "max" else norms(x), self.levels, out=scales)
         y = x * scales.clamp_(min=TINY).reciprocal().unsqueeze(1)
         round_(y, noise, self.levels)
@@ -367,14 +429,31 @@ class Linear(Code):
 
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
         assert scales is not None
-        if not self._in_c(codes, scales, out, 0):
-            self.read(codes, out).mul_(scales.unsqueeze(1))
+        self.read(codes, out).mul_(scales.unsqueeze(1))
 
-    def _in_c(self, codes: Tensor, scales: Tensor, out: Tensor, add: int) -> bool:
-        if scales.dim() != 1 or self.levels > 127 or (native := compiled(codes, scales, out)) is None:
-            return False
-        native.linear_decode(codes.data_ptr(), *codes.shape, self._zero, scales.data_ptr(), out.data_ptr(), add)
-        return True
+    @property
+    def encodes_in_c(self) -> bool:
+        return self.decodes_in_c and not self.random and self.norm == "max"
+
+    @property
+    def decodes_in_c(self) -> bool:
+        return self.levels <= 127
+
+    def c_encode(
+        self, native: CDLL, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False
+    ) -> None:
+        native.linear_encode(
+            flat.data_ptr(), *places.given, self.levels, self._zero, (1 << self.bits) - 1, *lie(codes), *lie(scales),
+            keep_rest,
+        )  # fmt: skip
+
+    def c_decode(
+        self, native: CDLL, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
+    ) -> None:
+        native.linear_decode(
+            *lie(codes), *lie(scales), codes.shape[0] // places.height, places.height, *places.given, self._zero,
+            out.data_ptr(), add or 0,
+        )  # fmt: skip
 
     @property
     def _zero(self) -> int:

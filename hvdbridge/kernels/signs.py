@@ -11,14 +11,15 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import CDLL
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hvdbridge.kernels.native import compiled
 from hvdbridge.kernels.pack import pack_bits, unpack_bits
-from hvdbridge.kernels.quantise import CHUNK, Code, row_sums
+from hvdbridge.kernels.quantise import CHUNK, Code, Places, lie, row_sums
 
 
 @dataclass(frozen=True)
@@ -32,30 +33,31 @@ class ScaledSign(Code):
     """
 
     bits = 1
+    encodes_in_c = decodes_in_c = True
 
     def encode(
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
     ) -> None:
         assert scales is not None
-        each = counts if isinstance(counts, Tensor) else None
-        fits = x.shape[1] <= 1024  # what native.c has room for
-        if fits and (native := compiled(x, codes, scales, *([] if each is None else [each]))):
-            of_all, of_each = (counts, None) if each is None else (0, each.data_ptr())
-            native.sign_encode(x.data_ptr(), *x.shape, of_each, of_all, codes.data_ptr(), scales.data_ptr())
-            return
         torch.div(row_sums(x.abs()), counts, out=scales)
         torch.ge(x, 0, out=codes.view(torch.bool))
 
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
         assert scales is not None
-        if not self._in_c(codes, scales, out, 0):
-            out.copy_(codes).sub_(0.5).mul_((2 * scales).unsqueeze(1))
+        out.copy_(codes).sub_(0.5).mul_((2 * scales).unsqueeze(1))
 
-    def _in_c(self, codes: Tensor, scales: Tensor, out: Tensor, add: int) -> bool:
-        if (native := compiled(codes, scales, out)) is None:
-            return False
-        native.sign_decode(codes.data_ptr(), *codes.shape, scales.data_ptr(), out.data_ptr(), add)
-        return True
+    def c_encode(
+        self, native: CDLL, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False
+    ) -> None:
+        native.sign_encode(flat.data_ptr(), *places.given, places.width, *lie(codes), *lie(scales), keep_rest)
+
+    def c_decode(
+        self, native: CDLL, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
+    ) -> None:
+        messages = codes.shape[0] // places.height
+        native.sign_decode(
+            *lie(codes), *lie(scales), messages, places.height, *places.given, out.data_ptr(), add or 0
+        )  # fmt: skip
 
 
 def majority(votes: Tensor, ties: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ from torch import Tensor
 from hvdbridge.bucket import BLOCK, Bucket, Layout, number_blocks
 from hvdbridge.collectives import AllGather, AllToAll, Collective
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.kernels.quantise import Blocks, Code, decode, encode
+from hvdbridge.kernels.native import compiled
+from hvdbridge.kernels.quantise import Blocks, Code, Places, decode, encode
 from hvdbridge.kernels.random import seed_of
 from hvdbridge.policy import Aggregated
 
@@ -300,22 +302,20 @@ def sharded_code(
     """
     rank, back, flat = bucket.rank, back or code, bucket.weighted().buffer
     plan = _code_plan(bucket, block)
-    codes, scales = encode(code, flat, plan.mine, seed_of(bucket, "to owner", private=True))
-    rest = None
-    if bucket.needs_sent:
-        rest = decode(code, codes.unsqueeze(0), _row(scales), plan.mine, flat, add=-1)
-    away = AllToAll(plan.to_rows(code, codes, scales))
-    del codes, scales
+    rest = flat if bucket.needs_sent else None
+    away = AllToAll(plan.everyone.encode(code, flat, seed_of(bucket, "to owner", private=True), bucket.needs_sent))
     theirs = yield away
     del away
-    total = decode(code, *plan.read_rows(code, theirs), plan.owned)
+    codes, scales = plan.own.read(code, theirs)
     del theirs
+    total = plan.own.decode(code, codes, scales)
+    del codes, scales
     if carry is not None:
         total.add_(plan.shards.owned(carry, rank))
-    codes, scales = encode(back, total, plan.owned, seed_of(bucket, "back"))
+    keep_rest = rest is not None or carry is not None
+    home = AllGather(plan.own.encode(back, total, seed_of(bucket, "back"), keep_rest)[0])
     error = None
-    if rest is not None or carry is not None:
-        decode(back, codes.unsqueeze(0), _row(scales), plan.owned, total, add=-1)
+    if keep_rest:
         if carry is not None:
             # torch.zeros takes ten times as long
             error = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device).zero_()
@@ -323,14 +323,12 @@ def sharded_code(
         assert where is not None
         plan.shards.add_owned(where, rank, total)
     del total
-    home = AllGather(plan.to_message(back, codes, scales))
-    del codes, scales
     answer = yield home
     del home
-    codes, scales = plan.from_rows(back, answer)
+    wide = accumulator(flat.dtype)
+    codes, scales = plan.everyone.read(back, answer, wide)
     del answer
-    update = decode(back, codes, scales, plan.mine, bucket.room(accumulator(flat.dtype)))
-    return Coded(update, rest, error)
+    return Coded(plan.everyone.decode(back, codes, scales, bucket.room(wide)), rest, error)
 
 
 def check_block(policy: object, block: int) -> None:
@@ -345,71 +343,126 @@ def check_block(policy: object, block: int) -> None:
         )
 
 
-def _row(scales: Tensor | None) -> Tensor | None:
-    return None if scales is None else scales.unsqueeze(0)
+class _Messages:
+    """A vector in coded blocks as messages, one for each shard: its scales, then its codes, padded to the longest.
+
+    By native.c where that can, in one pass between vector and message; else codes and scales are made in the order of
+    the vector, and moved.
+
+    Args:
+        blocks: of the vector.
+        order: the blocks of each shard, in its order.
+        slots, length: blocks and elements of the longest shard.
+        shards: how the vector is divided; None: it is one shard, in this order.
+    """
+
+    def __init__(
+        self, blocks: Blocks, order: list[Tensor], slots: int, length: int, shards: BlockShards | None = None
+    ) -> None:
+        self._blocks, self._slots, self._length, self._shards = blocks, slots, length, shards
+        lengths = blocks.counts
+        row, code, scale = (torch.zeros_like(blocks.starts) for _ in range(3))
+        self._used: list[tuple[int, int]] = []  # elements and blocks of each shard
+        for owner, these in enumerate(order):
+            row[these] = owner
+            code[these] = lengths[these].cumsum(0) - lengths[these]
+            scale[these] = torch.arange(these.numel(), device="cpu")
+            self._used.append((int(lengths[these].sum()), these.numel()))
+        self._places = Places(blocks.starts, lengths, row, code, scale, len(order), blocks.width)
+        self._order = order
+
+    def encode(self, code: Code, flat: Tensor, seed: int, keep_rest: bool = False) -> Tensor:
+        """uint8 ``[shards, bytes]``; with ``keep_rest`` ``flat`` becomes what these do not say."""
+        head, rows = self._head(code), len(self._used)
+        if code.encodes_in_c and (native := compiled(flat)):
+            messages = torch.empty((rows, head + code.wire_bytes(self._length)), dtype=torch.uint8)
+            scales, packed = messages[:, :head], messages[:, head:]
+            direct = code.bits == 8
+            codes = packed if direct else torch.empty((rows, self._length + -self._length % 8), dtype=torch.uint8)
+            code.c_encode(native, flat, self._places, codes, scales, keep_rest)
+            for i, (elements, blocks) in enumerate(self._used):
+                codes[i, elements:] = 0
+                scales[i, 4 * blocks :] = 0
+            if not direct:
+                packed.copy_(code.to_wire(codes)[:, : packed.shape[1]])
+            return messages
+        codes, found = encode(code, flat, self._blocks, seed)
+        if keep_rest:
+            decode(code, codes.unsqueeze(0), None if found is None else found.unsqueeze(0), self._blocks, flat, add=-1)
+        codes = codes.unsqueeze(0) if self._shards is None else self._shards.pack(codes, codes.dtype)
+        packed = code.to_wire(codes)
+        if found is None:
+            return packed
+        floats = torch.zeros(rows * self._slots, dtype=torch.float32, device=flat.device)
+        floats[self._slot] = found
+        return torch.cat([floats.view(torch.uint8).view(rows, head), packed], dim=1)
+
+    def read(self, code: Code, messages: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
+        """The codes and scales of messages, uint8 ``[messages, bytes]``: one for each shard of the vector, or several
+        of an only shard. They are for :meth:`decode` alone, to write ``dtype``."""
+        head = self._head(code)
+        codes = code.from_wire(messages[:, head:], self._length)
+        if code.decodes_in_c and dtype == torch.float32 and compiled(messages):
+            return codes, messages[:, :head]
+        floats = None
+        if code.scaled:
+            # Where their bytes lie aligned
+            floats = torch.empty((messages.shape[0], self._slots), dtype=torch.float32, device=messages.device)
+            floats.view(torch.uint8).copy_(messages[:, :head])
+            floats = (
+                floats[:, : self._blocks.count] if self._shards is None else floats.view(-1)[self._slot].unsqueeze(0)
+            )
+        return codes if self._shards is None else self._shards.unpack(codes, codes.dtype).unsqueeze(0), floats
+
+    def decode(self, code: Code, codes: Tensor, scales: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """What was :meth:`read`, float32 ``[numel]``, several messages added in their order; ``out``: where to."""
+        if scales is None or scales.dtype == torch.float32:
+            return decode(code, codes, scales, self._blocks, out)
+        total = torch.empty(self._blocks.numel, dtype=torch.float32) if out is None else out
+        native = compiled(total)
+        assert native is not None, "as it was read"
+        code.c_decode(native, codes, scales, self._places, total, None)
+        self._blocks.clear_padding(total)
+        return total
+
+    @cached_property
+    def _slot(self) -> Tensor:
+        """Of each block, the place of its scale among those of all messages."""
+        slots = torch.empty_like(self._blocks.starts)
+        for owner, these in enumerate(self._order):
+            slots[these] = torch.arange(these.numel(), device="cpu") + owner * self._slots
+        return slots.to(self._blocks.lengths.device)
+
+    def _head(self, code: Code) -> int:
+        """Bytes of a shard's scales."""
+        return 4 * self._slots if code.scaled else 0
 
 
 class _CodePlan:
     """Where blocks and their scales lie in the vector, in the shards and in messages.
 
-    A message is, for one owner, its scales and then its codes, both padded to those of the longest shard.
+    Attributes:
+        everyone: this rank's vector, for the owners of its shards, and back from them.
+        own: this rank's own shard, from everyone, and back to them.
     """
 
     def __init__(self, bucket: Bucket, block: int) -> None:
-        self.shards, self.mine = block_shards(bucket), blocks_of(bucket, block)
-        shards, size, device = self.shards, bucket.size, bucket.buffer.device
-        starts, lengths, numbers = _cut(bucket.layout, first_blocks(bucket), block)
+        self.shards, blocks = block_shards(bucket), blocks_of(bucket, block)
+        shards, size = self.shards, bucket.size
         # The blocks of each owner in the order of its shard: each piece is `count` times `width` elements.
         places: list[list[Tensor]] = [[] for _ in range(size)]
         inside = torch.arange(0, BLOCK, block, device="cpu")
         for start, count, width, owner, _ in shards.pieces:
             heads = torch.arange(start, start + count * size * BLOCK, size * BLOCK, device="cpu")[:count]
             places[owner].append((heads[:, None] + inside[inside < width]).view(-1))
-        order = [torch.searchsorted(starts, torch.cat(p)) if p else starts.new_empty(0) for p in places]
-        self.scales = max(o.numel() for o in order)
-        chosen = torch.zeros((size, self.scales), dtype=torch.int64, device="cpu")
-        slots = torch.empty_like(starts)
-        for owner, blocks in enumerate(order):
-            chosen[owner, : blocks.numel()] = blocks
-            slots[blocks] = torch.arange(blocks.numel(), device="cpu") + owner * self.scales
-        self.order, self.slots = chosen.to(device), slots.to(device)
-        own = order[bucket.rank]
-        ends = lengths[own].cumsum(0)
-        self.owned = Blocks(ends - lengths[own], lengths[own], numbers[own], block, shards.length, device)
-
-    def to_rows(self, code: Code, codes: Tensor, scales: Tensor | None) -> Tensor:
-        """uint8 ``[size, bytes]``: the message for each owner."""
-        return self._join(code, self.shards.pack(codes, codes.dtype), None if scales is None else scales[self.order])
-
-    def to_message(self, code: Code, codes: Tensor, scales: Tensor | None) -> Tensor:
-        """uint8 ``[bytes]``: that of this rank's own shard."""
-        if scales is not None:
-            scales = torch.nn.functional.pad(scales, (0, self.scales - scales.numel())).unsqueeze(0)
-        return self._join(code, codes.unsqueeze(0), scales)[0]
-
-    def read_rows(self, code: Code, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Codes ``[rows, length]`` and scales ``[rows, blocks]`` of messages about this rank's own shard."""
-        codes, scales = self._part(code, rows)
-        return codes, None if scales is None else scales[:, : self.owned.count]
-
-    def from_rows(self, code: Code, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Codes ``[1, numel]`` and scales ``[1, blocks]`` of the vector, from the messages of all owners."""
-        codes, scales = self._part(code, rows)
-        flat = self.shards.unpack(codes, codes.dtype).unsqueeze(0)
-        return flat, None if scales is None else scales.view(-1)[self.slots].unsqueeze(0)
-
-    def _join(self, code: Code, codes: Tensor, scales: Tensor | None) -> Tensor:
-        packed = code.to_wire(codes)
-        return packed if scales is None else torch.cat([scales.contiguous().view(torch.uint8), packed], dim=1)
-
-    def _part(self, code: Code, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        if not code.scaled:
-            return code.from_wire(rows, self.shards.length), None
-        scales, packed = rows.split([4 * self.scales, rows.shape[1] - 4 * self.scales], dim=1)
-        # Where their bytes lie aligned
-        floats = torch.empty((rows.shape[0], self.scales), dtype=torch.float32, device=rows.device)
-        floats.view(torch.uint8).copy_(scales)
-        return code.from_wire(packed, self.shards.length), floats
+        order = [torch.searchsorted(blocks.starts, torch.cat(p)) if p else blocks.starts.new_empty(0) for p in places]
+        slots = max(these.numel() for these in order)
+        self.everyone = _Messages(blocks, order, slots, shards.length, shards)
+        mine = order[bucket.rank]
+        lengths, numbers = blocks.counts[mine], _cut(bucket.layout, first_blocks(bucket), block)[2][mine]
+        starts = lengths.cumsum(0) - lengths
+        owned = Blocks(starts, lengths, numbers, block, shards.length, bucket.buffer.device)
+        self.own = _Messages(owned, [torch.arange(mine.numel(), device="cpu")], slots, shards.length)
 
 
 def _cut(layout: Layout, first: Mapping[str, int], block: int) -> tuple[Tensor, Tensor, Tensor]:
