@@ -47,8 +47,10 @@ Check = Callable[[int, str], None]
 
 POLL_SECONDS, LONGEST_POLL_SECONDS = 5e-5, 3e-4
 """Between looks at what travels, while the thread has nothing else to do."""
-PATIENT_POLL_SECONDS = 2e-3
-"""The same where nothing starts or progresses by a look: only so that what is done is not taken for waited for."""
+PATIENT_POLL_SECONDS, PATIENCE = 2e-3, 1.125
+"""The same where nothing starts or progresses by a look: only so that what is done is not taken for waited for. Each
+pause is so many times the one before, so an eighth of a long wait is the most by which it is overrated; a look costs a
+thread's turn at a core, which a backward may need."""
 
 CLOSE = object()
 
@@ -347,15 +349,16 @@ class ThreadDriver(Driver):
 
     def _wait_for_more(self) -> tuple[Pending[Any] | None, Any]:
         """What is submitted next; meanwhile flows under way go on to where their next turn begins."""
-        pause = POLL_SECONDS
+        pause, patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
         while any(run.waits for run in self._runs):
             urgent = any(run.wants_looks for run in self._runs)
             try:
-                return self._queue.get(timeout=pause if urgent else PATIENT_POLL_SECONDS)
+                return self._queue.get(timeout=pause if urgent else patient_pause)
             except queue.Empty:
                 moved = [run.proceed(block=False) for run in self._runs]
                 self._runs = [run for run in self._runs if not run.ended]
                 pause = POLL_SECONDS if any(moved) else min(pause * 1.25, LONGEST_POLL_SECONDS)
+                patient_pause *= PATIENCE
         return self._queue.get()
 
     def _begin(self, pending: Pending[Any]) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -56,11 +60,13 @@ class Network:
         lines: kind of collective -> its line; the kind "" stands for those that are not listed.
         local: the same inside a node; None: no faster there.
         local_size: ranks per node that shared the network when it was measured.
+        cores: of the machine, for each of its ranks then; None: nobody looked.
     """
 
     lines: dict[str, Line]
     local: dict[str, Line] | None = None
     local_size: int = 1
+    cores: float | None = None
 
     @classmethod
     def given(cls, latency: float, bandwidth: float, local: tuple[float, float] | None = None) -> Network:
@@ -141,6 +147,7 @@ class Network:
             {kind: Line(**line) for kind, line in lines.items()},
             None if local is None else {kind: Line(**line) for kind, line in local.items()},
             saved.get("local_size", 1),
+            saved.get("cores"),
         )
 
 
@@ -167,12 +174,28 @@ def probe(communicator: Communicator, device: torch.device, repeats: int = 5, ki
         rounds = _rounds(kind, size)
         sent = make[kind](elements).bytes_sent(size) - make[kind](SMALL).bytes_sent(size)
         lines[kind] = Line(small / rounds, max(sent, 1) / max(large - small, 1e-9), min(1.0, busy / large))
-    return Network(lines, local_size=ranks_per_node(communicator))
+    return Network(lines, local_size=ranks_per_node(communicator), cores=cores_per_rank(communicator, device))
 
 
 def ranks_per_node(communicator: Communicator) -> int:
     """Of the node that has most."""
     return max(map(communicator.nodes.count, communicator.nodes), default=1)
+
+
+def cores_per_rank(communicator: Communicator, device: torch.device) -> float:
+    """Cores that this process may use, for each rank of its machine; the fewest of any rank. Collective.
+
+    Containers and network namespaces of one kernel are one machine, whatever they call themselves.
+    """
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        kernel = socket.gethostname().encode()
+    mine = int.from_bytes(hashlib.blake2b(kernel, digest_size=7).digest(), "little")
+    everybody = communicator.execute(AllGather(torch.tensor([mine], device=device)))
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = usable / int((everybody == mine).sum())
+    return float(communicator.execute(AllReduce(torch.tensor([share], dtype=torch.float64, device=device), "min")))
 
 
 def _median(communicator: Communicator, request: Collective, device: torch.device, repeats: int) -> tuple[float, float]:

@@ -7,14 +7,14 @@ Rules:
    so a line is enough.
 2. Buckets become ready while backward runs, in proportion to their elements. One network carries one collective at
    a time; the policy's arithmetic has a core of its own, or shares that of backward, and so does what sending takes
-   of a core.
+   of a core. Where ranks outnumber cores, all that was measured while they computed alike has their turns in it;
+   sending was measured while nobody did.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -163,7 +163,7 @@ class Planner:
                 bucket, seconds = rest[0], (self.backward / total + self.pack) * rest[0].numel
                 legs: list[Leg] = []
                 for spent, load in bucket.legs:
-                    busy = self.network.cpu_seconds(load, local_size) if self.cores < 2 else 0.0
+                    busy = self.network.cpu_seconds(load, local_size) / min(1, self.cores) if self.cores < 2 else 0.0
                     legs += [(core, spent, 0.0), ("network", self.network.seconds(load, local_size), busy)]
                 legs += [(core, bucket.tail, 0.0), ("backward", self.unpack * bucket.numel, 0.0)]
 
@@ -214,7 +214,7 @@ def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: C
     def predicted(bucket_mb: float, backward: float) -> Prediction:
         sizes = FEW if size > FEW[-1] else (size,)
         arithmetic = measure_arithmetic(policy, params, bucket_mb, 1, device, sizes, local_size)
-        planner = Planner(params, 0.0, backward, network, bucket_mb, local_size, (os.cpu_count() or 1) / local_size)
+        planner = Planner(params, 0.0, backward, network, bucket_mb, local_size, network.cores or 1.0)
         return planner.predict("", policy, size, arithmetic)
 
     backward = predicted(DEFAULT_MB, 0.0).communication

@@ -58,7 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
     parser.add_argument("--bucket-mb", type=float, help="(default: 25, or as in FILE)")
-    parser.add_argument("--cores", type=float, help="cores per rank (default: those of this machine per local rank)")
+    parser.add_argument(
+        "--cores",
+        type=float,
+        help="cores per rank (default: as --from says, else those of this machine per local rank)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
 
@@ -91,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = _job(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     local_size = arguments.local_size or job.network.local_size
-    cores = arguments.cores or (os.cpu_count() or 1) / local_size
+    cores = arguments.cores or job.network.cores or (os.cpu_count() or 1) / local_size
     errors = Console(stderr=True)
     console = Console(width=None if Console().is_terminal else 170)
     found = []

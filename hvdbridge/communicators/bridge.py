@@ -114,18 +114,19 @@ class Bridged(Communicator):
 
     def _check(self, request: Collective) -> None:
         """Refuse what has no meaning, before any rank sends anything."""
-        t = request.tensor
-        what = f"rank {self.rank}: {request.signature()}"
+        t, wrong = request.tensor, None
         if t.layout != torch.strided or t.is_quantized:
-            raise Unsupported(f"{what}: only dense tensors travel; got layout {t.layout}. Call .to_dense() first")
-        if t.device.type not in ("cpu", "cuda"):
-            raise Unsupported(f"{what}: only CPU and CUDA tensors travel; got one on {t.device}")
-        if isinstance(request, (AllReduce, ReduceScatter)) and t.dtype not in DTYPES:
-            raise Unsupported(f"{what}: {t.dtype} is not reduced. Use one of {', '.join(map(str, DTYPES))}")
-        if isinstance(request, (AllToAll, ReduceScatter)) and t.shape[0] != self.size:
-            raise Unsupported(f"{what}: one row for each of {self.size} ranks is needed, got {t.shape[0]} rows")
-        if isinstance(request, Broadcast) and not 0 <= request.root < self.size:
-            raise Unsupported(f"{what}: root {request.root} is not a rank of this group of {self.size}")
+            wrong = f"only dense tensors travel; got layout {t.layout}. Call .to_dense() first"
+        elif t.device.type not in ("cpu", "cuda"):
+            wrong = f"only CPU and CUDA tensors travel; got one on {t.device}"
+        elif isinstance(request, (AllReduce, ReduceScatter)) and t.dtype not in DTYPES:
+            wrong = f"{t.dtype} is not reduced. Use one of {', '.join(map(str, DTYPES))}"
+        elif isinstance(request, (AllToAll, ReduceScatter)) and t.shape[0] != self.size:
+            wrong = f"one row for each of {self.size} ranks is needed, got {t.shape[0]} rows"
+        elif isinstance(request, Broadcast) and not 0 <= request.root < self.size:
+            wrong = f"root {request.root} is not a rank of this group of {self.size}"
+        if wrong is not None:
+            raise Unsupported(f"rank {self.rank}: {request.signature()}: {wrong}")
 
     def _through_host(self, request: Collective) -> Answer:
         tensor = request.tensor.detach()
