@@ -44,14 +44,17 @@ class Places:
         rows: of the codes, and of the scales, the row that it is in.
         codes, scales: how many of that row come before.
         height: rows of one message.
-        width: of a full block, at most 1024.
+        width: of a full block.
+
+    Raises:
+        ValueError: blocks of more than 1024, or a row of more than 2**31 codes.
     """
 
     def __init__(
         self, starts: Tensor, counts: Tensor, rows: Tensor, codes: Tensor, scales: Tensor, height: int, width: int
     ) -> None:
-        if width > 1024 or max(starts.numel(), int(codes.max()) if codes.numel() else 0) >= 2**31:
-            raise ValueError(f"native.c has no room for {starts.numel()} blocks of {width}")
+        if width > 1024 or (codes.numel() and int(codes.max()) >= 2**31):
+            raise ValueError(f"native.c has no room for {starts.numel()} blocks of {width}, or rows of so many codes")
         narrow = [column.to(torch.int32) for column in (counts, rows, codes, scales)]
         self._table = torch.cat([starts.view(-1, 1).view(torch.int32), torch.stack(narrow, 1)], 1)
         self.height, self.width = height, width

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvdbridge.bucket import Layout
+from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels import native, pack, select
-from hvdbridge.kernels.quantise import Blocks, Code, Linear, decode, encode
+from hvdbridge.kernels.quantise import Blocks, Code, Linear, Places, decode, encode
 from hvdbridge.kernels.random import hashed_bits
 from hvdbridge.kernels.signs import ScaledSign
+from hvdbridge.policies.sharded import _code_plan
 from hvdbridge.simulation import Simulation
 from policies.policies import CASES, SHAPES, Case
 
@@ -85,6 +86,43 @@ def test_codes(seed: int, code: Code, width: int, numel: int, special: float) ->
     for add in (None, 1, -1):
         ours, theirs = both(lambda add=add: decode(code, rows, rates, blocks, x.flip(0).contiguous(), add))
         assert bits(ours) == bits(theirs)
+
+
+@several
+@given(st.integers(0, 2**31), st.sampled_from(CODES), st.sampled_from([16, 64, 256, 1024]), st.integers(1, 5),
+       st.lists(st.sampled_from([0, 1, 7, 16, 1000, 1024, 1025, 4096, 9000]), min_size=1, max_size=6),
+       st.sampled_from([0.0, 0.001, 0.3]), st.booleans())  # fmt: skip
+def test_messages(
+    seed: int, code: Code, width: int, size: int, numels: list[int], special: float, keep_rest: bool
+) -> None:
+    """To owners, there added up, and back: messages, what they say, and what they leave."""
+    layout = Layout({str(i): (numel,) for i, numel in enumerate(numels)})
+    x, y = (vector(seed + i, layout.numel, special) for i in range(2))
+
+    def run() -> list[Tensor]:
+        plan = _code_plan(Bucket(x, layout, rank=seed % size, size=size), width)
+        rests = [x.clone(), y.clone()]
+        sent = [plan.everyone.encode(code, rest, seed, keep_rest) for rest in rests]
+        theirs = torch.stack([messages[seed % size] for messages in sent])
+        total = plan.own.decode(code, *plan.own.read(code, theirs))
+        update = plan.everyone.decode(code, *plan.everyone.read(code, sent[0]))
+        return [total, update, *rests, *sent]
+
+    ours, theirs = both(run)
+    for mine, other in zip(ours[:4], theirs[:4], strict=True):
+        finite = mine.isfinite()  # a block that is not comes back as anything that is not
+        assert torch.equal(finite, other.isfinite())
+        assert bits(mine[finite]) == bits(other[finite])
+    if x.isfinite().all() and y.isfinite().all():
+        assert all(map(torch.equal, ours[4:], theirs[4:]))
+
+
+def test_blocks_that_c_has_no_room_for() -> None:
+    one = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="no room for 1 blocks of 2048"):
+        Places(one, one, one, one, one, 1, 2048)
+    with pytest.raises(ValueError, match="no room"):
+        Places(one, one, one, one + 2**31, one, 1, 1024)
 
 
 @several
