@@ -38,8 +38,9 @@ from torch import Tensor, nn
 import hvdbridge as hb
 from hvdbridge.bucket import Layout
 from hvdbridge.kernels import pack, select
-from hvdbridge.kernels.quantise import Linear
+from hvdbridge.kernels.quantise import Blocks, Linear, encode
 from hvdbridge.kernels.signs import ScaledSign
+from hvdbridge.policies.matrices import aligned, product
 from hvdbridge.rendezvous.network import free_port
 
 SPECS = [
@@ -195,25 +196,24 @@ def reference(spec: str, ranks: int) -> dict[str, Tensor]:
 
 
 def kernels(device: str) -> Iterator[Finding]:
-    """Bytes read and written per second, relative to a copy of 26 MiB; medians, in turn."""
+    """Bytes read and written per second, and elements per second, relative to a copy of 26 MiB; medians, in turn."""
     x = torch.randn(ELEMENTS, device=device)
     y, half = torch.empty_like(x), torch.empty_like(x, dtype=torch.bfloat16)
-    rows = x.view(-1, 1024)
-    codes, scales = torch.empty(rows.shape, dtype=torch.uint8, device=device), torch.empty(len(rows), device=device)
-    bits = torch.empty_like(codes)
+    starts = torch.arange(0, ELEMENTS, 1024)
+    blocks = Blocks(starts, torch.full_like(starts, 1024), starts, 1024, ELEMENTS, device)
     plan = select.Plan.of(Layout({"w": (ELEMENTS,)}), {"w": ELEMENTS // 100}, x.device)
-    eight, one = Linear(127), ScaledSign()
+    matrix, q = x.view(1, -1, 2048), torch.randn(1, 4, 2048, device=device)
 
-    def sign() -> None:
-        one.encode(rows, 1024, None, bits, scales)
-        pack.pack(bits, 1)
+    def low_rank() -> None:
+        product(aligned(product(q, matrix.mT)), matrix)
 
     ways: dict[str, tuple[Callable[[], object], float]] = {  # and the bytes that must pass through memory
         "copy": (lambda: y.copy_(x), 8.0),
         "cast to bfloat16": (lambda: half.copy_(x), 6.0),
-        "int8": (lambda: eight.encode(rows, 1024, None, codes, scales), 5.0),
-        "1 bit": (sign, 4.125),
+        "int8": (lambda: encode(Linear(127), x, blocks), 5.0),
+        "1 bit": (lambda: pack.pack(encode(ScaledSign(), x, blocks)[0], 1), 4.125),
         "top-k 1 %": (lambda: select.largest(x, plan), 4.12),
+        "P and Q of rank 4": (low_rank, 8.0),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(23):
@@ -224,7 +224,9 @@ def kernels(device: str) -> Iterator[Finding]:
     rates = {name: ways[name][1] * ELEMENTS / statistics.median(each) for name, each in seconds.items()}
     for name, rate in rates.items():
         share = rate / rates["copy"]
-        yield Finding("kernel", name, "ok", f"{rate / 1e9:.1f} GB/s, {share:.2f} of the copy", share)
+        elements = share * ways["copy"][1] / ways[name][1]
+        told = f"{rate / 1e9:.1f} GB/s, {share:.2f} of the copy, and {elements:.2f} of its elements per second"
+        yield Finding("kernel", name, "ok", told, share)
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:

@@ -47,7 +47,7 @@ Check = Callable[[int, str], None]
 
 POLL_SECONDS, LONGEST_POLL_SECONDS = 5e-5, 3e-4
 """Between looks at what travels, while the thread has nothing else to do."""
-PATIENT_POLL_SECONDS, PATIENCE = 2e-3, 1.125
+PATIENT_POLL_SECONDS, PATIENCE, LONGEST_PATIENT_POLL_SECONDS = 2e-3, 1.125, 0.1
 """The same where nothing starts or progresses by a look: only so that what is done is not taken for waited for. Each
 pause is so many times the one before, so an eighth of a long wait is the most by which it is overrated; a look costs a
 thread's turn at a core, which a backward may need."""
@@ -358,7 +358,8 @@ class ThreadDriver(Driver):
                 moved = [run.proceed(block=False) for run in self._runs]
                 self._runs = [run for run in self._runs if not run.ended]
                 pause = POLL_SECONDS if any(moved) else min(pause * 1.25, LONGEST_POLL_SECONDS)
-                patient_pause *= PATIENCE
+                if not urgent:
+                    patient_pause = min(patient_pause * PATIENCE, LONGEST_PATIENT_POLL_SECONDS)
         return self._queue.get()
 
     def _begin(self, pending: Pending[Any]) -> None:

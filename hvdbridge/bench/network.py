@@ -183,19 +183,21 @@ def ranks_per_node(communicator: Communicator) -> int:
 
 
 def cores_per_rank(communicator: Communicator, device: torch.device) -> float:
-    """Cores that this process may use, for each rank of its machine; the fewest of any rank. Collective.
+    """Cores that this process may use, for each of the ranks that may use the same; the fewest of any rank. Collective.
 
-    Containers and network namespaces of one kernel are one machine, whatever they call themselves.
+    Containers and network namespaces of one kernel are one machine, whatever they call themselves. Ranks whose cores
+    overlap in part are taken to share none.
     """
+    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     try:
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
-        kernel = socket.gethostname().encode()
-    mine = int.from_bytes(hashlib.blake2b(kernel, digest_size=7).digest(), "little")
+        kernel = socket.gethostname()
+    digest = hashlib.blake2b(f"{kernel}{usable}".encode(), digest_size=7).digest()
+    mine = int.from_bytes(digest, "little")
     everybody = communicator.execute(AllGather(torch.tensor([mine], device=device)))
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = usable / int((everybody == mine).sum())
-    return float(communicator.execute(AllReduce(torch.tensor([share], dtype=torch.float64, device=device), "min")))
+    share = torch.tensor([len(usable) / int((everybody == mine).sum())], device=device)
+    return float(communicator.execute(AllReduce(share, "min")))
 
 
 def _median(communicator: Communicator, request: Collective, device: torch.device, repeats: int) -> tuple[float, float]:

@@ -89,13 +89,14 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdbridge.policies import from_spec
     from hvdbridge.sources.base import DEFAULT_MB, views_pay
 
-    given = [n for n in (*arguments.ranks, arguments.local_size, arguments.bucket_mb) if n is not None]
+    given = [n for n in (*arguments.ranks, arguments.local_size, arguments.bucket_mb, arguments.cores) if n is not None]
     if not min(given) > 0:
-        raise ConfigurationError("--ranks, --local-size and --bucket-mb must be positive")
+        raise ConfigurationError("--ranks, --local-size, --bucket-mb and --cores must be positive")
     job = _job(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     local_size = arguments.local_size or job.network.local_size
-    cores = arguments.cores or job.network.cores or (os.cpu_count() or 1) / local_size
+    machine = os.cpu_count() or 1 if job.network.cores is None else job.network.cores * job.network.local_size
+    cores = arguments.cores or machine / local_size
     errors = Console(stderr=True)
     console = Console(width=None if Console().is_terminal else 170)
     found = []
@@ -189,7 +190,7 @@ def _threads(cores: float) -> Iterator[None]:
 
     before = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, int(cores)))
+        torch.set_num_threads(max(1, min(int(cores), os.cpu_count() or 1)))
     try:
         yield
     finally:

@@ -7,7 +7,8 @@ Rules:
 2. Arithmetic is element-wise and in float32; sums are made in an order that depends on nothing but the width of the
    block. So a block comes back with the same bits wherever it lies, on CPU and on CUDA.
 3. Steps never get smaller than the smallest normal number, 2**-126: what lies below is rounded to 0 or to that.
-4. A code never changes its input. What it needs of randomness it is given: 24 bits per element.
+4. A code never changes its input, but where it is told to leave in it what it could not say. What it needs of
+   randomness it is given: 24 bits per element.
 """
 
 from __future__ import annotations
@@ -284,11 +285,10 @@ def encode(
     scales = (
         torch.empty(blocks.count, dtype=torch.float32, device=flat.device) if code.scaled and given is None else given
     )
-    if code.encodes_in_c and scales is not None:
-        x = flat.to(torch.float32) if flat.itemsize < 4 and not flat.is_cuda else flat
-        if native := compiled(x, codes):
-            code.c_encode(native, x, blocks.places, codes.unsqueeze(0), scales.unsqueeze(0))
-            return codes, scales
+    if code.encodes_in_c and scales is not None and flat.itemsize <= 4 and (native := compiled(codes)):
+        x = flat.to(torch.float32).contiguous()
+        code.c_encode(native, x, blocks.places, codes.unsqueeze(0), scales.unsqueeze(0))
+        return codes, scales
     for at, first, count in blocks.pieces():
         these = slice(first, first + count)
         x = blocks.view(flat, at, count).to(torch.float32)
@@ -331,9 +331,11 @@ def decode(
     direct = add is None and total.dtype == torch.float32  # the first row is written where it belongs
     if add is None:
         blocks.clear_padding(total)
-    if code.decodes_in_c and scales is not None and (native := compiled(total)):
-        code.c_decode(native, codes.contiguous(), scales.contiguous(), blocks.places, total, add)
-        return total
+    if code.decodes_in_c and scales is not None and compiled(total):
+        lying = codes.contiguous(), scales.contiguous()
+        if native := compiled(*lying):
+            code.c_decode(native, *lying, blocks.places, total, add)
+            return total
     for at, first, count in blocks.pieces():
         here = blocks.view(total, at, count)
         spare = here if direct and len(rows) == 1 else torch.empty(here.shape, dtype=torch.float32, device=here.device)

@@ -359,26 +359,30 @@ class _Messages:
     def __init__(
         self, blocks: Blocks, order: list[Tensor], slots: int, length: int, shards: BlockShards | None = None
     ) -> None:
-        self._blocks, self._slots, self._length, self._shards = blocks, slots, length, shards
-        lengths = blocks.counts
-        row, code, scale = (torch.zeros_like(blocks.starts) for _ in range(3))
-        self._used: list[tuple[int, int]] = []  # elements and blocks of each shard
-        for owner, these in enumerate(order):
+        self._blocks, self._order, self._shards = blocks, order, shards
+        self._slots, self._length = slots, length
+        self._used = [(int(blocks.counts[these].sum()), these.numel()) for these in order]
+        """Elements and blocks of each shard."""
+
+    @cached_property
+    def _places(self) -> Places:
+        counts = self._blocks.counts
+        row, code, scale = (torch.zeros_like(counts) for _ in range(3))
+        for owner, these in enumerate(self._order):
             row[these] = owner
-            code[these] = lengths[these].cumsum(0) - lengths[these]
+            code[these] = counts[these].cumsum(0) - counts[these]
             scale[these] = torch.arange(these.numel(), device="cpu")
-            self._used.append((int(lengths[these].sum()), these.numel()))
-        self._places = Places(blocks.starts, lengths, row, code, scale, len(order), blocks.width)
-        self._order = order
+        return Places(self._blocks.starts, counts, row, code, scale, len(self._order), self._blocks.width)
 
     def encode(self, code: Code, flat: Tensor, seed: int, keep_rest: bool = False) -> Tensor:
         """uint8 ``[shards, bytes]``; with ``keep_rest`` ``flat`` becomes what these do not say."""
         head, rows = self._head(code), len(self._used)
         if code.encodes_in_c and (native := compiled(flat)):
-            messages = torch.empty((rows, head + code.wire_bytes(self._length)), dtype=torch.uint8)
+            width = head + code.wire_bytes(self._length)
+            messages = torch.empty((rows, width), dtype=torch.uint8, device=flat.device)
             scales, packed = messages[:, :head], messages[:, head:]
             direct = code.bits == 8
-            codes = packed if direct else torch.empty((rows, self._length + -self._length % 8), dtype=torch.uint8)
+            codes = packed if direct else packed.new_empty((rows, self._length + -self._length % 8))
             code.c_encode(native, flat, self._places, codes, scales, keep_rest)
             for i, (elements, blocks) in enumerate(self._used):
                 codes[i, elements:] = 0
@@ -418,12 +422,13 @@ class _Messages:
         """What was :meth:`read`, float32 ``[numel]``, several messages added in their order; ``out``: where to."""
         if scales is None or scales.dtype == torch.float32:
             return decode(code, codes, scales, self._blocks, out)
-        total = torch.empty(self._blocks.numel, dtype=torch.float32) if out is None else out
+        total = torch.empty(self._blocks.numel, dtype=torch.float32, device=codes.device) if out is None else out
+        total = total.contiguous()
         native = compiled(total)
         assert native is not None, "as it was read"
         code.c_decode(native, codes, scales, self._places, total, None)
         self._blocks.clear_padding(total)
-        return total
+        return total if out is None or total is out else out.copy_(total)
 
     @cached_property
     def _slot(self) -> Tensor:

@@ -249,6 +249,27 @@ def test_another_default_type(case: Case) -> None:
         assert bits(found[0][name].reshape(-1)) == bits(found[1][name].float().reshape(-1))
 
 
+@pytest.mark.parametrize("spec", ["int8", "int4", "onebit", "efsign:exact=true", "qsgd", "terngrad"])
+def test_another_default_device(spec: str) -> None:
+    draw = torch.Generator().manual_seed(1)
+    grads = [{"w": torch.randn(9000, generator=draw)} for _ in range(2)]
+    found = []
+    for device in ("cpu", "meta"):
+        simulation = Simulation(spec, {"w": torch.zeros(9000)}, 2)
+        with torch.device(device):
+            found.append(simulation.step([{"w": each["w"].clone()} for each in grads])[0]["w"])
+    assert torch.equal(*found)
+
+
+def test_what_is_decoded_into_lies_anywhere() -> None:
+    plan = _code_plan(Bucket(torch.randn(3000), Layout({"w": (3000,)}), size=2), 1024)
+    code = Linear(7)
+    read = plan.everyone.read(code, plan.everyone.encode(code, torch.randn(3000), 0))
+    out = torch.empty(6000)[::2]
+    assert plan.everyone.decode(code, *read, out) is out
+    assert torch.equal(out, plan.everyone.decode(code, *read))
+
+
 def test_only_for_what_lies_as_expected() -> None:
     assert native.compiled(torch.ones(4, 4)) is not None
     assert native.compiled(torch.ones(4, 4).t()) is None

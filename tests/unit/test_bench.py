@@ -300,6 +300,7 @@ def test_plan_takes_compression_as_it_was_measured(tmp_path: Path, capsys: pytes
         (["plan", "--gbits", "1", "--ranks", "0"], "must be positive"),
         (["plan", "--gbits", "1", "--local-size", "0"], "must be positive"),
         (["plan", "--gbits", "1", "--bucket-mb", "0"], "must be positive"),
+        (["plan", "--gbits", "1", "--cores", "-1"], "must be positive"),
         (["plan", "--gbits", "-1", "--model", "small"], "bandwidth"),
         (
             ["plan", "--from", "nowhere.json"],

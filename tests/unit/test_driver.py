@@ -195,6 +195,30 @@ class Slow(Loopback):
         return request.tensor
 
 
+class AsLongAsAsked(Loopback):
+    """Operations that take so many seconds as their value says."""
+
+    def _answer(self, request: Collective) -> Answer:
+        yield None
+        work = Late(float(request.tensor[0]))
+        work.last = True
+        yield work
+        work.wait()
+        return request.tensor
+
+
+def test_what_only_travels_outlasts_what_is_looked_at_often() -> None:
+    """Some hundred looks at the short one, and then few at the long one, whose pauses must not have grown by those."""
+    driver = ThreadDriver()
+    long = driver.submit(Pending(flow(0.5), AsLongAsAsked(), overlaps=True, rounds=1))
+    short = driver.submit(Pending(flow(0.25), AsLongAsAsked(), overlaps=True))
+    short.wait()
+    assert not long.done
+    assert long._done.wait(5), "nobody looked again"
+    assert driver.traffic.seconds < 0.5 * 1.125 + 0.25  # by the last pause, and what a busy machine adds
+    driver.close()
+
+
 def test_operations_start_in_one_order_whatever_takes_how_long() -> None:
     """Flow k asks for k.1, k.2, ...; a turn each, the beginner first, then the older ones, oldest first."""
     rounds = [3, 1, 2, 3, 1]
