@@ -218,3 +218,124 @@ int64_t reaching(const int32_t *restrict bits, int64_t count, int32_t limit, int
         }
     return found;
 }
+
+/* matrices.project and matrices.take_outer: matrices beside few vectors, up to four at a time, in one pass over the
+   matrix. A sum is made in LANES and these in halves, or row by row in groups of ROWS: its order depends on the shape
+   alone. The bits are not those of a BLAS, whose order of additions nobody knows. */
+#define TOGETHER 4
+#define LANES 8
+#define ROWS 64
+#define PIECE 512
+#define INLINE static inline __attribute__((always_inline))
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+
+static inline float added(lanes sum)
+{
+    for (int half = LANES / 2; half; half /= 2)
+        for (int lane = 0; lane < half; lane++) sum[lane] += sum[lane + half];
+    return sum[0];
+}
+
+/* `height` rows times `n` vectors. */
+INLINE void dots(const float *restrict x, const float *restrict vectors, int64_t cols, const int height, const int n,
+                 float *restrict out, int64_t rows)
+{
+    lanes sum[2][TOGETHER];
+    for (int r = 0; r < height; r++)
+        for (int k = 0; k < n; k++) sum[r][k] = (lanes){0};
+    int64_t i = 0;
+    for (; i + LANES <= cols; i += LANES)
+        for (int k = 0; k < n; k++) {
+            lanes vector = *(const lanes *)(vectors + k * cols + i);
+            for (int r = 0; r < height; r++) sum[r][k] += *(const lanes *)(x + r * cols + i) * vector;
+        }
+    for (int k = 0; k < n; k++)
+        for (int r = 0; r < height; r++) {
+            for (int64_t j = i; j < cols; j++) sum[r][k][j - i] += x[r * cols + j] * vectors[k * cols + j];
+            out[k * rows + r] = added(sum[r][k]);
+        }
+}
+
+INLINE void some_dots(const float *restrict x, const float *restrict vectors, int64_t rows, int64_t cols, const int n,
+                      float *restrict out)
+{
+    int64_t r = 0;
+    for (; r + 2 <= rows; r += 2) dots(x + r * cols, vectors, cols, 2, n, out + r, rows);
+    if (r < rows) dots(x + r * cols, vectors, cols, 1, n, out + r, rows);
+}
+
+/* out [batch, rank, rows] = vectors [batch, rank, cols] times each row of matrices [batch, rows, cols]. */
+void project_rows(const float *restrict matrices, int64_t pitch, int64_t batch, int64_t rows, int64_t cols,
+                  const float *restrict vectors, int64_t vectors_pitch, int64_t rank, float *restrict out,
+                  int64_t out_pitch)
+{
+    for (int64_t b = 0; b < batch; b++) {
+        const float *x = matrices + b * pitch, *v = vectors + b * vectors_pitch;
+        float *to = out + b * out_pitch;
+        for (int64_t k = TOGETHER; k <= rank; k += TOGETHER, v += TOGETHER * cols, to += TOGETHER * rows)
+            some_dots(x, v, rows, cols, TOGETHER, to);
+        switch (rank % TOGETHER) {
+        case 3: some_dots(x, v, rows, cols, 3, to); break;
+        case 2: some_dots(x, v, rows, cols, 2, to); break;
+        case 1: some_dots(x, v, rows, cols, 1, to); break;
+        }
+    }
+}
+
+INLINE void columns(const float *restrict x, int64_t rows, int64_t cols, int64_t width, const float *restrict vectors,
+                    const int n, float *restrict out)
+{
+    float total[TOGETHER][PIECE] = {{0}}, some[TOGETHER][PIECE];
+    for (int64_t first = 0; first < rows; first += ROWS) {
+        int64_t last = first + ROWS < rows ? first + ROWS : rows, r = first;
+        memset(some, 0, sizeof some);
+        for (; r + 4 <= last; r += 4) {
+            const float *x0 = x + r * cols, *x1 = x0 + cols, *x2 = x1 + cols, *x3 = x2 + cols;
+            for (int k = 0; k < n; k++) {
+                const float *w = vectors + k * rows + r;
+                for (int64_t c = 0; c < width; c++)
+                    some[k][c] = some[k][c] + w[0] * x0[c] + w[1] * x1[c] + w[2] * x2[c] + w[3] * x3[c];
+            }
+        }
+        for (; r < last; r++)
+            for (int k = 0; k < n; k++)
+                for (int64_t c = 0; c < width; c++) some[k][c] += vectors[k * rows + r] * x[r * cols + c];
+        for (int k = 0; k < n; k++)
+            for (int64_t c = 0; c < width; c++) total[k][c] += some[k][c];
+    }
+    for (int k = 0; k < n; k++) memcpy(out + k * cols, total[k], 4 * (size_t)width);
+}
+
+/* out [batch, rank, cols] = vectors [batch, rank, rows] times matrices [batch, rows, cols]. */
+void project_columns(const float *restrict matrices, int64_t pitch, int64_t batch, int64_t rows, int64_t cols,
+                     const float *restrict vectors, int64_t vectors_pitch, int64_t rank, float *restrict out,
+                     int64_t out_pitch)
+{
+    for (int64_t b = 0; b < batch; b++)
+        for (int64_t c = 0; c < cols; c += PIECE) {
+            const float *x = matrices + b * pitch + c, *v = vectors + b * vectors_pitch;
+            float *to = out + b * out_pitch + c;
+            int64_t width = c + PIECE <= cols ? PIECE : cols - c, k = 0;
+            for (; k + TOGETHER <= rank; k += TOGETHER) columns(x, rows, cols, width, v + k * rows, TOGETHER, to + k * cols);
+            for (; k < rank; k++) columns(x, rows, cols, width, v + k * rows, 1, to + k * cols);
+        }
+}
+
+/* matrices [batch, rows, cols] -= p [batch, rank, rows] transposed times q [batch, rank, cols]. */
+void take_outer(float *restrict matrices, int64_t pitch, int64_t batch, int64_t rows, int64_t cols,
+                const float *restrict p, int64_t p_pitch, const float *restrict q, int64_t q_pitch, int64_t rank)
+{
+    for (int64_t b = 0; b < batch; b++)
+        for (int64_t r = 0; r < rows; r++) {
+            float *x = matrices + b * pitch + r * cols;
+            const float *w = p + b * p_pitch + r, *v = q + b * q_pitch;
+            int64_t k = 0;
+            for (; k + TOGETHER <= rank; k += TOGETHER, w += TOGETHER * rows, v += TOGETHER * cols) {
+                float w0 = w[0], w1 = w[rows], w2 = w[2 * rows], w3 = w[3 * rows];
+                for (int64_t c = 0; c < cols; c++)
+                    x[c] -= w0 * v[c] + w1 * v[cols + c] + w2 * v[2 * cols + c] + w3 * v[3 * cols + c];
+            }
+            for (; k < rank; k++, w += rows, v += cols)
+                for (int64_t c = 0; c < cols; c++) x[c] -= w[0] * v[c];
+        }
+}

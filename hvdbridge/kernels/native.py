@@ -3,7 +3,8 @@
 Rules:
 
 1. The bits are those of the torch operations, which are what runs without a compiler, on other devices and for other
-   types. So ranks need not agree on who has a compiler, and tests compare both.
+   types. So ranks need not agree on who has a compiler, and tests compare both. Products of a rank's own matrices have
+   bits of their own: nobody else makes them again.
 2. ``HVDBRIDGE_KERNELS=torch`` leaves the compiler alone; ``native`` makes its failure an error; ``auto``, the default,
    warns if there is none.
 """
@@ -41,6 +42,9 @@ FUNCTIONS = {
     "squeeze": (None, P, I64, I32, P),
     "spread": (None, P, I64, I32, P),
     "hash_bits": (None, P, I64, U32, U32, P),
+    "project_rows": (None, P, I64, I64, I64, I64, P, I64, I64, P, I64),
+    "project_columns": (None, P, I64, I64, I64, I64, P, I64, I64, P, I64),
+    "take_outer": (None, P, I64, I64, I64, I64, P, I64, P, I64, I64),
     "reaching": (I64, P, I64, I32, I32, P, I64),
 }
 """Result and parameters."""

@@ -26,7 +26,7 @@ from hvdbridge.kernels.random import generator, hashed, key
 from hvdbridge.options import option
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.feedback import WithFeedback
-from hvdbridge.policies.matrices import COLS, ROWS, Matrices, Pair, Plan, Square, aligned, as_matrix, product, side_of
+from hvdbridge.policies.matrices import COLS, ROWS, Matrices, Pair, Plan, Square, aligned, as_matrix, project, side_of
 from hvdbridge.policy import Aggregated, Flow, Slot, State
 
 
@@ -164,10 +164,10 @@ class PowerSGD(WithFeedback):
         old = plan.load(state["q"], COLS, dense.dtype) if self.warm_start else self._drawn(plan, bucket, dense.dtype)
         # The span of P is that of any basis of Q; only an epsilon asks for its length.
         start = self._basis(old) if self.epsilon else [aligned(_scaled(q)) for q in old]
-        p = [product(q, m.mT) for q, m in zip(start, matrices, strict=True)]
+        p = [project(q, m, ROWS) for q, m in zip(start, matrices, strict=True)]
         p, total = plan.unpack((yield AllReduce(plan.pack(p, dense))), ROWS)
         p = self._basis(p)
-        mine = [product(basis, m) for basis, m in zip(p, matrices, strict=True)]
+        mine = [project(basis, m, COLS) for basis, m in zip(p, matrices, strict=True)]
         q, _ = plan.unpack((yield AllReduce(plan.pack(mine))), COLS)
         kept = {"q": plan.store(state["q"], _revived(q, old))} if self.warm_start else None
         return (p, q), (p, mine), total, kept
@@ -177,7 +177,7 @@ class PowerSGD(WithFeedback):
         even = bucket.step % 2 == 0
         (known, given), (wanted, side) = (("q", COLS), ("p", ROWS)) if even else (("p", ROWS), ("q", COLS))
         basis = self._basis(plan.load(state[known], given, dense.dtype))
-        mine = [product(b, m.mT if even else m) for b, m in zip(basis, matrices, strict=True)]
+        mine = [project(b, m, side) for b, m in zip(basis, matrices, strict=True)]
         new, total = plan.unpack((yield AllReduce(plan.pack(mine, dense))), side)
         kept = {wanted: plan.store(state[wanted], _revived(new, plan.load(state[wanted], side, dense.dtype)))}
         if even:

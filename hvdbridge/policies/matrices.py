@@ -13,18 +13,22 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from ctypes import CDLL
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hvdbridge.bucket import Layout
+from hvdbridge.kernels.native import compiled
 from hvdbridge.kernels.random import key
 
 ALIGNED = 16
 """Elements to which the address of a matrix is aligned: 64 bytes in float32."""
 SMALL = 1 << 16
 """Matrices of up to so many elements are copied together to be multiplied as one batch."""
+FEW = 4
+"""Vectors up to which native.c is faster than a BLAS."""
 ROWS, COLS = 0, 1
 Pair = tuple[list[Tensor], list[Tensor]]
 """P and Q of each group of matrices, ``[batch, rank, length]``."""
@@ -63,6 +67,46 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = slots(len(left), left.shape[1], right.shape[2], left)
     return torch.bmm(left, right, out=out)
+
+
+def project(vectors: Tensor, matrices: Tensor, side: int) -> Tensor:
+    """What a rank adds to P or Q: for ROWS the vectors ``[batch, rank, cols]`` times each row of its matrices
+    ``[batch, rows, cols]``, for COLS the vectors ``[batch, rank, rows]`` times each column; both aligned.
+
+    Other bits with and without a C compiler: it enters a sum over ranks, which is the same for all.
+    """
+    batch, rank, _ = vectors.shape
+    _, rows, cols = matrices.shape
+    if (native := _in_c(vectors, matrices)) is None:
+        return product(vectors, matrices.mT if side == ROWS else matrices)
+    out = slots(batch, rank, rows if side == ROWS else cols, matrices)
+    (native.project_rows if side == ROWS else native.project_columns)(
+        matrices.data_ptr(), matrices.stride(0), batch, rows, cols, vectors.data_ptr(), vectors.stride(0), rank,
+        out.data_ptr(), out.stride(0),
+    )  # fmt: skip
+    return out
+
+
+def take_outer(p: Tensor, q: Tensor, matrices: Tensor) -> bool:
+    """``matrices`` ``[batch, rows, cols]`` less ``P Q'``, in place, if there is a C compiler; whether there is."""
+    batch, rows, cols = matrices.shape
+    if (native := _in_c(p, q, matrices)) is None:
+        return False
+    native.take_outer(
+        matrices.data_ptr(), matrices.stride(0), batch, rows, cols, p.data_ptr(), p.stride(0), q.data_ptr(),
+        q.stride(0), p.shape[1],
+    )  # fmt: skip
+    return True
+
+
+def _in_c(vectors: Tensor, *others: Tensor) -> CDLL | None:
+    """native.c, if that can: float32 on a CPU, few vectors, what is in a row side by side."""
+    if vectors.shape[1] > FEW:
+        return None
+    for each in (vectors, *others):
+        if each.device.type != "cpu" or each.dtype != torch.float32 or each.stride()[1:] != (each.shape[2], 1):
+            return None
+    return compiled()
 
 
 @dataclass(frozen=True)
@@ -193,8 +237,13 @@ class Matrices(Plan):
 
     def take_off(self, pair: Pair, flat: Tensor) -> Tensor:
         for group, p, q in zip(self.groups, *pair, strict=True):
+            view, pieces = group.view(flat), group.pieces(flat)
+            if view is not None and take_outer(p, q, view):
+                continue
+            if all(take_outer(*each) for each in zip(p.split(1), q.split(1), (m[None] for m in pieces), strict=True)):
+                continue
             made = product(aligned(p).mT, aligned(q))
-            torch._foreach_sub_(group.pieces(flat), list(made.unbind()))
+            torch._foreach_sub_(pieces, list(made.unbind()))
         for start, end in self.runs:
             flat[start:end].zero_()
         return flat
