@@ -1,7 +1,7 @@
 /* What the CPU kernels do, as loops that read memory once. native.py compiles, loads and describes this file.
 
-   Every function gives the bits of the torch operations beside which it stands: sums in the same order, no fused
-   multiply-add (-ffp-contract=off), rounding half to even. In a block that is not finite, whose scale says so, codes may
+   Every function but the products of matrices gives the bits of the torch operations beside which it stands: sums in
+   the same order, no fused multiply-add (-ffp-contract=off), rounding half to even. In a block that is not finite, whose scale says so, codes may
    differ: any will do. */
 
 #include <math.h>

@@ -303,7 +303,8 @@ def sharded_code(
     rank, back, flat = bucket.rank, back or code, bucket.weighted().buffer
     plan = _code_plan(bucket, block)
     rest = flat if bucket.needs_sent else None
-    away = AllToAll(plan.everyone.encode(code, flat, seed_of(bucket, "to owner", private=True), bucket.needs_sent))
+    seed = seed_of(bucket, "to owner", private=True) if code.random else 0
+    away = AllToAll(plan.everyone.encode(code, flat, seed, bucket.needs_sent))
     theirs = yield away
     del away
     codes, scales = plan.own.read(code, theirs)
@@ -313,7 +314,8 @@ def sharded_code(
     if carry is not None:
         total.add_(plan.shards.owned(carry, rank))
     keep_rest = rest is not None or carry is not None
-    home = AllGather(plan.own.encode(back, total, seed_of(bucket, "back"), keep_rest)[0])
+    seed = seed_of(bucket, "back") if back.random else 0
+    home = AllGather(plan.own.encode(back, total, seed, keep_rest)[0])
     error = None
     if keep_rest:
         if carry is not None:
@@ -364,15 +366,26 @@ class _Messages:
         self._used = [(int(blocks.counts[these].sum()), these.numel()) for these in order]
         """Elements and blocks of each shard."""
 
-    @cached_property
-    def _places(self) -> Places:
+    def _where(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each block its shard, and how many codes and scales come before it there."""
         counts = self._blocks.counts
         row, code, scale = (torch.zeros_like(counts) for _ in range(3))
         for owner, these in enumerate(self._order):
             row[these] = owner
             code[these] = counts[these].cumsum(0) - counts[these]
             scale[these] = torch.arange(these.numel(), device="cpu")
-        return Places(self._blocks.starts, counts, row, code, scale, len(self._order), self._blocks.width)
+        return row, code, scale
+
+    @cached_property
+    def _places(self) -> Places:
+        blocks = self._blocks
+        return Places(blocks.starts, blocks.counts, *self._where(), len(self._order), blocks.width)
+
+    @cached_property
+    def _slot(self) -> Tensor:
+        """Of each block, the place of its scale among those of all messages."""
+        row, _, scale = self._where()
+        return (row * self._slots + scale).to(self._blocks.lengths.device)
 
     def encode(self, code: Code, flat: Tensor, seed: int, keep_rest: bool = False) -> Tensor:
         """uint8 ``[shards, bytes]``; with ``keep_rest`` ``flat`` becomes what these do not say."""
@@ -429,14 +442,6 @@ class _Messages:
         code.c_decode(native, codes, scales, self._places, total, None)
         self._blocks.clear_padding(total)
         return total if out is None or total is out else out.copy_(total)
-
-    @cached_property
-    def _slot(self) -> Tensor:
-        """Of each block, the place of its scale among those of all messages."""
-        slots = torch.empty_like(self._blocks.starts)
-        for owner, these in enumerate(self._order):
-            slots[these] = torch.arange(these.numel(), device="cpu") + owner * self._slots
-        return slots.to(self._blocks.lengths.device)
 
     def _head(self, code: Code) -> int:
         """Bytes of a shard's scales."""
