@@ -1,8 +1,8 @@
 /* What the CPU kernels do, as loops that read memory once. native.py compiles, loads and describes this file.
 
-   Every function but the products of matrices gives the bits of the torch operations beside which it stands: sums in
-   the same order, no fused multiply-add (-ffp-contract=off), rounding half to even. In a block that is not finite, whose scale says so, codes may
-   differ: any will do. */
+   Every function but the products of matrices that enter a sum over ranks gives the bits of the torch operations beside
+   which it stands: sums in the same order, no fused multiply-add (-ffp-contract=off), rounding half to even. In a block
+   that is not finite, whose scale says so, codes may differ: any will do. */
 
 #include <math.h>
 #include <stdint.h>
@@ -219,9 +219,9 @@ int64_t reaching(const int32_t *restrict bits, int64_t count, int32_t limit, int
     return found;
 }
 
-/* matrices.project and matrices.take_outer: matrices beside few vectors, up to four at a time, in one pass over the
-   matrix. A sum is made in LANES and these in halves, or row by row in groups of ROWS: its order depends on the shape
-   alone. The bits are not those of a BLAS, whose order of additions nobody knows. */
+/* matrices.project and matrices.outer: matrices beside few vectors, up to four at a time, in one pass over the
+   matrix, wherever it lies. A sum is made in LANES and these in halves, or row by row in groups of ROWS: its order
+   depends on the shape alone. The bits are not those of a BLAS, whose order of additions nobody knows. */
 #define TOGETHER 4
 #define LANES 8
 #define ROWS 64
@@ -321,21 +321,104 @@ void project_columns(const float *restrict matrices, int64_t pitch, int64_t batc
         }
 }
 
-/* matrices [batch, rows, cols] -= p [batch, rank, rows] transposed times q [batch, rank, cols]. */
-void take_outer(float *restrict matrices, int64_t pitch, int64_t batch, int64_t rows, int64_t cols,
-                const float *restrict p, int64_t p_pitch, const float *restrict q, int64_t q_pitch, int64_t rank)
+/* matrices [batch, rows, cols] become, or with `take` are lessened by, p [batch, rank, rows] transposed times q [batch,
+   rank, cols]. What they become has the bits of matrices.outer: products rounded, added in the order of the vectors. */
+#define EACH(SUM) for (int64_t c = 0; c < cols; c++) x[c] SUM
+void outer(float *restrict matrices, int64_t pitch, int64_t batch, int64_t rows, int64_t cols, const float *restrict p,
+           int64_t p_pitch, const float *restrict q, int64_t q_pitch, int64_t rank, int32_t take)
 {
     for (int64_t b = 0; b < batch; b++)
         for (int64_t r = 0; r < rows; r++) {
             float *x = matrices + b * pitch + r * cols;
-            const float *w = p + b * p_pitch + r, *v = q + b * q_pitch;
-            int64_t k = 0;
-            for (; k + TOGETHER <= rank; k += TOGETHER, w += TOGETHER * rows, v += TOGETHER * cols) {
-                float w0 = w[0], w1 = w[rows], w2 = w[2 * rows], w3 = w[3 * rows];
-                for (int64_t c = 0; c < cols; c++)
-                    x[c] -= w0 * v[c] + w1 * v[cols + c] + w2 * v[2 * cols + c] + w3 * v[3 * cols + c];
+            const float *w = p + b * p_pitch + r, *v0 = q + b * q_pitch, *v1 = v0 + cols, *v2 = v1 + cols, *v3 = v2 + cols;
+            float w0 = w[0], w1 = rank > 1 ? w[rows] : 0, w2 = rank > 2 ? w[2 * rows] : 0, w3 = rank > 3 ? w[3 * rows] : 0;
+            switch (2 * rank + !!take) {
+            case 8: EACH( = w0 * v0[c] + w1 * v1[c] + w2 * v2[c] + w3 * v3[c]); break;
+            case 9: EACH(-= w0 * v0[c] + w1 * v1[c] + w2 * v2[c] + w3 * v3[c]); break;
+            case 6: EACH( = w0 * v0[c] + w1 * v1[c] + w2 * v2[c]); break;
+            case 7: EACH(-= w0 * v0[c] + w1 * v1[c] + w2 * v2[c]); break;
+            case 4: EACH( = w0 * v0[c] + w1 * v1[c]); break;
+            case 5: EACH(-= w0 * v0[c] + w1 * v1[c]); break;
+            case 2: EACH( = w0 * v0[c]); break;
+            case 3: EACH(-= w0 * v0[c]); break;
             }
-            for (; k < rank; k++, w += rows, v += cols)
-                for (int64_t c = 0; c < cols; c++) x[c] -= w[0] * v[c];
         }
+}
+
+/* orthogonal.orthonormal, of one matrix [rank, length]: what it says step by step. `work`: 2 rank (length + rank) + 2
+   rank numbers. Sums are exact, so they may be made in LANES. */
+typedef double wide_lanes __attribute__((vector_size(8 * LANES), aligned(8)));
+
+static double inner(const double *restrict x, const double *restrict y, int64_t length)
+{
+    wide_lanes sum = {0};
+    int64_t i = 0;
+    for (; i + LANES <= length; i += LANES) sum += *(const wide_lanes *)(x + i) * *(const wide_lanes *)(y + i);
+    for (; i < length; i++) sum[0] += x[i] * y[i];
+    for (int lane = 1; lane < LANES; lane++) sum[0] += sum[lane];
+    return sum[0];
+}
+
+void orthonormal(const float *restrict matrix, int64_t rank, int64_t length, double high_steps, double low_steps,
+                 double nothing, double epsilon, double *restrict work, float *restrict out)
+{
+    double *high = work, *low = high + rank * length, *gram = low + rank * length, *change = gram + rank * rank;
+    double *unit = change + rank * rank, *first = unit + rank;
+    for (int64_t i = 0; i < rank; i++) {
+        const float *x = matrix + i * length;
+        double *h = high + i * length, *l = low + i * length;
+        int32_t top = 0; /* NaN is above all */
+        for (int64_t n = 0; n < length; n++) {
+            int32_t magnitude = bits_of(x[n]) & 0x7fffffff;
+            top = magnitude > top ? magnitude : top;
+        }
+        unit[i] = top == 0 ? 1.0 : (double)float_of(top);
+        double step = unit[i] / high_steps;
+        for (int64_t n = 0; n < length; n++) {
+            double all = (double)x[n] / step;
+            h[n] = rint(all);
+            l[n] = rint((all - h[n]) * low_steps);
+        }
+    }
+    for (int64_t i = 0; i < rank; i++)
+        for (int64_t j = 0; j <= i; j++) {
+            const double *hi = high + i * length, *hj = high + j * length, *li = low + i * length, *lj = low + j * length;
+            double mixed = inner(hi, lj, length) + inner(li, hj, length), lows = inner(li, lj, length) / low_steps;
+            double both = (inner(hi, hj, length) + (mixed + lows) / low_steps) / (high_steps * high_steps);
+            gram[i * rank + j] = gram[j * rank + i] = both;
+        }
+    for (int64_t i = 0; i < rank * length; i++) high[i] = (high[i] + low[i] / low_steps) / high_steps;
+    for (int64_t i = 0; i < rank; i++) {
+        first[i] = gram[i * rank + i];
+        for (int64_t j = 0; j < rank; j++) change[i * rank + j] = i == j;
+    }
+    for (int64_t i = 0; i < rank; i++) {
+        double square = gram[i * rank + i];
+        int lost = square <= nothing * nothing * first[i]; /* not for NaN */
+        double reach = sqrt(lost ? 1.0 : square);
+        double factor = lost ? 0.0 : epsilon != 0.0 ? unit[i] / (unit[i] * reach + epsilon) : 1.0 / reach;
+        for (int64_t j = 0; j < rank; j++) gram[i * rank + j] *= factor;
+        for (int64_t j = 0; j < rank; j++) gram[j * rank + i] *= factor;
+        for (int64_t j = 0; j < rank; j++) change[j * rank + i] *= factor;
+        double one = 2.0 - gram[i * rank + i]; /* but for epsilon */
+        for (int64_t j = 0; j < rank; j++)
+            for (int64_t k = i + 1; k < rank; k++) {
+                double along = gram[i * rank + k];
+                change[j * rank + k] -= change[j * rank + i] * along;
+                if (j > i) gram[j * rank + k] -= one * (gram[i * rank + j] * along);
+            }
+    }
+    for (int64_t j = 0; j < rank; j++) {
+        double *made = low; /* not needed any more */
+        for (int64_t n = 0; n < length; n++) made[n] = change[j] * high[n];
+        for (int64_t i = 1; i <= j; i++)
+            for (int64_t n = 0; n < length; n++) made[n] += change[i * rank + j] * high[i * length + n];
+        for (int64_t n = 0; n < length; n++) out[j * length + n] = (float)made[n];
+    }
+}
+
+/* feedback._corrected: a gradient times this rank's share, plus what is left over. */
+void weigh_and_add(const float *restrict x, float factor, const float *restrict y, int64_t count, float *restrict out)
+{
+    for (int64_t i = 0; i < count; i++) out[i] = x[i] * factor + y[i];
 }

@@ -34,6 +34,7 @@ SOURCE = Path(__file__).with_name("native.c")
 # Without trapping-math and errno a rounding is one instruction; neither changes a result.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 P, I32, I64, U32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
+F32, F64 = ctypes.c_float, ctypes.c_double
 FUNCTIONS = {
     "linear_encode": (None, P, P, I64, I32, I32, I32, P, I64, P, I64, I32),
     "linear_decode": (None, P, I64, P, I64, I64, I64, P, I64, I32, P, I32),
@@ -44,7 +45,9 @@ FUNCTIONS = {
     "hash_bits": (None, P, I64, U32, U32, P),
     "project_rows": (None, P, I64, I64, I64, I64, P, I64, I64, P, I64),
     "project_columns": (None, P, I64, I64, I64, I64, P, I64, I64, P, I64),
-    "take_outer": (None, P, I64, I64, I64, I64, P, I64, P, I64, I64),
+    "outer": (None, P, I64, I64, I64, I64, P, I64, P, I64, I64, I32),
+    "orthonormal": (None, P, I64, I64, F64, F64, F64, F64, P, P),
+    "weigh_and_add": (None, P, F32, P, I64, P),
     "reaching": (I64, P, I64, I32, I32, P, I64),
 }
 """Result and parameters."""

@@ -13,9 +13,12 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import CDLL
 
 import torch
 from torch import Tensor
+
+from hvdbridge.kernels.native import compiled
 
 NOTHING = 2.0**-18
 """Part of a column's length that float32 cannot tell from rounding."""
@@ -35,6 +38,8 @@ def orthonormal(batches: Sequence[Tensor], epsilon: float = 0.0) -> list[Tensor]
             [[0.0000, 0.0000],
              [0.0000, 1.0000]]])
     """
+    if (native := compiled(*batches)) and all(batch.dtype == torch.float32 for batch in batches):
+        return [_in_c(native, batch, epsilon) for batch in batches]
     columns, grams, units = [], [], []
     for batch in batches:
         # Columns of 1e30 and of 1e-30 alike. (inf / inf is NaN, as it should be.)
@@ -48,6 +53,17 @@ def orthonormal(batches: Sequence[Tensor], epsilon: float = 0.0) -> list[Tensor]
         units.append(unit.squeeze(-1))
     changes = _gram_schmidt(torch.cat(grams), torch.cat(units), epsilon).split([len(batch) for batch in batches])
     return [_combine(c, change).to(b.dtype) for c, change, b in zip(columns, changes, batches, strict=True)]
+
+
+def _in_c(native: CDLL, batch: Tensor, epsilon: float) -> Tensor:
+    _, rank, length = batch.shape
+    work = torch.empty(2 * rank * (length + rank + 1), dtype=torch.float64, device="cpu")
+    out = torch.empty_like(batch)
+    for matrix, made in zip(batch.unbind(), out.unbind(), strict=True):
+        native.orthonormal(
+            matrix.data_ptr(), rank, length, HIGH, LOW, NOTHING, epsilon, work.data_ptr(), made.data_ptr()
+        )
+    return out
 
 
 def _gram(high: Tensor, low: Tensor) -> Tensor:

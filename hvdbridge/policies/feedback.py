@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Views
+from hvdbridge.bucket import Bucket, Views, flatten
+from hvdbridge.kernels.native import compiled
 from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
 
 RESIDUAL: Mapping[str, Slot] = {"residual": Slot(local=True, gradient_units=True)}
@@ -46,13 +47,26 @@ def feedback(bucket: Bucket, state: State, aggregate: Callable[[Bucket, State], 
         aggregate: of an additive policy.
     """
     excluded = bucket.weight == 0.0
-    raw = bucket.weighted()
-    corrected = replace(raw.plus(state["residual"]), needs_sent=True, spare=raw.buffer)
+    corrected = _corrected(bucket, state["residual"])
     if excluded:
         corrected.buffer.zero_()
     result = yield from aggregate(corrected, state["inner"])
     residual = state["residual"] if excluded else Views(bucket.layout, result.left_of(corrected))
     return Aggregated(result.update, state={"residual": residual, "inner": result.state})
+
+
+def _corrected(bucket: Bucket, residual: Mapping[str, Tensor]) -> Bucket:
+    """The weighted bucket plus what is left over; memory of the former is the spare of the latter."""
+    gradient, left = bucket.buffer, flatten(residual, bucket.layout)
+    factor = 1.0 if bucket.scaled else bucket.factor
+    native = compiled(gradient, left) if gradient.dtype == left.dtype == torch.float32 else None
+    if native is None or factor == 0.0:
+        bucket = bucket.weighted().plus(Views(bucket.layout, left))
+    else:
+        total = torch.empty_like(gradient)  # the same bits, in one pass
+        native.weigh_and_add(gradient.data_ptr(), factor, left.data_ptr(), total.numel(), total.data_ptr())
+        bucket = replace(bucket, buffer=total, scaled=True)
+    return replace(bucket, needs_sent=True, spare=gradient)
 
 
 class WithFeedback(Policy):

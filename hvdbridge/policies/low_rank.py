@@ -4,7 +4,7 @@ Rules:
 
 1. What is a matrix, where it lies and how it is multiplied is :mod:`.matrices`' affair.
 2. What every rank must compute alike (the basis) is made of exact sums (:mod:`hvdbridge.kernels.orthogonal`). The
-   last product, of the two factors, is element-wise but for sums of ``rank`` terms, which a BLAS adds in order.
+   last product, of the two factors, is element-wise but for sums of ``rank`` terms, added in order by us, or by a BLAS.
 3. float16 and bfloat16 gradients are computed in float32.
 """
 
@@ -46,10 +46,11 @@ class PowerSGD(WithFeedback):
     one. A column of P that lies in the span of others (a zero gradient has only such) is dropped for that step,
     and its column of Q stays.
 
-    Memory: beside gradients, state and factors, the new residual, and for a moment the largest matrices of one shape:
-    where they do not lie aligned to be multiplied, and as a product.
+    Memory: beside gradients, state and factors, the new residual. Where a BLAS multiplies (on GPUs, and above rank 4),
+    for a moment the largest matrices of one shape, too: where they do not lie aligned for it, and as a product.
 
-    Ranks end with equal bits as far as their matrix products do that add ``rank`` terms; those of one BLAS do.
+    Ranks end with equal bits on CPUs up to rank 4; beyond, as far as the matrix products do that add ``rank`` terms:
+    those of one BLAS do.
 
     PyTorch's ``PowerSGDState`` in these terms::
 

@@ -4,15 +4,16 @@ Rules:
 
 1. Factors are transposed, ``[rank, length]``: the rows are the columns of P and Q in the papers. So both products
    read the gradient along its rows.
-2. Each matrix is multiplied at an aligned address and batched by its shape alone, so its factors have the same bits
-   wherever bucket boundaries lie; what is not aligned in the bucket is copied.
+2. A matrix's factors have the same bits wherever bucket boundaries lie. native.c multiplies it where it is; for a BLAS
+   it is batched by its shape alone and lies at an aligned address: what is not aligned in the bucket is copied.
+3. What all ranks make of the same factors has the same bits with and without a C compiler (:func:`outer`).
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from ctypes import CDLL
 from dataclasses import dataclass
 
@@ -87,26 +88,49 @@ def project(vectors: Tensor, matrices: Tensor, side: int) -> Tensor:
     return out
 
 
-def take_outer(p: Tensor, q: Tensor, matrices: Tensor) -> bool:
-    """``matrices`` ``[batch, rows, cols]`` less ``P Q'``, in place, if there is a C compiler; whether there is."""
+def outer(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """``P Q'`` ``[batch, rows, cols]`` of ``[batch, rank, rows]`` and ``[batch, rank, cols]``, all aligned.
+
+    For few vectors on a CPU products are rounded, then added in the order of the vectors; else by a BLAS.
+    """
+    if p.shape[1] > FEW or p.device.type != "cpu":
+        return product(p.mT, q, out)
+    if out is None:
+        out = slots(len(p), p.shape[2], q.shape[2], p)
+    if (native := _in_c(p, q, out)) is not None:
+        _outer_in_c(native, p, q, out, take=False)
+    else:
+        torch.mul(p[:, 0, :, None], q[:, 0, None], out=out)
+        for k in range(1, p.shape[1]):
+            out += p[:, k, :, None] * q[:, k, None]
+    return out
+
+
+def take_outer(p: Tensor, q: Tensor, matrices: Tensor) -> None:
+    """``matrices`` are lessened by ``P Q'``; as in :func:`outer`, but only this rank needs to know the bits."""
+    if (native := _in_c(p, q, matrices)) is not None:
+        _outer_in_c(native, p, q, matrices, take=True)
+    else:
+        matrices -= product(p.mT, q)
+
+
+def _outer_in_c(native: CDLL, p: Tensor, q: Tensor, matrices: Tensor, take: bool) -> None:
     batch, rows, cols = matrices.shape
-    if (native := _in_c(p, q, matrices)) is None:
-        return False
-    native.take_outer(
+    native.outer(
         matrices.data_ptr(), matrices.stride(0), batch, rows, cols, p.data_ptr(), p.stride(0), q.data_ptr(),
-        q.stride(0), p.shape[1],
+        q.stride(0), p.shape[1], take,
     )  # fmt: skip
-    return True
 
 
-def _in_c(vectors: Tensor, *others: Tensor) -> CDLL | None:
-    """native.c, if that can: float32 on a CPU, few vectors, what is in a row side by side."""
-    if vectors.shape[1] > FEW:
-        return None
-    for each in (vectors, *others):
-        if each.device.type != "cpu" or each.dtype != torch.float32 or each.stride()[1:] != (each.shape[2], 1):
-            return None
-    return compiled()
+def in_c(rank: int, like: Tensor) -> CDLL | None:
+    """native.c, if that can multiply matrices like this one by ``rank`` vectors: float32 on a CPU, few vectors."""
+    return compiled() if rank <= FEW and like.device.type == "cpu" and like.dtype == torch.float32 else None
+
+
+def _in_c(*tensors: Tensor) -> CDLL | None:
+    """The same for vectors and matrices, if what is in a row lies side by side."""
+    rank, lies = tensors[0].shape[1], all(each.stride()[1:] == (each.shape[2], 1) for each in tensors)
+    return compiled() if lies and all(in_c(rank, each) for each in tensors) else None
 
 
 @dataclass(frozen=True)
@@ -123,10 +147,12 @@ class Group:
         return self.cols if side == COLS else self.rows
 
     def view(self, flat: Tensor) -> Tensor | None:
-        """All matrices where they lie, if that is at aligned addresses at equal distances."""
+        """All matrices where they lie, if that is at equal distances, and at aligned addresses for a BLAS."""
         first, step = self.offsets[0], self.offsets[1] - self.offsets[0] if len(self.offsets) > 1 else 0
-        regular = all(offset == first + i * step for i, offset in enumerate(self.offsets))
-        if not regular or first % ALIGNED or step % ALIGNED or flat.data_ptr() % (ALIGNED * flat.element_size()):
+        if not all(offset == first + i * step for i, offset in enumerate(self.offsets)):
+            return None
+        unaligned = first % ALIGNED or step % ALIGNED or flat.data_ptr() % (ALIGNED * flat.element_size())
+        if unaligned and in_c(self.rank, flat) is None:
             return None
         shape, stride = (len(self.offsets), self.rows, self.cols), (step or self.rows * self.cols, self.cols, 1)
         return flat.as_strided(shape, stride, flat.storage_offset() + first)
@@ -225,9 +251,8 @@ class Matrices(Plan):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def build(self, pair: Pair, dense: Tensor, out: Tensor) -> Tensor:
-        for group, p, q in zip(self.groups, *pair, strict=True):
-            view = group.view(out)
-            made = product(aligned(p).mT, aligned(q), view)
+        for group, p, q, view in self._outer(pair, out):
+            made = outer(p, q, view)
             if view is None:
                 torch._foreach_copy_(group.pieces(out), list(made.unbind()))
         if self.runs:
@@ -236,17 +261,19 @@ class Matrices(Plan):
         return out
 
     def take_off(self, pair: Pair, flat: Tensor) -> Tensor:
-        for group, p, q in zip(self.groups, *pair, strict=True):
-            view, pieces = group.view(flat), group.pieces(flat)
-            if view is not None and take_outer(p, q, view):
-                continue
-            if all(take_outer(*each) for each in zip(p.split(1), q.split(1), (m[None] for m in pieces), strict=True)):
-                continue
-            made = product(aligned(p).mT, aligned(q))
-            torch._foreach_sub_(pieces, list(made.unbind()))
+        for group, p, q, view in self._outer(pair, flat):
+            if view is not None:
+                take_outer(p, q, view)
+            else:
+                torch._foreach_sub_(group.pieces(flat), list(outer(p, q).unbind()))
         for start, end in self.runs:
             flat[start:end].zero_()
         return flat
+
+    def _outer(self, pair: Pair, flat: Tensor) -> Iterator[tuple[Group, Tensor, Tensor, Tensor | None]]:
+        """Each group, its P and Q, and its matrices where they lie in ``flat``."""
+        for group, p, q in zip(self.groups, *pair, strict=True):
+            yield group, aligned(p), aligned(q), group.view(flat)
 
     def load(self, slot: Mapping[str, Tensor], side: int, dtype: torch.dtype) -> list[Tensor]:
         return [torch.stack([slot[name] for name in group.names]).to(dtype) for group in self.groups]
@@ -285,11 +312,11 @@ class Square(Plan):
 
     def build(self, pair: Pair, dense: Tensor, out: Tensor) -> Tensor:
         ((p,), (q,)) = pair
-        return out.copy_(product(aligned(p).mT, aligned(q)).view(-1)[: self.layout.numel])
+        return out.copy_(outer(aligned(p), aligned(q)).view(-1)[: self.layout.numel])
 
     def take_off(self, pair: Pair, flat: Tensor) -> Tensor:
         ((p,), (q,)) = pair
-        return flat.sub_(product(aligned(p).mT, aligned(q)).view(-1)[: self.layout.numel])
+        return flat.sub_(outer(aligned(p), aligned(q)).view(-1)[: self.layout.numel])
 
     def load(self, slot: Mapping[str, Tensor], side: int, dtype: torch.dtype) -> list[Tensor]:
         group = self.groups[0]

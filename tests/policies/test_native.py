@@ -15,13 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout
+from hvdbridge.bucket import Bucket, Layout, Views
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels import native, pack, select
+from hvdbridge.kernels.orthogonal import orthonormal
 from hvdbridge.kernels.quantise import Blocks, Code, Linear, Places, decode, encode
 from hvdbridge.kernels.random import hashed_bits
 from hvdbridge.kernels.signs import ScaledSign
-from hvdbridge.policies.matrices import COLS, ROWS, project, take_outer
+from hvdbridge.policies.feedback import _corrected
+from hvdbridge.policies.matrices import COLS, ROWS, outer, project, take_outer
 from hvdbridge.policies.sharded import _code_plan
 from hvdbridge.simulation import Simulation
 from policies.policies import CASES, SHAPES, Case
@@ -193,8 +195,56 @@ def test_products(seed: int, batch: int, rows: int, cols: int, rank: int) -> Non
         assert (project(vectors, m, side) - exact).abs().le(bound).all()
     exact = m.double() - p.double().mT @ q.double()
     bound = (rank + 2) * 2.0**-24 * (m.double().abs() + p.double().abs().mT @ q.double().abs())
-    assert take_outer(p, q, m)
+    take_outer(p, q, m)
     assert (m - exact).abs().le(bound).all()
+    made, theirs = both(lambda: outer(p, q).flatten())
+    assert bits(made) == bits(theirs)
+    exact, bound = p.double().mT @ q.double(), rank * 2.0**-24 * (p.double().abs().mT @ q.double().abs())
+    assert (made - exact.flatten()).abs().le(bound.flatten()).all()
+
+
+def test_matrices_that_lie_anywhere() -> None:
+    """A factor's bits do not depend on the address."""
+    draw = torch.Generator().manual_seed(0)
+    flat, q = torch.randn(1 + 37 * 53, generator=draw), torch.randn(1, 4, 53, generator=draw)
+    there = flat[1:].view(1, 37, 53)
+    assert torch.equal(project(q, there, ROWS), project(q, there.clone(), ROWS))
+    p = torch.randn(1, 4, 37, generator=draw)
+    assert torch.equal(project(p, there, COLS), project(p, there.clone(), COLS))
+    made = outer(p, q).clone()
+    assert torch.equal(outer(p, q, there), made)
+
+
+@several
+@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 6), st.integers(1, 3000),
+       st.sampled_from([0.0, 1e-8, 0.1]), st.sampled_from(["", "zeros", "span", "special"]))  # fmt: skip
+def test_gram_schmidt(seed: int, batch: int, rank: int, length: int, epsilon: float, what: str) -> None:
+    x = vector(seed, batch * rank * length, 0.001 if what == "special" else 0.0).view(batch, rank, length)
+    if what == "zeros":
+        x[:, seed % rank] = 0
+    elif what == "span":
+        x[:, seed % rank] = 3 * x[:, (seed + 1) % rank]
+    ours, theirs = both(lambda: orthonormal([x], epsilon)[0].flatten())
+    assert bits(ours) == bits(theirs)
+
+
+@several
+@given(st.integers(0, 2**31), st.integers(1, 3000), st.lists(st.floats(0, 1e3), min_size=2, max_size=3), st.booleans())
+def test_feedback_adds(seed: int, numel: int, weights: list[float], scaled: bool) -> None:
+    if not sum(weights) > 0:
+        weights[1] = 1.0
+    layout = Layout({"p": (numel,)})
+    gradient, residual = vector(seed, numel, 0.01), vector(seed + 1, numel, 0.01)
+
+    def run() -> Tensor:
+        bucket = Bucket(gradient.clone(), layout, size=len(weights), weights=tuple(weights), scaled=scaled)
+        made = _corrected(bucket, Views(layout, residual))
+        assert made.scaled and made.needs_sent and made.mark.weighted
+        assert made.spare is bucket.buffer
+        return made.buffer
+
+    ours, theirs = both(run)
+    assert bits(ours) == bits(theirs)
 
 
 @pytest.fixture
