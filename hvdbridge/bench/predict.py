@@ -189,7 +189,8 @@ def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: C
 
     Small buckets overlap more with backward and with each other, large ones wait less often. The network and the
     arithmetic are measured, for some seconds. Backward is not known yet; it is taken to be as long as the transfer,
-    where sizes differ most. DDP's 25 stands unless another size gains a twentieth.
+    where sizes differ most. Of sizes that end within a twentieth of the first it is the largest, but not above DDP's 25
+    if that can be: each collective takes a core more than was measured.
 
     Raises:
         Unsupported: the policy holds somebody else's hook, which would remember the gradients that are made up here.
@@ -213,14 +214,14 @@ def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: C
 
     def predicted(bucket_mb: float, backward: float) -> Prediction:
         sizes = FEW if size > FEW[-1] else (size,)
-        arithmetic = measure_arithmetic(policy, params, bucket_mb, 1, device, sizes, local_size)
+        arithmetic = measure_arithmetic(policy, params, bucket_mb, 3, device, sizes, local_size)
         planner = Planner(params, 0.0, backward, network, bucket_mb, local_size, network.cores or 1.0)
         return planner.predict("", policy, size, arithmetic)
 
     backward = predicted(DEFAULT_MB, 0.0).communication
     steps = {bucket_mb: predicted(bucket_mb, backward).step for bucket_mb in BUCKETS_MB}
-    best = min(steps, key=lambda bucket_mb: steps[bucket_mb])
-    mine = DEFAULT_MB if steps[DEFAULT_MB] <= 1.05 * steps[best] else best
+    good = [bucket_mb for bucket_mb in BUCKETS_MB if steps[bucket_mb] <= 1.05 * min(steps.values())]
+    mine = max((bucket_mb for bucket_mb in good if bucket_mb <= DEFAULT_MB), default=min(good))
     return float(communicator.execute(Broadcast(torch.tensor([mine], device=device), 0)))
 
 

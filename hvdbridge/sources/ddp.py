@@ -4,8 +4,9 @@ Rules:
 
 1. DDP calls hooks strictly in bucket-index order, so they are handed on as they come.
 2. The first step is one bucket, rebuilt into several after it: layouts are looked up by the bucket's parameters.
-3. A failure leaves backward() through our own engine callback, which stands before DDP's; DDP's future gets the raw
-   bucket then, for it would make another error of ours.
+3. DDP's engine callback takes over what has arrived while the rest travels, so ours, which waits for all, follows it.
+   A failure leaves backward() through ours; DDP's futures get the raw buckets then, for it would make another error
+   of them.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class DdpSource(Source):
     def _bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             if inside_backward():
-                at_end_of_backward(self._finish)
+                at_end_of_backward(self._all_submitted)
             elif self.running:  # within join() hooks are called outside of backward: the step before ends here
                 self._finish()
             self.begin()
@@ -128,6 +129,10 @@ class DdpSource(Source):
             layout = Layout({self._names[p]: p.shape for p in parameters})  # type: ignore[index]
             self._layouts[key] = layout
         return layout
+
+    def _all_submitted(self) -> None:
+        self.aggregator.driver.flush()
+        at_end_of_backward(self._finish)  # DDP's callback stands already
 
     def _finish(self) -> None:
         try:

@@ -239,7 +239,7 @@ def test_feedback_adds(seed: int, numel: int, weights: list[float], scaled: bool
     def run() -> Tensor:
         bucket = Bucket(gradient.clone(), layout, size=len(weights), weights=tuple(weights), scaled=scaled)
         made = _corrected(bucket, Views(layout, residual))
-        assert made.scaled and made.needs_sent and made.mark.weighted
+        assert (made.scaled, made.needs_sent, made.mark.weighted) == (True, True, True)
         assert made.spare is bucket.buffer
         return made.buffer
 

@@ -241,6 +241,22 @@ def test_a_bucket_is_as_large_as_the_network_wants(
     assert predict.best_bucket_mb(from_spec("mean"), params, Two()) in expected  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("steps", "expected"), [
+    ((1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 25.0),
+    ((1.0, 1.0, 1.02, 1.04, 1.2, 1.0), 10.0),
+    ((1.0, 1.06, 1.06, 1.06, 1.06, 1.06), 1.0),
+    ((2.0, 2.0, 2.0, 2.0, 1.1, 1.0), 50.0),
+])  # fmt: skip
+def test_of_sizes_that_end_alike_it_is_the_largest_up_to_ddps(
+    steps: tuple[float, ...], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = dict(zip(predict.BUCKETS_MB, steps, strict=True))
+    monkeypatch.setattr(predict, "probe", lambda *_: Network.given(1e-5, 1e9))
+    monkeypatch.setattr(Planner, "_simulate", lambda self, *_: known[self.bucket_mb])
+    params = {f"w{i}": torch.zeros(1 << 8) for i in range(4)}
+    assert predict.best_bucket_mb(from_spec("mean"), params, Two()) == expected  # type: ignore[arg-type]
+
+
 def test_what_remembers_is_not_timed() -> None:
     policy = from_horovod_compression(Compression.fp16)
     with pytest.raises(Unsupported, match="bucket_mb='auto' cannot time"):

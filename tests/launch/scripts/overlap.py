@@ -1,4 +1,5 @@
-"""The last gradient is held back until the first collective of the step has started: without overlap it never comes."""
+"""The last gradient is held back until the first collective of the step has started: without overlap it never comes.
+Under DDP, what has arrived is taken over before the step waits for all that travels."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Model(nn.Module):
 hb.init()
 torch.manual_seed(0)
 model = Model()
-sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=0.001)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sync = hb.GradientSynchronizer(model, optimizer, bucket_mb=0.001, gradient_as_bucket_view=False)
+torch.manual_seed(1 + hb.rank())  # whose gradients are not their mean
 answer = sync._communicator._answer
 
 
@@ -51,11 +54,24 @@ def spy(request: Any) -> Any:
 
 
 sync._communicator._answer = spy  # type: ignore[method-assign]
+taken_over: list[torch.Tensor] = []
+if hb.backend() == "torch":
+    source: Any = sync._source
+    finish = source._finish
+
+    def spied_finish() -> None:
+        assert model.last.weight.grad is not None
+        taken_over.append(model.last.weight.grad.clone())
+        finish()
+
+    source._finish = spied_finish
 for step in range(4):
     model.hold = step >= 2  # DDP rebuilds its one bucket after the first step
     started.clear()
     sync.optimizer.zero_grad()
     sync.model(torch.randn(8, 64)).square().mean().backward()
     sync.optimizer.step()
+    if taken_over:
+        assert torch.equal(taken_over.pop(), model.last.weight.grad), "DDP waited for the whole step"
 record(hb.rank(), "overlapped")
 hb.shutdown()
