@@ -221,7 +221,7 @@ def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: C
     backward = predicted(DEFAULT_MB, 0.0).communication
     steps = {bucket_mb: predicted(bucket_mb, backward).step for bucket_mb in BUCKETS_MB}
     good = [bucket_mb for bucket_mb in BUCKETS_MB if steps[bucket_mb] <= 1.05 * min(steps.values())]
-    mine = max((bucket_mb for bucket_mb in good if bucket_mb <= DEFAULT_MB), default=min(good))
+    mine = max((bucket_mb for bucket_mb in good if bucket_mb <= DEFAULT_MB), default=min(good, default=DEFAULT_MB))
     return float(communicator.execute(Broadcast(torch.tensor([mine], device=device), 0)))
 
 

@@ -59,8 +59,8 @@ def _corrected(bucket: Bucket, residual: Mapping[str, Tensor]) -> Bucket:
     """The weighted bucket plus what is left over; memory of the former is the spare of the latter."""
     gradient, left = bucket.buffer, flatten(residual, bucket.layout)
     factor = 1.0 if bucket.scaled else bucket.factor
-    native = compiled(gradient, left) if gradient.dtype == left.dtype == torch.float32 else None
-    if native is None or factor == 0.0:
+    alike = gradient.dtype == left.dtype == torch.float32 and gradient.shape == left.shape
+    if factor == 0.0 or not (alike and (native := compiled(gradient, left))):
         bucket = bucket.weighted().plus(Views(bucket.layout, left))
     else:
         total = torch.empty_like(gradient)  # the same bits, in one pass

@@ -46,8 +46,9 @@ class PowerSGD(WithFeedback):
     one. A column of P that lies in the span of others (a zero gradient has only such) is dropped for that step,
     and its column of Q stays.
 
-    Memory: beside gradients, state and factors, the new residual. Where a BLAS multiplies (on GPUs, and above rank 4),
-    for a moment the largest matrices of one shape, too: where they do not lie aligned for it, and as a product.
+    Memory: beside gradients, state and factors, the new residual; and for a moment a copy and a product of the largest
+    matrices of one shape that are not multiplied where they lie: by a BLAS (on GPUs, above rank 4, of other types than
+    float32, without a C compiler) if they are not aligned, small ones at unequal distances, and what is ``batched``.
 
     Ranks end with equal bits on CPUs up to rank 4; beyond, as far as the matrix products do that add ``rank`` terms:
     those of one BLAS do.

@@ -33,6 +33,7 @@ FEW = 4
 ROWS, COLS = 0, 1
 Pair = tuple[list[Tensor], list[Tensor]]
 """P and Q of each group of matrices, ``[batch, rank, length]``."""
+Parts = list[tuple[slice, Tensor]] | None
 
 
 def as_matrix(shape: torch.Size, rank: int, min_rate: float) -> tuple[int, int, int] | None:
@@ -107,11 +108,11 @@ def outer(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def take_outer(p: Tensor, q: Tensor, matrices: Tensor) -> None:
-    """``matrices`` are lessened by ``P Q'``; as in :func:`outer`, but only this rank needs to know the bits."""
+    """``matrices`` are lessened by ``P Q'``, as :func:`outer` makes it."""
     if (native := _in_c(p, q, matrices)) is not None:
         _outer_in_c(native, p, q, matrices, take=True)
     else:
-        matrices -= product(p.mT, q)
+        matrices -= outer(p, q)
 
 
 def _outer_in_c(native: CDLL, p: Tensor, q: Tensor, matrices: Tensor, take: bool) -> None:
@@ -156,6 +157,15 @@ class Group:
             return None
         shape, stride = (len(self.offsets), self.rows, self.cols), (step or self.rows * self.cols, self.cols, 1)
         return flat.as_strided(shape, stride, flat.storage_offset() + first)
+
+    def parts(self, flat: Tensor) -> Parts:
+        """All matrices where they lie, ``[part of batch, rows, cols]``, and which of the batch they are; None: a BLAS
+        multiplies them, and cannot do so there."""
+        if (view := self.view(flat)) is not None:
+            return [(slice(None), view)]
+        if in_c(self.rank, flat) is None:
+            return None
+        return [(slice(i, i + 1), piece[None]) for i, piece in enumerate(self.pieces(flat))]
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
         numel = self.rows * self.cols
@@ -251,29 +261,30 @@ class Matrices(Plan):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def build(self, pair: Pair, dense: Tensor, out: Tensor) -> Tensor:
-        for group, p, q, view in self._outer(pair, out):
-            made = outer(p, q, view)
-            if view is None:
-                torch._foreach_copy_(group.pieces(out), list(made.unbind()))
+        for group, p, q, parts in self._outer(pair, out):
+            for which, there in parts or ():
+                outer(p[which], q[which], there)
+            if parts is None:
+                torch._foreach_copy_(group.pieces(out), list(outer(p, q).unbind()))
         if self.runs:
             sizes = [end - start for start, end in self.runs]
             torch._foreach_copy_([out[start:end] for start, end in self.runs], list(dense.split(sizes)))
         return out
 
     def take_off(self, pair: Pair, flat: Tensor) -> Tensor:
-        for group, p, q, view in self._outer(pair, flat):
-            if view is not None:
-                take_outer(p, q, view)
-            else:
+        for group, p, q, parts in self._outer(pair, flat):
+            for which, there in parts or ():
+                take_outer(p[which], q[which], there)
+            if parts is None:
                 torch._foreach_sub_(group.pieces(flat), list(outer(p, q).unbind()))
         for start, end in self.runs:
             flat[start:end].zero_()
         return flat
 
-    def _outer(self, pair: Pair, flat: Tensor) -> Iterator[tuple[Group, Tensor, Tensor, Tensor | None]]:
+    def _outer(self, pair: Pair, flat: Tensor) -> Iterator[tuple[Group, Tensor, Tensor, Parts]]:
         """Each group, its P and Q, and its matrices where they lie in ``flat``."""
         for group, p, q in zip(self.groups, *pair, strict=True):
-            yield group, aligned(p), aligned(q), group.view(flat)
+            yield group, aligned(p), aligned(q), group.parts(flat)
 
     def load(self, slot: Mapping[str, Tensor], side: int, dtype: torch.dtype) -> list[Tensor]:
         return [torch.stack([slot[name] for name in group.names]).to(dtype) for group in self.groups]

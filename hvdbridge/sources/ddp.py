@@ -6,7 +6,8 @@ Rules:
 2. The first step is one bucket, rebuilt into several after it: layouts are looked up by the bucket's parameters.
 3. DDP's engine callback takes over what has arrived while the rest travels, so ours, which waits for all, follows it.
    A failure leaves backward() through ours; DDP's futures get the raw buckets then, for it would make another error
-   of them.
+   of them. Where DDP waits for traffic of its own, too, which ranks that failed never send, ours comes first.
+4. The driver is flushed with the last bucket: in the first step of a static graph DDP waits where it submits them.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class DdpSource(Source):
     def _bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             if inside_backward():
-                at_end_of_backward(self._all_submitted)
+                finds_unused = self._model is not None and self._model.find_unused_parameters
+                at_end_of_backward(self._finish if finds_unused else self._finish_after_ddp)
             elif self.running:  # within join() hooks are called outside of backward: the step before ends here
                 self._finish()
             self.begin()
@@ -118,8 +120,10 @@ class DdpSource(Source):
             future.set_result(buffer if update is None else update)
 
         self.aggregator.submit(Piece(self._layout(bucket.parameters()), buffer, deliver), last=bucket.is_last())
-        if self.aggregator.joined and bucket.is_last():
-            self.aggregator.end_ahead()
+        if bucket.is_last():
+            self.aggregator.driver.flush()
+            if self.aggregator.joined:
+                self.aggregator.end_ahead()
         return future
 
     def _layout(self, parameters: list[Tensor]) -> Layout:
@@ -130,8 +134,7 @@ class DdpSource(Source):
             self._layouts[key] = layout
         return layout
 
-    def _all_submitted(self) -> None:
-        self.aggregator.driver.flush()
+    def _finish_after_ddp(self) -> None:
         at_end_of_backward(self._finish)  # DDP's callback stands already
 
     def _finish(self) -> None:

@@ -47,6 +47,19 @@ def test_the_first_collective_starts_before_the_last_gradient_exists(backend: st
     assert job.records == ["overlapped"] * 2
 
 
+def test_a_static_graph_waits_for_nobody() -> None:
+    """Its first step ends within DDP's own call, before any callback of ours."""
+    job = jobs.run("torchrun", "torch", 2, [str(SCRIPTS / "ddp_waits.py"), "static"]).check()
+    assert job.records == [{"mean": True, "int8": True}] * 2
+
+
+def test_a_policys_failure_does_not_wait_for_what_ddp_waits_for() -> None:
+    job = jobs.run("torchrun", "torch", 2, [str(SCRIPTS / "ddp_waits.py"), "unused"])
+    assert job.status != 0
+    assert "ValueError: the policy has a bug" in job.output
+    assert "its limit" not in job.output
+
+
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_debug_finds_the_rank_that_starts_another_collective(backend: str) -> None:
     env = {"HVDBRIDGE_DEBUG": "1"}

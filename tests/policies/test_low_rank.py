@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels import native
 from hvdbridge.kernels.orthogonal import orthonormal
 from hvdbridge.policies import PowerSGD, from_spec
 from hvdbridge.policies.matrices import SMALL
@@ -188,8 +189,14 @@ def test_each_step_has_random_numbers_of_its_own_without_warm_start() -> None:
     assert from_spec("powersgd").deterministic
 
 
-def test_bucket_boundaries_do_not_matter_at_two_ranks() -> None:
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bucket_boundaries_do_not_matter_at_two_ranks(
+    dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the bit, wherever a matrix lies in memory: large ones and small ones, alone and in batches."""
+    if kernels == "torch":
+        monkeypatch.setattr(native, "_load", lambda: None)
     shapes = {f"w{i}": (33, 35) for i in range(5)} | {"odd": (3,), "x": (64, 64), "y": (257, 259), "z": (64, 64)}
     names = list(shapes)
     assert 257 * 259 > SMALL > 64 * 64
@@ -202,9 +209,11 @@ def test_bucket_boundaries_do_not_matter_at_two_ranks() -> None:
     for spec in ("powersgd:rank=3", "powersgd:rank=1,alternate=true", "powersgd:rank=4,ef=false"):
         runs = []
         for buckets in splits:
-            simulation = Simulation(spec, shapes, 2, buckets=buckets)
+            typed = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+            simulation = Simulation(spec, typed, 2, buckets=buckets)
             for step in range(3):
-                updates = simulation.step(gradients(2, step, shapes), [1, 2])[0]
+                given = [{n: g.to(dtype) for n, g in each.items()} for each in gradients(2, step, shapes)]
+                updates = simulation.step(given, [1, 2])[0]
             runs.append(updates)
         for other in runs[1:]:
             assert all(torch.equal(other[n], runs[0][n]) for n in shapes), spec

@@ -71,7 +71,8 @@ for step in range(4):
     sync.optimizer.zero_grad()
     sync.model(torch.randn(8, 64)).square().mean().backward()
     sync.optimizer.step()
-    if taken_over:
+    if hb.backend() == "torch":
+        assert len(taken_over) == 1
         assert torch.equal(taken_over.pop(), model.last.weight.grad), "DDP waited for the whole step"
 record(hb.rank(), "overlapped")
 hb.shutdown()
