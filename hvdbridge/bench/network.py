@@ -30,12 +30,13 @@ ENOUGH = 0.05
 class Line:
     """``seconds = rounds * latency + bytes_sent / bandwidth``; latency in seconds, bandwidth in bytes per second.
 
-    ``cpu`` is the part of these seconds in which sending keeps one of the rank's cores busy.
+    ``latency_cpu`` and ``cpu`` are the parts of both terms in which sending keeps one of the rank's cores busy.
     """
 
     latency: float
     bandwidth: float
     cpu: float = 0.0
+    latency_cpu: float = 0.0
 
 
 class Load(NamedTuple):
@@ -106,9 +107,18 @@ class Network:
         >>> net.seconds(Load("AllReduce", "world", sent=1e9, size=2))
         1.002
         """
+        return sum(self._terms(load, local_size))
+
+    def cpu_seconds(self, load: Load, local_size: int = 1) -> float:
+        """For how much of :meth:`seconds` a core is busy."""
+        line, (waiting, sending) = self._line(load), self._terms(load, local_size)
+        return waiting * line.latency_cpu + sending * line.cpu
+
+    def _terms(self, load: Load, local_size: int) -> tuple[float, float]:
+        """Both terms of the line, in seconds."""
         kind, group, sent, size = load
         if size < 2:
-            return 0.0
+            return 0.0, 0.0
         inside, line = group == "node" and self.local is not None, self._line(load)
         share = 1.0 if inside or group == "cross" else max(1.0, local_size / self.local_size)
         levels = math.ceil(math.log2(size))
@@ -120,11 +130,7 @@ class Network:
             "AllGather": [(size - 1, sent), (levels, sent * share)],
             "Broadcast": [(levels, levels * once)],
         }[kind]
-        return min(rounds * line.latency + amount / line.bandwidth for rounds, amount in options)
-
-    def cpu_seconds(self, load: Load, local_size: int = 1) -> float:
-        """For how much of :meth:`seconds` a core is busy."""
-        return self.seconds(load, local_size) * self._line(load).cpu if load.size > 1 else 0.0
+        return min(((rounds * line.latency, amount / line.bandwidth) for rounds, amount in options), key=sum)
 
     def _line(self, load: Load) -> Line:
         lines = self.local if load.group == "node" and self.local is not None else self.lines
@@ -166,14 +172,16 @@ def probe(communicator: Communicator, device: torch.device, repeats: int = 5, ki
     }
     lines = {}
     for kind in sorted(kinds):
-        small, _ = _median(communicator, make[kind](SMALL), device, repeats)
-        elements, large, busy = SMALL, small, 0.0
+        small, small_busy = _median(communicator, make[kind](SMALL), device, repeats)
+        elements, large, busy = SMALL, small, small_busy
         while elements < LARGE and large < small + ENOUGH:
             elements *= 8
             large, busy = _median(communicator, make[kind](elements), device, repeats)
         rounds = _rounds(kind, size)
         sent = make[kind](elements).bytes_sent(size) - make[kind](SMALL).bytes_sent(size)
-        lines[kind] = Line(small / rounds, max(sent, 1) / max(large - small, 1e-9), min(1.0, busy / large))
+        longer = max(large - small, 1e-9)
+        shares = (max(0.0, busy - small_busy) / longer, small_busy / small)
+        lines[kind] = Line(small / rounds, max(sent, 1) / longer, *(min(1.0, share) for share in shares))
     return Network(lines, local_size=ranks_per_node(communicator), cores=cores_per_rank(communicator, device))
 
 

@@ -157,10 +157,11 @@ def test_arithmetic_takes_the_time_of_backward_where_no_core_is_free() -> None:
     assert alone.compression == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("line", [Line(0.0, 16_000, cpu=1.0), Line(0.125, 1e15, latency_cpu=1.0)])
 @pytest.mark.parametrize(("cores", "step"), [(2, 5.25), (1, 6.0), (0.5, 7.0)])
-def test_sending_takes_the_time_of_backward_where_no_core_is_free(cores: float, step: float) -> None:
+def test_sending_takes_the_time_of_backward_where_no_core_is_free(cores: float, step: float, line: Line) -> None:
     """A quarter of a second of a core per bucket; where two ranks share it, each waits for the other's turn, too."""
-    busy = Network({"": Line(0.0, 16_000, cpu=1.0)})
+    busy = Network({"": line})
     assert planner(busy, cores=cores).predict("mean", from_spec("mean"), 2, IDLE).step == pytest.approx(step)
 
 
