@@ -322,7 +322,8 @@ void project_columns(const float *restrict matrices, int64_t pitch, int64_t batc
 }
 
 /* matrices [batch, rows, cols] become, or with `take` are lessened by, p [batch, rank, rows] transposed times q [batch,
-   rank, cols]. What they become has the bits of matrices.outer: products rounded, added in the order of the vectors. */
+   rank, cols]. What they become has the bits of matrices.outer: products rounded, added in the order of the vectors.
+   At most four vectors (matrices.FEW). */
 #define EACH(SUM) for (int64_t c = 0; c < cols; c++) x[c] SUM
 void outer(float *restrict matrices, int64_t pitch, int64_t batch, int64_t rows, int64_t cols, const float *restrict p,
            int64_t p_pitch, const float *restrict q, int64_t q_pitch, int64_t rank, int32_t take)

@@ -34,6 +34,7 @@ ROWS, COLS = 0, 1
 Pair = tuple[list[Tensor], list[Tensor]]
 """P and Q of each group of matrices, ``[batch, rank, length]``."""
 Parts = list[tuple[slice, Tensor]] | None
+"""Which matrices of a batch, and these where they lie; see :meth:`Group.parts`."""
 
 
 def as_matrix(shape: torch.Size, rank: int, min_rate: float) -> tuple[int, int, int] | None:
