@@ -29,6 +29,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -52,7 +53,7 @@ PATIENT_POLL_SECONDS, PATIENCE, LONGEST_PATIENT_POLL_SECONDS = 2e-3, 1.125, 0.1
 pause is so many times the one before, so an eighth of a long wait is the most by which it is overrated; a look costs a
 thread's turn at a core, which a backward may need."""
 
-CLOSE = object()
+CLOSE, WAKE = object(), object()
 
 
 def drive(flow: Task[T], execute: Callable[[Collective], Tensor]) -> T:
@@ -251,6 +252,7 @@ class Run:
         self._pending = pending
         self._steps = steps
         self._work: Work | None = None
+        self._announced = False  # somebody waits for the present operation, and will tell
         self.ended = False
         self._next()
 
@@ -266,9 +268,17 @@ class Run:
     @property
     def wants_looks(self) -> bool:
         """A look may start its next operation, or is what moves the present one."""
-        return self.waits and not (self.ending and self._pending.communicator.capabilities.progresses)
+        settled = self.ending and self._pending.communicator.capabilities.progresses
+        return self.waits and not (self._announced or settled)
+
+    def announce(self, waiter: Waiter) -> None:
+        """Have ``waiter`` tell, where it can, in the place of looks."""
+        if self._work is not None and self._work.shared and self.wants_looks:
+            waiter.watch(self._work)
+            self._announced = True
 
     def _next(self) -> None:
+        self._announced = False
         try:
             self._work = next(self._steps)
         except StopIteration:
@@ -289,6 +299,33 @@ class Run:
             self._next()
 
 
+class Waiter:
+    """Waits for operations in a thread of its own, in their order, and calls ``wake`` after each."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, work: Work) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="hvdbridge-waiter", daemon=True)
+            self._thread.start()
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """When all that it watches is over."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while (work := self._queue.get()) is not None:
+            with suppress(Exception):  # raised again where the flow waits
+                work.wait()
+            self._wake()
+
+
 class ThreadDriver(Driver):
     """For backends whose collectives block the host."""
 
@@ -296,6 +333,7 @@ class ThreadDriver(Driver):
         super().__init__(check)
         self._device = device if device is not None and device.type == "cuda" else None
         self._queue: queue.SimpleQueue[tuple[Pending[Any] | None, Any]] = queue.SimpleQueue()
+        self._waiter = Waiter(lambda: self._queue.put((None, WAKE)))
         self._runs: list[Run] = []  # oldest first
         self._open: set[Pending[Any]] = set()  # submitted and perhaps not done; what fail() must not leave waiting
         self._lock = threading.Lock()
@@ -338,6 +376,7 @@ class ThreadDriver(Driver):
                 self._drain()
             if pending is None:
                 if event is CLOSE:
+                    self._waiter.close()
                     return
                 continue
             if event is not None:
@@ -350,17 +389,20 @@ class ThreadDriver(Driver):
     def _wait_for_more(self) -> tuple[Pending[Any] | None, Any]:
         """What is submitted next; meanwhile flows under way go on to where their next turn begins."""
         pause, patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
-        while any(run.waits for run in self._runs):
+        while True:
+            for run in self._runs:
+                run.announce(self._waiter)
             urgent = any(run.wants_looks for run in self._runs)
-            try:
-                return self._queue.get(timeout=pause if urgent else patient_pause)
-            except queue.Empty:
-                moved = [run.proceed(block=False) for run in self._runs]
-                self._runs = [run for run in self._runs if not run.ended]
-                pause = POLL_SECONDS if any(moved) else min(pause * 1.25, LONGEST_POLL_SECONDS)
-                if not urgent:
-                    patient_pause = min(patient_pause * PATIENCE, LONGEST_PATIENT_POLL_SECONDS)
-        return self._queue.get()
+            timeout = None if not any(run.waits for run in self._runs) else pause if urgent else patient_pause
+            with suppress(queue.Empty):
+                submitted, event = self._queue.get(timeout=timeout)
+                if event is not WAKE:
+                    return submitted, event
+            moved = [run.proceed(block=False) for run in self._runs]
+            self._runs = [run for run in self._runs if not run.ended]
+            pause = POLL_SECONDS if any(moved) else min(pause * 1.25, LONGEST_POLL_SECONDS)
+            if not urgent:
+                patient_pause = min(patient_pause * PATIENCE, LONGEST_PATIENT_POLL_SECONDS)
 
     def _begin(self, pending: Pending[Any]) -> None:
         older = self._runs
