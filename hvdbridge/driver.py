@@ -8,7 +8,8 @@ Rules:
    callers make the order of bucket indices. Those that may overlap take turns, and at each turn start one operation:
    a flow that begins takes its first turn, then each older one takes its next, oldest first; ``flush`` and a flow
    that stands alone let the older ones take turns until they end. So bucket k+1 is encoded while bucket k travels,
-   and as many flows are under way as one has rounds. What lies between two starts runs when it can. A flow whose last
+   and as many flows are under way as one has rounds. What lies between two starts runs when it can, ahead of its turn,
+   too: while a turn waits for what travels, others decode, and the next bucket is encoded. A flow whose last
    operation is under way has no more turns: nobody waits for it before the end, and several such travel at once.
 3. Where the backend blocks the host, one daemon thread runs the flows, one future per flow; ``no_grad`` and the CUDA
    device are set inside the thread (both belong to a thread), and a flow begins behind an event of the stream that
@@ -28,6 +29,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -253,7 +255,7 @@ class Run:
         self._steps = steps
         self._work: Work | None = None
         self._announced = False  # somebody waits for the present operation, and will tell
-        self.ended = False
+        self.started = self.ended = False
         self._next()
 
     @property
@@ -266,14 +268,18 @@ class Run:
         return self._work is not None and self._pending.ending
 
     @property
+    def shared(self) -> bool:
+        return self._work is None or self._work.shared
+
+    @property
     def wants_looks(self) -> bool:
-        """A look may start its next operation, or is what moves the present one."""
+        """A look may let it go on, or is what moves its operation."""
         settled = self.ending and self._pending.communicator.capabilities.progresses
         return self.waits and not (self._announced or settled)
 
     def announce(self, waiter: Waiter) -> None:
         """Have ``waiter`` tell, where it can, in the place of looks."""
-        if self._work is not None and self._work.shared and self.wants_looks:
+        if self._work is not None and self._work.shared and not self._announced:
             waiter.watch(self._work)
             self._announced = True
 
@@ -284,17 +290,17 @@ class Run:
         except StopIteration:
             self._work, self.ended = None, True
 
-    def proceed(self, block: bool = True) -> bool:
-        """Go on to the next gate or the end, as far as that needs no waiting if not ``block``. Whether it moved."""
+    def proceed(self, block: bool = False) -> bool:
+        """Go on to the next gate or the end, as far as that needs no waiting unless ``block``. Whether it moved."""
         moved = False
         while self._work is not None and (block or self._work.done()):
             self._next()
             moved = True
         return moved
 
-    def turn(self) -> None:
-        """Start the next operation, or end; where only the end is left, nobody waits for it."""
-        self.proceed(block=not self.ending)
+    def start(self) -> None:
+        """From a gate: start the operation, or end."""
+        self.started = True
         while not (self.ended or self.waits):
             self._next()
 
@@ -333,8 +339,12 @@ class ThreadDriver(Driver):
         super().__init__(check)
         self._device = device if device is not None and device.type == "cuda" else None
         self._queue: queue.SimpleQueue[tuple[Pending[Any] | None, Any]] = queue.SimpleQueue()
-        self._waiter = Waiter(lambda: self._queue.put((None, WAKE)))
+        self._inbox: deque[tuple[Pending[Any] | None, Any]] = deque()  # taken from the queue, not yet begun
         self._runs: list[Run] = []  # oldest first
+        self._turns: deque[Run] = deque()  # in their order
+        self._flushing = False  # nothing begins until all runs have ended
+        self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
+        self._waiter = Waiter(lambda: self._queue.put((None, WAKE)))
         self._open: set[Pending[Any]] = set()  # submitted and perhaps not done; what fail() must not leave waiting
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="hvdbridge-driver", daemon=True)
@@ -371,59 +381,78 @@ class ThreadDriver(Driver):
         if self._device is not None:
             torch.cuda.set_device(self._device)
         while True:
-            pending, event = self._wait_for_more()
-            if pending is None or not pending.overlaps:
-                self._drain()
-            if pending is None:
-                if event is CLOSE:
-                    self._waiter.close()
-                    return
+            self._progress()
+            pending, event = self._inbox[0] if self._inbox else (None, WAKE)
+            if event is WAKE or not self._may_begin(pending):
+                self._wait()
                 continue
-            if event is not None:
-                torch.cuda.current_stream(self._device).wait_event(event)
-            self._begin(pending)
-            if not pending.overlaps:
-                self._drain()
+            self._inbox.popleft()
+            if pending is not None:
+                self._begin(pending, event)
+            elif event is CLOSE:
+                self._waiter.close()
+                return
             del pending  # else the last result would live on until the next step
 
-    def _wait_for_more(self) -> tuple[Pending[Any] | None, Any]:
-        """What is submitted next; meanwhile flows under way go on to where their next turn begins."""
-        pause, patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
-        while True:
+    def _progress(self) -> None:
+        """All that needs no waiting: what is next in the order starts, flows go on to their gates."""
+        self._pause = min(self._pause * 1.25, LONGEST_POLL_SECONDS)
+        moved = True
+        while moved:
+            moved = False
+            if self._flushing and not self._turns:
+                self._turns.extend(self._runs)
+            while self._turns:
+                moved |= self._turns[0].proceed()
+                if self._turns[0].waits and not self._turns[0].ending:
+                    break
+                self._turns.popleft().start()
             for run in self._runs:
-                run.announce(self._waiter)
-            urgent = any(run.wants_looks for run in self._runs)
-            timeout = None if not any(run.waits for run in self._runs) else pause if urgent else patient_pause
-            with suppress(queue.Empty):
-                submitted, event = self._queue.get(timeout=timeout)
-                if event is not WAKE:
-                    return submitted, event
-            moved = [run.proceed(block=False) for run in self._runs]
+                moved |= run.proceed()
             self._runs = [run for run in self._runs if not run.ended]
-            pause = POLL_SECONDS if any(moved) else min(pause * 1.25, LONGEST_POLL_SECONDS)
-            if not urgent:
-                patient_pause = min(patient_pause * PATIENCE, LONGEST_PATIENT_POLL_SECONDS)
+            if moved:
+                self._pause = POLL_SECONDS
+        self._flushing = self._flushing and bool(self._runs)
 
-    def _begin(self, pending: Pending[Any]) -> None:
-        older = self._runs
-        self._runs = [*older, run := Run(pending, self._settled(pending))]
-        for each in (run, *older):
-            each.turn()
-        self._runs = [each for each in self._runs if not each.ended]
+    def _may_begin(self, pending: Pending[Any] | None) -> bool:
+        """Whether a flow may compute what it will send first; one of them ahead of its turn, as that takes memory. What
+        stands alone has all others end before."""
+        if (pending is None or not pending.overlaps) and self._runs and not self._flushing:
+            self._flushing = True
+            self._progress()
+        return not self._flushing and all(run.started for run in self._runs)
+
+    def _begin(self, pending: Pending[Any], event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        run = Run(pending, self._settled(pending))
+        self._turns.extend([run, *self._runs])
+        self._runs.append(run)
+        self._flushing = not pending.overlaps
 
     def _settled(self, pending: Pending[Any]) -> Generator[Work | None, None, None]:
         yield from self._steps(pending)
         with self._lock:
             self._open.discard(pending)
 
-    def _drain(self) -> None:
-        while self._runs:
-            for run in self._runs:
-                run.turn()
-            if all(run.ending for run in self._runs):
-                for run in self._runs:
-                    run.proceed()
-            self._runs = [run for run in self._runs if not run.ended]
+    def _wait(self) -> None:
+        """Until something was submitted, or a flow may be able to go on."""
+        if self._flushing and (len(self._runs) == 1 or not all(run.shared for run in self._runs)):
+            (self._turns or self._runs)[0].proceed(block=True)
+            return
+        for run in self._runs:
+            run.announce(self._waiter)
+        timeout = None
+        if any(run.wants_looks for run in self._runs):
+            timeout = self._pause
+        elif any(run.waits for run in self._runs):
+            timeout = self._patient_pause
+            self._patient_pause = min(self._patient_pause * PATIENCE, LONGEST_PATIENT_POLL_SECONDS)
+        with suppress(queue.Empty):
+            given = self._queue.get(timeout=timeout)
+            if given[1] is not WAKE:
+                self._inbox.append(given)
+                self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
 
 
 class StreamDriver(Driver):

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -231,8 +232,10 @@ def test_what_only_travels_outlasts_what_is_looked_at_often() -> None:
     driver.close()
 
 
-def test_operations_start_in_one_order_whatever_takes_how_long() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_operations_start_in_one_order_whatever_takes_how_long(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flow k asks for k.1, k.2, ...; a turn each, the beginner first, then the older ones, oldest first."""
+    monkeypatch.setattr(Late, "shared", shared)
     rounds = [3, 1, 2, 3, 1]
     expected = [0.1, 1.1, 0.2, 2.1, 0.3, 3.1, 2.2, 4.1, 3.2, 3.3]
     for seed in range(8):
@@ -249,6 +252,33 @@ def test_operations_start_in_one_order_whatever_takes_how_long() -> None:
         assert driver.traffic.collectives == sum(rounds)
         assert 0 < driver.traffic.seconds < sum(rounds) * 0.1
         driver.close()
+
+
+def test_what_lies_between_starts_does_not_wait_for_turns() -> None:
+    """While a turn waits for 1.1, the flow 0 decodes, and 3 encodes; 4 does not, since 3 has not begun to send."""
+    communicator, driver = Gated(), ThreadDriver()
+    told: list[str] = []
+
+    def bucket(k: int) -> Task[None]:
+        told.append(f"encode {k}")
+        yield AllReduce(torch.tensor([k + 0.1]))
+        yield AllReduce(torch.tensor([k + 0.2]))
+        told.append(f"decode {k}")
+
+    runs = [driver.submit(Pending(bucket(k), communicator, overlaps=True, rounds=2)) for k in range(5)]
+    communicator.let(0.1)
+    until(lambda: communicator.seen == [0.1, 1.1, 0.2, 2.1])
+    communicator.let(0.2)
+    until(lambda: "decode 0" in told and "encode 3" in told)
+    assert sorted(told) == ["decode 0", "encode 0", "encode 1", "encode 2", "encode 3"]
+    assert communicator.seen == [0.1, 1.1, 0.2, 2.1], "the fourth starts when it is its turn"
+    for value in (1.1, 2.1, 1.2, 3.1, 2.2, 4.1, 3.2, 4.2):
+        communicator.let(value)
+    driver.flush()
+    for pending in runs:
+        pending.wait()
+    assert communicator.seen == [0.1, 1.1, 0.2, 2.1, 1.2, 3.1, 2.2, 4.1, 3.2, 4.2]
+    driver.close()
 
 
 def test_two_flows_are_under_way_at_once() -> None:
@@ -268,6 +298,47 @@ def test_a_bridged_request_takes_a_turn_for_each_of_its_operations() -> None:
         pending.wait()
     assert communicator.seen == [-1.0, -2.0, -1.5, -2.5]
     driver.close()
+
+
+class Gated(Loopback):
+    """Operations that are done when :meth:`let`; only who waits for one learns of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free: defaultdict[float, threading.Event] = defaultdict(threading.Event)
+
+    def let(self, value: float) -> None:
+        self._free[round(value, 1)].set()
+
+    def _answer(self, request: Collective) -> Answer:
+        value = round(float(request.tensor[0]), 1)
+        yield None
+        self.seen.append(value)
+        work = Silent(self._free[value])
+        yield work
+        work.wait()
+        return request.tensor
+
+
+class Silent(Work):
+    shared = last = True
+
+    def __init__(self, free: threading.Event) -> None:
+        self._free, self._waited = free, False
+
+    def done(self) -> bool:
+        return self._waited
+
+    def wait(self) -> None:
+        assert self._free.wait(10)
+        self._waited = True
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.001)
 
 
 class Held(Loopback):
