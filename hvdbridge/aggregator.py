@@ -248,7 +248,9 @@ class Aggregator:
         pieces = list(pieces)
         flow = self._aggregate(pieces, self.step, self._index, last)
         self._index += 1
-        pending = Pending(flow, self.communicator, overlaps=True, rounds=self.policy.rounds, settled=settled)
+        rounds = self.policy.rounds
+        heavy = rounds != 1 or not self.store.empty  # else it reduces in place, or sends little
+        pending = Pending(flow, self.communicator, True, rounds, heavy, settled=settled)
         self._pending.append(self.driver.submit(pending))
 
     def _aggregate(self, pieces: list[Piece], step: int, index: int, last: bool) -> Task[list[Tensor]]:

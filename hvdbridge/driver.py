@@ -55,6 +55,9 @@ PATIENT_POLL_SECONDS, PATIENCE, LONGEST_PATIENT_POLL_SECONDS = 2e-3, 1.125, 0.1
 pause is so many times the one before, so an eighth of a long wait is the most by which it is overrated; a look costs a
 thread's turn at a core, which a backward may need."""
 
+HEAVY_AT_ONCE = 3
+"""One that sends, one that ends, and one that is encoded ahead."""
+
 CLOSE, WAKE = object(), object()
 
 
@@ -103,6 +106,7 @@ class Pending(Generic[T]):
         then: called with the result, in the driver's order; what it raises is the driver's failure.
         overlaps: other flows may be under way meanwhile; else it stands alone.
         rounds: how many collectives the flow asks for, where that is known (``Policy.rounds``).
+        heavy: it holds about as much memory as its bucket while it is under way, so few such flows are at once.
         settled: called once when :meth:`wait` would not block any more, after a failure too.
     """
 
@@ -110,6 +114,7 @@ class Pending(Generic[T]):
     communicator: Communicator
     overlaps: bool = False
     rounds: int | None = None
+    heavy: bool = False
     then: Callable[[T], None] | None = None
     settled: Callable[[Pending[T]], None] | None = None
     result: T | None = None
@@ -268,6 +273,10 @@ class Run:
         return self._work is not None and self._pending.ending
 
     @property
+    def heavy(self) -> bool:
+        return self._pending.heavy
+
+    @property
     def shared(self) -> bool:
         return self._work is None or self._work.shared
 
@@ -415,12 +424,15 @@ class ThreadDriver(Driver):
         self._flushing = self._flushing and bool(self._runs)
 
     def _may_begin(self, pending: Pending[Any] | None) -> bool:
-        """Whether a flow may compute what it will send first; one of them ahead of its turn, as that takes memory. What
-        stands alone has all others end before."""
-        if (pending is None or not pending.overlaps) and self._runs and not self._flushing:
-            self._flushing = True
-            self._progress()
-        return not self._flushing and all(run.started for run in self._runs)
+        """Whether a flow may compute what it will send first; one of them ahead of its turn. What stands alone has all
+        others end before."""
+        if pending is None or not pending.overlaps:
+            if self._runs and not self._flushing:
+                self._flushing = True
+                self._progress()
+            return not self._runs
+        at_once = sum(run.heavy for run in self._runs) + pending.heavy
+        return not self._flushing and at_once <= HEAVY_AT_ONCE and all(run.started for run in self._runs)
 
     def _begin(self, pending: Pending[Any], event: Any) -> None:
         if event is not None:

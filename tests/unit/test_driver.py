@@ -370,10 +370,14 @@ class Released(Work):
         self._free.wait(10)
 
 
-@pytest.mark.parametrize(("rounds", "started"), [(1, [0, 1, 2, 3]), (None, [0, 1])])
-def test_a_flow_that_starts_nothing_more_holds_nobody_up(rounds: int | None, started: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("rounds", "heavy", "started"), [(1, False, [0, 1, 2, 3]), (1, True, [0, 1, 2]), (None, False, [0, 1])]
+)
+def test_a_flow_that_starts_nothing_more_holds_nobody_up(
+    rounds: int | None, heavy: bool, started: list[float]
+) -> None:
     communicator, driver = Held(), ThreadDriver()
-    flows = [Pending(flow(float(k)), communicator, overlaps=True, rounds=rounds) for k in range(4)]
+    flows = [Pending(flow(float(k)), communicator, overlaps=True, rounds=rounds, heavy=heavy) for k in range(4)]
     runs = [driver.submit(each) for each in flows]
     deadline = time.monotonic() + 10
     while len(communicator.seen) < len(started) and time.monotonic() < deadline:
