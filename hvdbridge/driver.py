@@ -7,10 +7,11 @@ Rules:
 2. Canonical order, never arrival or completion order: flows begin in the order of :meth:`Driver.submit`, which
    callers make the order of bucket indices. Those that may overlap take turns, and at each turn start one operation:
    a flow that begins takes its first turn, then each older one takes its next, oldest first; ``flush`` and a flow
-   that stands alone let the older ones take turns until they end. So bucket k+1 is encoded while bucket k travels,
-   and as many flows are under way as one has rounds. What lies between two starts runs when it can, ahead of its turn,
-   too: while a turn waits for what travels, others decode, and the next bucket is encoded. A flow whose last
-   operation is under way has no more turns: nobody waits for it before the end, and several such travel at once.
+   that stands alone let the older ones take turns until they end. So bucket k+1 is encoded while bucket k travels.
+   In groups of several sizes a request has several numbers of operations, or none: there a turn starts all of it.
+   What lies between two starts runs when it can, ahead of its turn, too: while a turn waits for what travels, others
+   decode, and the next bucket is encoded. (Not in a flush where operations must be looked at: then one waits.) A flow
+   whose last operation is under way has no more turns: nobody waits for it before the end.
 3. Where the backend blocks the host, one daemon thread runs the flows, one future per flow; ``no_grad`` and the CUDA
    device are set inside the thread (both belong to a thread), and a flow begins behind an event of the stream that
    submitted it.
@@ -121,6 +122,7 @@ class Pending(Generic[T]):
     error: BaseException | None = None
     since: float = 0.0  # when its flow last went on
     asked: int = 0  # collectives, so far
+    grouped: bool = False  # the last one is that of a group
     ending: bool = False  # it will start no more operations
     _done: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -209,6 +211,7 @@ class Driver:
         self.traffic.computing += time.perf_counter() - pending.since
         communicator = pending.communicator
         pending.asked += 1
+        pending.grouped = request.group != "world"
         if pending.rounds is not None and pending.asked > pending.rounds:
             raise HvdbridgeError(
                 f"the policy says that its flows ask for {pending.rounds} collectives, and one asks for another: "
@@ -307,11 +310,13 @@ class Run:
             moved = True
         return moved
 
-    def start(self) -> None:
-        """From a gate: start the operation, or end."""
+    def start(self) -> bool:
+        """From a gate: start the operation, pass a request that has none, or end. Whether that was all of the turn."""
         self.started = True
-        while not (self.ended or self.waits):
+        asked = self._pending.asked
+        while not (self.ended or self.waits or self._pending.asked > asked):
             self._next()
+        return self._work is None or self._work.last or not self._pending.grouped
 
 
 class Waiter:
@@ -412,10 +417,12 @@ class ThreadDriver(Driver):
             if self._flushing and not self._turns:
                 self._turns.extend(self._runs)
             while self._turns:
-                moved |= self._turns[0].proceed()
-                if self._turns[0].waits and not self._turns[0].ending:
+                head = self._turns[0]
+                moved |= head.proceed()
+                if head.waits and not head.ending:
                     break
-                self._turns.popleft().start()
+                if head.start():
+                    self._turns.popleft()
             for run in self._runs:
                 moved |= run.proceed()
             self._runs = [run for run in self._runs if not run.ended]
@@ -424,15 +431,17 @@ class ThreadDriver(Driver):
         self._flushing = self._flushing and bool(self._runs)
 
     def _may_begin(self, pending: Pending[Any] | None) -> bool:
-        """Whether a flow may compute what it will send first; one of them ahead of its turn. What stands alone has all
-        others end before."""
+        """Whether a flow may compute what it will send first: one ahead of its turn, and few heavy ones at once,
+        unless all wait for their turns. What stands alone has all others end before."""
         if pending is None or not pending.overlaps:
             if self._runs and not self._flushing:
                 self._flushing = True
                 self._progress()
             return not self._runs
+        if self._flushing or not all(run.started for run in self._runs):
+            return False
         at_once = sum(run.heavy for run in self._runs) + pending.heavy
-        return not self._flushing and at_once <= HEAVY_AT_ONCE and all(run.started for run in self._runs)
+        return at_once <= HEAVY_AT_ONCE or not any(run.waits for run in self._runs)
 
     def _begin(self, pending: Pending[Any], event: Any) -> None:
         if event is not None:

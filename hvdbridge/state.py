@@ -206,15 +206,10 @@ class StateStore:
         """Bytes of state that this rank holds."""
         return sum(t.numel() * t.element_size() for _, leaf in leaves(self._tree) for t in leaf.values())
 
-    @property
-    def empty(self) -> bool:
-        """Whether the policy keeps nothing."""
-        return not self._slots
-
     def part(self, layout: Layout) -> State:
         """The state of a bucket's parameters, as it is whenever one looks; leaves of the parameters' shapes are flat
         in the bucket's order."""
-        if self.empty:
+        if not self._slots:
             return self._tree
         if layout not in self._parts:
             self._parts[layout] = _Part(self, layout, self._tree)

@@ -43,6 +43,10 @@ class Mean(Policy):
     def rounds(self) -> int | None:
         return 2 if self.exact else 1
 
+    @property
+    def in_place(self) -> bool:
+        return not self.exact
+
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         flat, rest = bucket.weighted().buffer, None
         if bucket.needs_sent:
@@ -70,6 +74,7 @@ class Sum(Policy):
     """
 
     rounds = 1
+    in_place = True
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         if bucket.scaled:

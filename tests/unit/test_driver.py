@@ -255,7 +255,7 @@ def test_operations_start_in_one_order_whatever_takes_how_long(shared: bool, mon
 
 
 def test_what_lies_between_starts_does_not_wait_for_turns() -> None:
-    """While a turn waits for 1.1, the flow 0 decodes, and 3 encodes; 4 does not, since 3 has not begun to send."""
+    """While a turn waits for 2.1, the flow 0 decodes, and 4 encodes; 5 does not, since 4 has not begun to send."""
     communicator, driver = Gated(), ThreadDriver()
     told: list[str] = []
 
@@ -265,19 +265,19 @@ def test_what_lies_between_starts_does_not_wait_for_turns() -> None:
         yield AllReduce(torch.tensor([k + 0.2]))
         told.append(f"decode {k}")
 
-    runs = [driver.submit(Pending(bucket(k), communicator, overlaps=True, rounds=2)) for k in range(5)]
-    communicator.let(0.1)
-    until(lambda: communicator.seen == [0.1, 1.1, 0.2, 2.1])
+    runs = [driver.submit(Pending(bucket(k), communicator, overlaps=True, rounds=2)) for k in range(6)]
+    communicator.let(0.1, 1.1)
+    started = [0.1, 1.1, 0.2, 2.1, 1.2, 3.1]
+    until(lambda: communicator.seen == started)
     communicator.let(0.2)
-    until(lambda: "decode 0" in told and "encode 3" in told)
-    assert sorted(told) == ["decode 0", "encode 0", "encode 1", "encode 2", "encode 3"]
-    assert communicator.seen == [0.1, 1.1, 0.2, 2.1], "the fourth starts when it is its turn"
-    for value in (1.1, 2.1, 1.2, 3.1, 2.2, 4.1, 3.2, 4.2):
-        communicator.let(value)
+    until(lambda: "decode 0" in told and "encode 4" in told)
+    assert sorted(told) == ["decode 0", *(f"encode {k}" for k in range(5))]
+    assert communicator.seen == started, "the fifth starts when it is its turn"
+    communicator.let(*(k / 10 for k in range(70)))
     driver.flush()
     for pending in runs:
         pending.wait()
-    assert communicator.seen == [0.1, 1.1, 0.2, 2.1, 1.2, 3.1, 2.2, 4.1, 3.2, 4.2]
+    assert communicator.seen == [*started, 2.2, 4.1, 3.2, 5.1, 4.2, 5.2]
     driver.close()
 
 
@@ -305,10 +305,11 @@ class Gated(Loopback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._free: defaultdict[float, threading.Event] = defaultdict(threading.Event)
+        self._free = {k / 10: threading.Event() for k in range(70)}
 
-    def let(self, value: float) -> None:
-        self._free[round(value, 1)].set()
+    def let(self, *values: float) -> None:
+        for value in values:
+            self._free[value].set()
 
     def _answer(self, request: Collective) -> Answer:
         value = round(float(request.tensor[0]), 1)
@@ -373,9 +374,7 @@ class Released(Work):
 @pytest.mark.parametrize(
     ("rounds", "heavy", "started"), [(1, False, [0, 1, 2, 3]), (1, True, [0, 1, 2]), (None, False, [0, 1])]
 )
-def test_a_flow_that_starts_nothing_more_holds_nobody_up(
-    rounds: int | None, heavy: bool, started: list[float]
-) -> None:
+def test_a_flow_that_starts_nothing_more_holds_nobody_up(rounds: int | None, heavy: bool, started: list[float]) -> None:
     communicator, driver = Held(), ThreadDriver()
     flows = [Pending(flow(float(k)), communicator, overlaps=True, rounds=rounds, heavy=heavy) for k in range(4)]
     runs = [driver.submit(each) for each in flows]
@@ -392,6 +391,66 @@ def test_a_flow_that_starts_nothing_more_holds_nobody_up(
     driver.flush()
     assert [pending.wait() for pending in runs] == [0, 1, 2, 3]
     driver.close()
+
+
+@pytest.mark.parametrize("rounds", [None, 4])
+def test_few_heavy_flows_at_once_hold_nobody_up_for_ever(rounds: int | None) -> None:
+    communicator, driver = Slow(0), ThreadDriver()
+    flows = [flow(*(k + round(r / 10, 1) for r in range(1, 5))) for k in range(6)]
+    runs = [driver.submit(Pending(each, communicator, overlaps=True, rounds=rounds, heavy=True)) for each in flows]
+    driver.flush()
+    until(lambda: all(pending.done for pending in runs))
+    first = [0.1, 1.1, 0.2, 2.1, 0.3, 1.2, 3.1, 0.4, 1.3, 2.2]
+    assert communicator.seen[: len(first)] == pytest.approx(first)
+    driver.close()
+
+
+class Grouped(Loopback):
+    """Rank ``rank`` of three on nodes of two and of one: a request has one operation, two if it is negative, and none
+    in a group of one."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.random = rank, random.Random(rank)
+        self.channels: defaultdict[str, list[float]] = defaultdict(list)
+
+    def size_of(self, group: str) -> int:
+        return {"node": (2, 2, 1), "cross": (2, 1, 2), "world": (3, 3, 3)}[group][self.rank]
+
+    def answer(self, request: Collective) -> Answer:
+        yield None
+        value = float(request.tensor[0])
+        parts = (0.0, 0.5) if value < 0 else (0.0,)
+        for part in parts if self.size_of(request.group) > 1 else ():
+            yield None
+            self.channels[request.group].append(value - part)
+            work = Late(self.random.uniform(0, 0.002))
+            work.last = part == parts[-1]
+            yield work
+            work.wait()
+        return request.tensor
+
+
+def test_groups_of_several_sizes_have_one_order_each() -> None:
+    def across(k: int) -> Task[None]:
+        yield AllReduce(torch.tensor([float(k)]), group="node")
+        yield AllReduce(torch.tensor([-10.0 - k]), group="cross")
+        yield AllReduce(torch.tensor([20.0 + k]), group="cross")
+        yield AllReduce(torch.tensor([30.0 + k]), group="node")
+        yield AllReduce(torch.tensor([-40.0 - k]))
+
+    found = []
+    for rank in range(3):
+        communicator, driver = Grouped(rank), ThreadDriver()
+        runs = [driver.submit(Pending(across(k), communicator, overlaps=True)) for k in range(5)]
+        driver.flush()
+        until(lambda runs=runs: all(pending.done for pending in runs))  # type: ignore[misc]
+        found.append(communicator.channels)
+        driver.close()
+    assert found[0]["node"] == found[1]["node"]
+    assert found[0]["cross"] == found[2]["cross"]
+    assert found[0]["world"] == found[1]["world"] == found[2]["world"]
+    assert (len(found[0]["node"]), len(found[0]["cross"]), len(found[0]["world"])) == (10, 15, 10)
 
 
 def test_a_flow_that_asks_for_more_than_its_policy_said() -> None:
