@@ -27,7 +27,6 @@ Completion callbacks (``future.then``) are not used to chain rounds: they run in
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import deque
@@ -43,6 +42,7 @@ from torch import Tensor
 from hvdbridge.collectives import Collective, relay
 from hvdbridge.communicators.base import Answer, Communicator, Work
 from hvdbridge.errors import HvdbridgeError, NotInitialized
+from hvdbridge.mailbox import Mailbox
 
 T = TypeVar("T")
 Task = Generator[Collective, Tensor, T]
@@ -324,23 +324,23 @@ class Waiter:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._works: Mailbox[Work | None] = Mailbox()
         self._thread: threading.Thread | None = None
 
     def watch(self, work: Work) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="hvdbridge-waiter", daemon=True)
             self._thread.start()
-        self._queue.put(work)
+        self._works.put(work)
 
     def close(self) -> None:
         """When all that it watches is over."""
         if self._thread is not None:
-            self._queue.put(None)
+            self._works.put(None)
             self._thread.join()
 
     def _loop(self) -> None:
-        while (work := self._queue.get()) is not None:
+        while (work := self._works.get()) is not None:
             with suppress(Exception):  # raised again where the flow waits
                 work.wait()
             self._wake()
@@ -352,13 +352,13 @@ class ThreadDriver(Driver):
     def __init__(self, check: Check | None = None, device: torch.device | None = None) -> None:
         super().__init__(check)
         self._device = device if device is not None and device.type == "cuda" else None
-        self._queue: queue.SimpleQueue[tuple[Pending[Any] | None, Any]] = queue.SimpleQueue()
-        self._inbox: deque[tuple[Pending[Any] | None, Any]] = deque()  # taken from the queue, not yet begun
+        self._mail: Mailbox[tuple[Pending[Any] | None, Any]] = Mailbox()
+        self._inbox: deque[tuple[Pending[Any] | None, Any]] = deque()  # taken from there, not yet begun
         self._runs: list[Run] = []  # oldest first
         self._turns: deque[Run] = deque()  # in their order
         self._flushing = False  # nothing begins until all runs have ended
         self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
-        self._waiter = Waiter(lambda: self._queue.put((None, WAKE)))
+        self._waiter = Waiter(lambda: self._mail.put((None, WAKE)))
         self._open: set[Pending[Any]] = set()  # submitted and perhaps not done; what fail() must not leave waiting
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="hvdbridge-driver", daemon=True)
@@ -370,11 +370,11 @@ class ThreadDriver(Driver):
                 raise self.failure
             self._open.add(pending)
         event = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
-        self._queue.put((pending, event))
+        self._mail.put((pending, event))
         return pending
 
     def flush(self) -> None:
-        self._queue.put((None, None))
+        self._mail.put((None, None))
 
     def fail(self, cause: BaseException) -> None:
         with self._lock:
@@ -385,7 +385,7 @@ class ThreadDriver(Driver):
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._queue.put((None, CLOSE))
+            self._mail.put((None, CLOSE))
             if self.failure is None:
                 self._thread.join()
         super().close()
@@ -469,11 +469,10 @@ class ThreadDriver(Driver):
         elif any(run.waits for run in self._runs):
             timeout = self._patient_pause
             self._patient_pause = min(self._patient_pause * PATIENCE, LONGEST_PATIENT_POLL_SECONDS)
-        with suppress(queue.Empty):
-            given = self._queue.get(timeout=timeout)
-            if given[1] is not WAKE:
-                self._inbox.append(given)
-                self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
+        given = self._mail.get(timeout)
+        if given is not None and given[1] is not WAKE:
+            self._inbox.append(given)
+            self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
 
 
 class StreamDriver(Driver):

@@ -14,7 +14,6 @@ Rules:
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from torch import Tensor
 from hvdbridge.collectives import AllGather, AllToAll, Broadcast
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.errors import HvdbridgeError, Unsupported
+from hvdbridge.mailbox import Mailbox
 from hvdbridge.runtime import Session
 from hvdbridge.torch import arithmetic
 from hvdbridge.torch.arithmetic import as_bytes, from_bytes
@@ -144,8 +144,8 @@ class Operations:
         self._begun: dict[tuple[int, str], int] = {}  # of each channel the last step
         self._announcing = False  # somebody has joined
         self._heard = 0.0  # when the coordinator last said something
-        self._follow: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()  # of a rank that joined: what to do
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._follow: Mailbox[list[Any]] = Mailbox()  # of a rank that joined: what to do
+        self._messages: Mailbox[Message] = Mailbox()
         self._sets: dict[int, list[int]] = {0: list(range(self.size))}
         with session.monitor.watch("hvd.init()"):
             self._comms: dict[int, Communicator | None] = {0: session.communicator.split([range(self.size)])}
@@ -240,9 +240,8 @@ class Operations:
 
     def _follow_one(self) -> None:
         limit = self.settings.timeout_seconds + LATER
-        try:
-            wanted = self._follow.get(timeout=limit)
-        except queue.Empty:
+        wanted = self._follow.get(limit)
+        if wanted is None:
             if time.monotonic() - self._heard > limit:
                 self._fail(f"join: rank 0, which coordinates, said nothing for {limit:g} s")
             return
@@ -392,10 +391,8 @@ class Operations:
                 if due <= 0:
                     self.flush()
                     continue
-            try:
-                return self._messages.get(timeout=due)
-            except queue.Empty:
-                continue
+            if (message := self._messages.get(due)) is not None:
+                return message
 
     def _deliver(self, message: Message) -> None:
         """From the control's threads: a message of the coordinator."""

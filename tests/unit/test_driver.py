@@ -18,6 +18,7 @@ from hvdbridge.collectives import AllReduce, Collective
 from hvdbridge.communicators.base import Answer, Communicator, Work
 from hvdbridge.driver import Driver, Pending, Task, ThreadDriver, drive
 from hvdbridge.errors import CollectiveMismatch, HvdbridgeError
+from hvdbridge.mailbox import Mailbox
 
 
 class Loopback(Communicator):
@@ -160,6 +161,14 @@ def test_flows_run_without_grad() -> None:
     driver = ThreadDriver()
     assert driver.run(asks(), Loopback()) is False
     driver.close()
+
+
+def test_a_mailboxs_timeout_ends() -> None:
+    box: Mailbox[int] = Mailbox()
+    for number in range(20_000):  # SimpleQueue of Python 3.11 hangs in one of the first
+        box.put(number)
+        assert box.get() == number
+        assert box.get(1e-6) is None
 
 
 class Late(Work):
