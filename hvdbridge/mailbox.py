@@ -1,7 +1,7 @@
 """A queue from any threads to one.
 
-Not ``queue.SimpleQueue``, which may take a short timeout for none: after a look in vain CPython 3.11 goes on with what is
-left of it, and a negative number means for ever.
+Not ``queue.SimpleQueue``, which may take a short timeout for none: after a look in vain CPython 3.11 goes on with what
+is left of it, and a negative number means for ever.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "state": VOCABULARY,
     "simulation": VOCABULARY | {"state", "policies"},
     "communicators": {"errors", "collectives", "communicators"},
-    "driver": {"errors", "collectives", "communicators"},
+    "mailbox": set(),
+    "driver": {"errors", "mailbox", "collectives", "communicators"},
     "aggregator": VOCABULARY | {"state", "driver", "communicators"},
     "replicate": {"errors", "collectives", "communicators"},
     "module_hook": set(),
@@ -44,7 +45,7 @@ MAY_IMPORT = {
     "torch.coordinator": {"helper"},
     "torch.control": {"errors", "helper", "torch"},
     "torch.arithmetic": {"collectives", "communicators"},
-    "torch.operations": {"errors", "collectives", "communicators", "runtime", "torch"},
+    "torch.operations": {"errors", "mailbox", "collectives", "communicators", "runtime", "torch"},
     "torch.mpi_ops": {"communicators", "runtime", "torch"},
     "torch.functions": {"torch"},
 }
