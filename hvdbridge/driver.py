@@ -290,9 +290,10 @@ class Run:
         return self.waits and not (self._announced or settled)
 
     def announce(self, waiter: Waiter) -> None:
-        """Have ``waiter`` tell, where it can, in the place of looks."""
-        if self._work is not None and self._work.shared and not self._announced:
-            waiter.watch(self._work)
+        """Have ``waiter`` tell, where it can, in the place of looks, or where looks would not."""
+        work = self._work
+        if work is not None and work.shared and not self._announced and (work.silent or self.wants_looks):
+            waiter.watch(work)
             self._announced = True
 
     def _next(self) -> None:

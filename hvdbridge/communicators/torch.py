@@ -38,13 +38,14 @@ WORLDS = count()
 
 
 class Works(Work):
-    """One or more of torch's works. Gloo says of a send or a receive that it is complete to who waits for it only, and
-    waits for another one if it is asked again."""
+    """One or more of torch's works; ``silent``: sends and receives, of which Gloo says that they are complete to who
+    waits for them only, and waits for other ones if it is asked again."""
 
     shared = True
 
-    def __init__(self, *works: Any) -> None:
+    def __init__(self, *works: Any, silent: bool = False) -> None:
         self._works: tuple[Any, ...] = works
+        self.silent = silent
         self._lock = threading.Lock()
         self._over = False
         self._error: RuntimeError | None = None
@@ -139,7 +140,7 @@ class TorchCommunicator(Bridged):
         works = [self._host.recv([answer[i]], i, 0) for i in others]
         works += [self._host.send([rows[i]], i, 0) for i in others]
         answer[self.rank].copy_(rows[self.rank])
-        return Works(*works)
+        return Works(*works, silent=True)
 
     def _send_to_all(self, data: Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()

@@ -331,7 +331,7 @@ class Gated(Loopback):
 
 
 class Silent(Work):
-    shared = last = True
+    shared = silent = last = True
 
     def __init__(self, free: threading.Event) -> None:
         self._free, self._waited = free, False
