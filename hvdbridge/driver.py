@@ -27,6 +27,7 @@ Completion callbacks (``future.then``) are not used to chain rounds: they run in
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -34,6 +35,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -59,6 +61,7 @@ thread's turn at a core, which a backward may need."""
 HEAVY_AT_ONCE = 3
 """One that sends, one that ends, and one that is encoded ahead."""
 
+STARTS = itertools.count()
 CLOSE, WAKE = object(), object()
 
 
@@ -264,11 +267,16 @@ class Run:
         self._work: Work | None = None
         self._announced = False  # somebody waits for the present operation, and will tell
         self.started = self.ended = False
+        self.number = 0  # of its present operation, in the order of starts
         self._next()
 
     @property
     def waits(self) -> bool:
         return self._work is not None
+
+    @property
+    def at_gate(self) -> bool:
+        return not (self.waits or self.ended)
 
     @property
     def ending(self) -> bool:
@@ -315,13 +323,16 @@ class Run:
         """From a gate: start the operation, pass a request that has none, or end. Whether that was all of the turn."""
         self.started = True
         asked = self._pending.asked
-        while not (self.ended or self.waits or self._pending.asked > asked):
+        if self.at_gate:
+            self.number = next(STARTS)
+        while self.at_gate and self._pending.asked == asked:
             self._next()
         return self._work is None or self._work.last or not self._pending.grouped
 
 
 class Waiter:
-    """Waits for operations in a thread of its own, in their order, and calls ``wake`` after each."""
+    """Waits for operations in a thread of its own, in the order in which they started and so should end, and calls
+    ``wake`` after each."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -422,6 +433,7 @@ class ThreadDriver(Driver):
                 moved |= head.proceed()
                 if head.waits and not head.ending:
                     break
+                moved |= head.at_gate  # what it asks for may need no operation: then it is at the next gate
                 if head.start():
                     self._turns.popleft()
             for run in self._runs:
@@ -462,7 +474,7 @@ class ThreadDriver(Driver):
         if self._flushing and (len(self._runs) == 1 or not all(run.shared for run in self._runs)):
             (self._turns or self._runs)[0].proceed(block=True)
             return
-        for run in self._runs:
+        for run in sorted(self._runs, key=attrgetter("number")):
             run.announce(self._waiter)
         timeout = None
         if any(run.wants_looks for run in self._runs):

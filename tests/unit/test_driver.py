@@ -290,6 +290,17 @@ def test_what_lies_between_starts_does_not_wait_for_turns() -> None:
     driver.close()
 
 
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_flows_that_need_no_operation_come_to_their_ends(overlaps: bool) -> None:
+    """As among one rank."""
+    communicator, driver = Loopback(), ThreadDriver()
+    runs = [driver.submit(Pending(flow(*range(1, 9)), communicator, overlaps)) for _ in range(4)]
+    driver.flush()
+    until(lambda: all(pending.done for pending in runs))
+    assert [pending.wait() for pending in runs] == [36.0] * 4
+    driver.close()
+
+
 def test_two_flows_are_under_way_at_once() -> None:
     communicator, driver = Slow(0), ThreadDriver()
     runs = [driver.submit(Pending(flow(float(k)), communicator, overlaps=True)) for k in range(6)]
