@@ -229,17 +229,22 @@ class Driver:
             self._check(self._number, request.signature())
         self.traffic.collectives += 1
         self.traffic.bytes_sent += request.bytes_sent(communicator.size_of(request.group))
-        travels = False
+        travels, lost = False, None
         try:
             while True:
-                work = next(steps)  # where the communicator waits for the operation before, and explains its failure
+                # Where the communicator waits for the operation before, and explains its failure
+                work = next(steps) if lost is None else steps.throw(lost)
                 if travels:
                     self._arrives()
                 travels = work is not None
                 if work is not None:
                     self._departs()
                     pending.ending = work.last and pending.asked == pending.rounds
-                yield work
+                try:
+                    yield work
+                    lost = None
+                except Exception as error:  # of a look
+                    lost = error
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         finally:
@@ -304,18 +309,24 @@ class Run:
             waiter.watch(work)
             self._announced = True
 
-    def _next(self) -> None:
+    def _next(self, error: Exception | None = None) -> None:
         self._announced = False
         try:
-            self._work = next(self._steps)
+            self._work = next(self._steps) if error is None else self._steps.throw(error)
         except StopIteration:
             self._work, self.ended = None, True
 
     def proceed(self, block: bool = False) -> bool:
         """Go on to the next gate or the end, as far as that needs no waiting unless ``block``. Whether it moved."""
         moved = False
-        while self._work is not None and (block or self._work.done()):
-            self._next()
+        while self._work is not None:
+            try:
+                if not (block or self._work.done()):
+                    break
+            except Exception as error:  # the flow's, as what its wait() raises is
+                self._next(error)
+            else:
+                self._next()
             moved = True
         return moved
 
@@ -356,6 +367,7 @@ class Waiter:
             with suppress(Exception):  # raised again where the flow waits
                 work.wait()
             self._wake()
+            del work  # else it would live on until the next one
 
 
 class ThreadDriver(Driver):
@@ -440,7 +452,7 @@ class ThreadDriver(Driver):
                 moved |= run.proceed()
             self._runs = [run for run in self._runs if not run.ended]
             if moved:
-                self._pause = POLL_SECONDS
+                self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
         self._flushing = self._flushing and bool(self._runs)
 
     def _may_begin(self, pending: Pending[Any] | None) -> bool:

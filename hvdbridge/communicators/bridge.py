@@ -198,8 +198,9 @@ class Bridged(Communicator):
 
     def _broadcast(self, tensor: Tensor, root: int) -> Answer:
         if self.size > 1:
-            for part in _flat(tensor).view(torch.uint8).split(self.piece) if tensor.numel() else ():
-                yield from _run(self._send_to_all, part, root)
+            parts = _flat(tensor).view(torch.uint8).split(self.piece) if tensor.numel() else ()
+            for number, part in enumerate(parts, start=1):
+                yield from _run(self._send_to_all, part, root, last=number == len(parts))
         return tensor
 
     def _rows(self, rows: Tensor, shape: torch.Size) -> Tensor:

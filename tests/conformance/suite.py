@@ -362,6 +362,21 @@ class CommunicatorSuite:
             self.expect(difference(pending.wait(), torch.full((3,), float(self.size)), 0.0), "the next one")
             driver.close()
 
+    def test_the_last_operation_of_a_request_says_so(self) -> None:
+        whole = self.comm.piece
+        try:
+            for self.comm.piece in (whole, 1000):
+                for request in (
+                    AllReduce(torch.ones(2000)), AllReduce(torch.ones(5000, dtype=torch.bfloat16), "max"),
+                    AllGather(torch.ones(2000)), AllToAll(torch.ones(self.size, 2000)),
+                    ReduceScatter(torch.ones(self.size, 2000)), Broadcast(torch.ones(2000)),
+                ):  # fmt: skip
+                    works = [work.last for work in self.comm.answer(request) if work is not None]
+                    expected = [False] * (len(works) - 1) + [True] if self.size > 1 else []
+                    self.expect("" if works == expected else f"{works}", request.signature())
+        finally:
+            self.comm.piece = whole
+
     def test_watch_sees_each_request(self) -> None:
         seen: list[str] = []
 

@@ -510,16 +510,22 @@ def test_a_failure_ends_all_that_is_under_way() -> None:
     driver.close()
 
 
-def test_a_lost_operation_is_explained_by_the_communicator() -> None:
+@pytest.mark.parametrize("look", [True, False])
+def test_a_lost_operation_is_explained_by_the_communicator(look: bool) -> None:
     class Lost(Late):
+        def done(self) -> bool:
+            if look:
+                raise ConnectionError("reset by peer")
+            return super().done()
+
         def wait(self) -> None:
             raise ConnectionError("reset by peer")
 
     class Explaining(Loopback):
         def _answer(self, request: Collective) -> Answer:
             work = Lost(0.001)
-            yield work
             try:
+                yield work
                 work.wait()
             except ConnectionError as cause:
                 raise HvdbridgeError("rank 1 is gone") from cause
