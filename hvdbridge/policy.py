@@ -208,11 +208,6 @@ class Policy:
         return None
 
     @property
-    def in_place(self) -> bool:
-        """Whether a flow of :meth:`aggregate` holds no more than its bucket, so that any number may be under way."""
-        return False
-
-    @property
     def acts_after_step(self) -> bool:
         """Whether it is ever :meth:`due`: it says so by saying when, or one of its inners does."""
         return type(self).due is not Policy.due or any(p.acts_after_step for p in self.inners().values())

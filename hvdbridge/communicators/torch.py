@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -38,33 +37,18 @@ WORLDS = count()
 
 
 class Works(Work):
-    """One or more of torch's works; ``silent``: sends and receives, of which Gloo says that they are complete to who
-    waits for them only, and waits for other ones if it is asked again."""
+    """One or more of torch's works."""
 
-    shared = True
-
-    def __init__(self, *works: Any, silent: bool = False) -> None:
+    def __init__(self, *works: Any) -> None:
         self._works: tuple[Any, ...] = works
-        self.silent = silent
-        self._lock = threading.Lock()
-        self._over = False
-        self._error: RuntimeError | None = None
 
     def done(self) -> bool:
-        return self._over or all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        with self._lock:
-            if not self._over:
-                try:
-                    for work in self._works:
-                        work.wait()
-                except RuntimeError as error:
-                    self._error = error
-                self._over = True
-                self._works = ()
-        if self._error is not None:
-            raise self._error
+        works, self._works = self._works, ()  # a receive that was waited for would be waited for again, in vain
+        for work in works:
+            work.wait()
 
 
 class TorchCommunicator(Bridged):
@@ -140,7 +124,7 @@ class TorchCommunicator(Bridged):
         works = [self._host.recv([answer[i]], i, 0) for i in others]
         works += [self._host.send([rows[i]], i, 0) for i in others]
         answer[self.rank].copy_(rows[self.rank])
-        return Works(*works, silent=True)
+        return Works(*works)
 
     def _send_to_all(self, data: Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()

@@ -41,11 +41,7 @@ class Mean(Policy):
 
     @property
     def rounds(self) -> int | None:
-        return 2 if self.exact else 1
-
-    @property
-    def in_place(self) -> bool:
-        return not self.exact
+        return None if self.exact else 1
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         flat, rest = bucket.weighted().buffer, None
@@ -74,7 +70,6 @@ class Sum(Policy):
     """
 
     rounds = 1
-    in_place = True
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         if bucket.scaled:
@@ -142,10 +137,6 @@ class _Half(Policy):
     @property
     def additive(self) -> bool:
         return type(self.inner) is Mean
-
-    @property
-    def rounds(self) -> int | None:
-        return 2 if type(self.inner) is Mean else None
 
     def power(self, size: int) -> float:
         """What contributions to a sum of ``size`` are multiplied by while they travel."""
