@@ -248,7 +248,8 @@ class Aggregator:
         pieces = list(pieces)
         flow = self._aggregate(pieces, self.step, self._index, last)
         self._index += 1
-        pending = Pending(flow, self.communicator, overlaps=True, rounds=self.policy.rounds, settled=settled)
+        policy = self.policy
+        pending = Pending(flow, self.communicator, True, policy.rounds, not policy.in_place, settled=settled)
         self._pending.append(self.driver.submit(pending))
 
     def _aggregate(self, pieces: list[Piece], step: int, index: int, last: bool) -> Task[list[Tensor]]:

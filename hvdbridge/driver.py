@@ -7,9 +7,13 @@ Rules:
 2. Canonical order, never arrival or completion order: flows begin in the order of :meth:`Driver.submit`, which
    callers make the order of bucket indices. Those that may overlap take turns, and at each turn start one operation:
    a flow that begins takes its first turn, then each older one takes its next, oldest first; ``flush`` and a flow
-   that stands alone let the older ones take turns until they end. So bucket k+1 is encoded while bucket k travels,
-   and as many flows are under way as one has rounds. What lies between two starts runs when it can. A flow whose last
-   operation is under way has no more turns: nobody waits for it before the end, and several such travel at once.
+   that stands alone let the older ones take turns until they end. So bucket k+1 is encoded while bucket k travels.
+   In groups of several sizes a request has several numbers of operations, or none: there a turn starts all of it.
+   Flows of which it is known how many collectives they ask for (``Policy.rounds``) share nothing that another changes.
+   What lies between two of their starts runs when it can, ahead of its turn, too: while a turn waits for what travels,
+   others decode, and the next bucket is encoded. (Not in a flush where operations must be looked at: then one waits.)
+   If its last operation is under way, such a flow has no more turns: nobody waits for it before the end.
+   Others may share what they like (the state of a user's hook): all of theirs runs at turns, in one order on all ranks.
 3. Where the backend blocks the host, one daemon thread runs the flows, one future per flow; ``no_grad`` and the CUDA
    device are set inside the thread (both belong to a thread), and a flow begins behind an event of the stream that
    submitted it.
@@ -25,11 +29,15 @@ Completion callbacks (``future.then``) are not used to chain rounds: they run in
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -52,7 +60,11 @@ PATIENT_POLL_SECONDS, PATIENCE, LONGEST_PATIENT_POLL_SECONDS = 2e-3, 1.125, 0.1
 pause is so many times the one before, so an eighth of a long wait is the most by which it is overrated; a look costs a
 thread's turn at a core, which a backward may need."""
 
-CLOSE = object()
+HEAVY_AT_ONCE = 3
+"""One that sends, one that ends, and one that is encoded ahead."""
+
+STARTS = itertools.count()
+CLOSE, WAKE = object(), object()
 
 
 def drive(flow: Task[T], execute: Callable[[Collective], Tensor]) -> T:
@@ -99,7 +111,9 @@ class Pending(Generic[T]):
     Attributes:
         then: called with the result, in the driver's order; what it raises is the driver's failure.
         overlaps: other flows may be under way meanwhile; else it stands alone.
-        rounds: how many collectives the flow asks for, where that is known (``Policy.rounds``).
+        rounds: how many collectives the flow asks for at most, where that is known and no other flow changes it
+            (``Policy.rounds``): then it runs ahead of its turns.
+        heavy: it holds about as much memory as its bucket while it is under way, so few such flows are at once.
         settled: called once when :meth:`wait` would not block any more, after a failure too.
     """
 
@@ -107,12 +121,14 @@ class Pending(Generic[T]):
     communicator: Communicator
     overlaps: bool = False
     rounds: int | None = None
+    heavy: bool = False
     then: Callable[[T], None] | None = None
     settled: Callable[[Pending[T]], None] | None = None
     result: T | None = None
     error: BaseException | None = None
     since: float = 0.0  # when its flow last went on
     asked: int = 0  # collectives, so far
+    grouped: bool = False  # the last one is that of a group
     ending: bool = False  # it will start no more operations
     _done: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -120,6 +136,11 @@ class Pending(Generic[T]):
     @property
     def done(self) -> bool:
         return self._done.is_set()
+
+    @property
+    def ahead(self) -> bool:
+        """What lies between two of its starts may run before its turn."""
+        return self.rounds is not None
 
     def wait(self) -> T:
         """The flow's result, or the driver's failure raised."""
@@ -201,6 +222,7 @@ class Driver:
         self.traffic.computing += time.perf_counter() - pending.since
         communicator = pending.communicator
         pending.asked += 1
+        pending.grouped = request.group != "world"
         if pending.rounds is not None and pending.asked > pending.rounds:
             raise HvdbridgeError(
                 f"the policy says that its flows ask for {pending.rounds} collectives, and one asks for another: "
@@ -215,17 +237,22 @@ class Driver:
             self._check(self._number, request.signature())
         self.traffic.collectives += 1
         self.traffic.bytes_sent += request.bytes_sent(communicator.size_of(request.group))
-        travels = False
+        travels, lost = False, None
         try:
             while True:
-                work = next(steps)  # where the communicator waits for the operation before, and explains its failure
+                # Where the communicator waits for the operation before, and explains its failure
+                work = next(steps) if lost is None else steps.throw(lost)
                 if travels:
                     self._arrives()
                 travels = work is not None
                 if work is not None:
                     self._departs()
                     pending.ending = work.last and pending.asked == pending.rounds
-                yield work
+                try:
+                    yield work
+                    lost = None
+                except Exception as error:  # of a look
+                    lost = error
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         finally:
@@ -251,7 +278,11 @@ class Run:
         self._pending = pending
         self._steps = steps
         self._work: Work | None = None
-        self.ended = False
+        self._announced = False  # somebody waits for the present operation, and will tell
+        self._arrived = False  # the present operation has ended
+        self._error: Exception | None = None  # of a look at it
+        self.started = self.ended = False
+        self.number = 0  # of its present operation, in the order of starts
         self._next()
 
     @property
@@ -259,34 +290,102 @@ class Run:
         return self._work is not None
 
     @property
+    def at_gate(self) -> bool:
+        return not (self.waits or self.ended)
+
+    @property
     def ending(self) -> bool:
         """Its last operation is under way."""
         return self._work is not None and self._pending.ending
 
     @property
+    def heavy(self) -> bool:
+        return self._pending.heavy
+
+    @property
+    def ahead(self) -> bool:
+        return self._pending.ahead
+
+    @property
+    def shared(self) -> bool:
+        return self._work is None or self._work.shared
+
+    @property
     def wants_looks(self) -> bool:
-        """A look may start its next operation, or is what moves the present one."""
-        return self.waits and not (self.ending and self._pending.communicator.capabilities.progresses)
+        """A look may let it go on, or is what moves its operation."""
+        settled = self.ending and self._pending.communicator.capabilities.progresses
+        return self.waits and not (self._announced or self._arrived or settled)
+
+    def announce(self, waiter: Waiter) -> None:
+        """Have ``waiter`` tell, where it can, in the place of looks, or where looks would not."""
+        work = self._work
+        if work is not None and work.shared and not self._announced and (work.silent or self.wants_looks):
+            waiter.watch(work)
+            self._announced = True
 
     def _next(self) -> None:
+        error, self._error = self._error, None
+        self._announced = self._arrived = False
         try:
-            self._work = next(self._steps)
+            self._work = next(self._steps) if error is None else self._steps.throw(error)
         except StopIteration:
             self._work, self.ended = None, True
 
-    def proceed(self, block: bool = True) -> bool:
-        """Go on to the next gate or the end, as far as that needs no waiting if not ``block``. Whether it moved."""
+    def look(self) -> bool:
+        """Whether its operation has ended; what a look raises is for the flow, as what its wait() raises is."""
+        if self._work is not None and not self._arrived:
+            try:
+                self._arrived = self._work.done()
+            except Exception as error:
+                self._arrived, self._error = True, error
+        return self._arrived
+
+    def proceed(self, block: bool = False) -> bool:
+        """Go on to the next gate or the end, as far as that needs no waiting unless ``block``. Whether it moved."""
         moved = False
-        while self._work is not None and (block or self._work.done()):
+        while self.waits and (self.look() or block):
             self._next()
             moved = True
         return moved
 
-    def turn(self) -> None:
-        """Start the next operation, or end; where only the end is left, nobody waits for it."""
-        self.proceed(block=not self.ending)
-        while not (self.ended or self.waits):
+    def start(self) -> bool:
+        """From a gate: start the operation, pass a request that has none, or end. Whether that was all of the turn."""
+        self.started = True
+        asked = self._pending.asked
+        if self.at_gate:
+            self.number = next(STARTS)
+        while self.at_gate and self._pending.asked == asked:
             self._next()
+        return self._work is None or self._work.last or not self._pending.grouped
+
+
+class Waiter:
+    """Waits for operations in a thread of its own, in the order in which they started and so should end, and calls
+    ``wake`` after each."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._works: Mailbox[Work | None] = Mailbox()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, work: Work) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="hvdbridge-waiter", daemon=True)
+            self._thread.start()
+        self._works.put(work)
+
+    def close(self) -> None:
+        """When all that it watches is over."""
+        if self._thread is not None:
+            self._works.put(None)
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while (work := self._works.get()) is not None:
+            with suppress(Exception):  # raised again where the flow waits
+                work.wait()
+            self._wake()
+            del work  # else it would live on until the next one
 
 
 class ThreadDriver(Driver):
@@ -296,7 +395,12 @@ class ThreadDriver(Driver):
         super().__init__(check)
         self._device = device if device is not None and device.type == "cuda" else None
         self._mail: Mailbox[tuple[Pending[Any] | None, Any]] = Mailbox()
+        self._inbox: deque[tuple[Pending[Any] | None, Any]] = deque()  # taken from there, not yet begun
         self._runs: list[Run] = []  # oldest first
+        self._turns: deque[Run] = deque()  # in their order
+        self._flushing = False  # nothing begins until all runs have ended
+        self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
+        self._waiter = Waiter(lambda: self._mail.put((None, WAKE)))
         self._open: set[Pending[Any]] = set()  # submitted and perhaps not done; what fail() must not leave waiting
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="hvdbridge-driver", daemon=True)
@@ -333,56 +437,93 @@ class ThreadDriver(Driver):
         if self._device is not None:
             torch.cuda.set_device(self._device)
         while True:
-            pending, event = self._wait_for_more()
-            if pending is None or not pending.overlaps:
-                self._drain()
-            if pending is None:
-                if event is CLOSE:
-                    return
+            self._progress()
+            pending, event = self._inbox[0] if self._inbox else (None, WAKE)
+            if event is WAKE or not self._may_begin(pending):
+                self._wait()
                 continue
-            if event is not None:
-                torch.cuda.current_stream(self._device).wait_event(event)
-            self._begin(pending)
-            if not pending.overlaps:
-                self._drain()
+            self._inbox.popleft()
+            if pending is not None:
+                self._begin(pending, event)
+            elif event is CLOSE:
+                self._waiter.close()
+                return
             del pending  # else the last result would live on until the next step
 
-    def _wait_for_more(self) -> tuple[Pending[Any] | None, Any]:
-        """What is submitted next; meanwhile flows under way go on to where their next turn begins."""
-        pause, patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
-        while any(run.waits for run in self._runs):
-            urgent = any(run.wants_looks for run in self._runs)
-            if (submitted := self._mail.get(pause if urgent else patient_pause)) is not None:
-                return submitted
-            moved = [run.proceed(block=False) for run in self._runs]
+    def _progress(self) -> None:
+        """All that needs no waiting: what is next in the order starts, flows go on to their gates."""
+        self._pause = min(self._pause * 1.25, LONGEST_POLL_SECONDS)
+        moved = True
+        while moved:
+            moved = False
+            if self._flushing and not self._turns:
+                self._turns.extend(self._runs)
+            while self._turns:
+                head = self._turns[0]
+                moved |= head.proceed()
+                if head.waits and not head.ending:
+                    break
+                moved |= head.at_gate  # what it asks for may need no operation: then it is at the next gate
+                if head.start():
+                    self._turns.popleft()
+            for run in self._runs:
+                if run.ahead:
+                    moved |= run.proceed()
+                else:
+                    run.look()
             self._runs = [run for run in self._runs if not run.ended]
-            pause = POLL_SECONDS if any(moved) else min(pause * 1.25, LONGEST_POLL_SECONDS)
-            if not urgent:
-                patient_pause = min(patient_pause * PATIENCE, LONGEST_PATIENT_POLL_SECONDS)
-        submitted = self._mail.get()
-        assert submitted is not None, "there is no limit"
-        return submitted
+            if moved:
+                self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
+        self._flushing = self._flushing and bool(self._runs)
 
-    def _begin(self, pending: Pending[Any]) -> None:
-        older = self._runs
-        self._runs = [*older, run := Run(pending, self._settled(pending))]
-        for each in (run, *older):
-            each.turn()
-        self._runs = [each for each in self._runs if not each.ended]
+    def _may_begin(self, pending: Pending[Any] | None) -> bool:
+        """Whether a flow may compute what it will send first: one ahead of its turn, and few heavy ones at once,
+        unless all wait for their turns. What does not run ahead begins with a turn of its own, and what stands alone
+        has all others end before."""
+        if pending is None or not pending.overlaps:
+            if self._runs and not self._flushing:
+                self._flushing = True
+                self._progress()
+            return not self._runs
+        if self._flushing or not all(run.started for run in self._runs):
+            return False
+        if self._turns and not (pending.ahead and all(run.ahead for run in self._runs)):
+            return False
+        if not pending.ahead:
+            return True
+        at_once = sum(run.heavy for run in self._runs) + pending.heavy
+        return at_once <= HEAVY_AT_ONCE or not any(run.waits for run in self._runs)
+
+    def _begin(self, pending: Pending[Any], event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        run = Run(pending, self._settled(pending))
+        self._turns.extend([run, *self._runs])
+        self._runs.append(run)
+        self._flushing = not pending.overlaps
 
     def _settled(self, pending: Pending[Any]) -> Generator[Work | None, None, None]:
         yield from self._steps(pending)
         with self._lock:
             self._open.discard(pending)
 
-    def _drain(self) -> None:
-        while self._runs:
-            for run in self._runs:
-                run.turn()
-            if all(run.ending for run in self._runs):
-                for run in self._runs:
-                    run.proceed()
-            self._runs = [run for run in self._runs if not run.ended]
+    def _wait(self) -> None:
+        """Until something was submitted, or a flow may be able to go on."""
+        if self._flushing and (len(self._runs) == 1 or not all(run.shared for run in self._runs)):
+            (self._turns or self._runs)[0].proceed(block=True)
+            return
+        for run in sorted(self._runs, key=attrgetter("number")):
+            run.announce(self._waiter)
+        timeout = None
+        if any(run.wants_looks for run in self._runs):
+            timeout = self._pause
+        elif any(run.waits for run in self._runs):
+            timeout = self._patient_pause
+            self._patient_pause = min(self._patient_pause * PATIENCE, LONGEST_PATIENT_POLL_SECONDS)
+        given = self._mail.get(timeout)
+        if given is not None and given[1] is not WAKE:
+            self._inbox.append(given)
+            self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
 
 
 class StreamDriver(Driver):

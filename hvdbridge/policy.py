@@ -203,9 +203,18 @@ class Policy:
 
     @property
     def rounds(self) -> int | None:
-        """How many collectives each flow of :meth:`aggregate` asks for at most; None: that is not said. Where it is,
-        the driver does not wait for a flow whose last collective is under way before it starts those of others."""
+        """How many collectives each flow of :meth:`aggregate` asks for at most; None: that is not said.
+
+        Who says it says, too, that a flow reads nothing that another one of the step changes (it has its bucket's part
+        of the state). Then flows encode and decode as soon as they can, at moments that differ between ranks, and one
+        whose last collective is under way holds no other up. Else all of it happens in one order on all ranks.
+        """
         return None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a flow of :meth:`aggregate` holds no more than its bucket, so that any number may be under way."""
+        return False
 
     @property
     def acts_after_step(self) -> bool:

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,9 +36,18 @@ DTYPES = (
 
 
 class Work(ABC):
-    """An operation that a library has started; ``last``: of its request."""
+    """An operation that a library has started.
+
+    Attributes:
+        last: of its request.
+        shared: :meth:`wait` may be called from several threads at once; then one may wait for it, and tell, which is
+            sooner than looks and takes no core.
+        silent: shared, and :meth:`done` learns of the end only from :meth:`wait`: somebody has to.
+    """
 
     last = False
+    shared: ClassVar[bool] = False
+    silent = False
 
     @abstractmethod
     def done(self) -> bool:

@@ -165,7 +165,7 @@ class Bridged(Communicator):
         if share * self.size != flat.numel():  # the padding travels, its sums are cut off
             flat = torch.cat([flat, flat.new_zeros(share * self.size - flat.numel())])
         rows = flat.view(self.size, share)
-        mine = fold((yield from self._exchange(rows)), op)
+        mine = fold((yield from self._exchange(rows, last=False)), op)
         yield from self._gather(mine, rows)  # what was exchanged is free: new memory costs more than to fill it
         return flat[: tensor.numel()].view(tensor.shape)
 
@@ -173,32 +173,34 @@ class Bridged(Communicator):
         if self.size == 1 or not flat.numel():
             return flat.expand(self.size, -1)
         answer = flat.new_empty(self.size, flat.numel()) if answer is None else answer
-        yield from self._in_pieces(self._all_gather, flat, answer)
+        yield from self._in_pieces(self._all_gather, flat, answer, last=True)
         return answer
 
-    def _exchange(self, rows: Tensor) -> Answer:
+    def _exchange(self, rows: Tensor, last: bool = True) -> Answer:
         if self.size == 1 or not rows.numel():
             return rows
         answer = torch.empty_like(rows)
-        yield from self._in_pieces(self._all_to_all, rows, answer)
+        yield from self._in_pieces(self._all_to_all, rows, answer, last)
         return answer
 
-    def _in_pieces(self, move: Callable[[Tensor, Tensor], Work], data: Tensor, answer: Tensor) -> Steps:
+    def _in_pieces(self, move: Callable[[Tensor, Tensor], Work], data: Tensor, answer: Tensor, last: bool) -> Steps:
         """``move(data, answer)`` as bytes, along the last axis, in pieces that 32-bit counts can take."""
         data, answer = data.view(torch.uint8), answer.view(torch.uint8)
         width, step = data.shape[-1], max(self.piece // self.size, 1)
         if width <= step:
-            yield from _run(move, data, answer)
+            yield from _run(move, data, answer, last=last)
             return
         for start in range(0, width, step):
             theirs = answer[:, start : start + step].contiguous()
-            yield from _run(move, data[..., start : start + step].contiguous(), theirs)
+            piece = data[..., start : start + step].contiguous()
+            yield from _run(move, piece, theirs, last=last and start + step >= width)
             answer[:, start : start + step] = theirs
 
     def _broadcast(self, tensor: Tensor, root: int) -> Answer:
         if self.size > 1:
-            for part in _flat(tensor).view(torch.uint8).split(self.piece) if tensor.numel() else ():
-                yield from _run(self._send_to_all, part, root)
+            parts = _flat(tensor).view(torch.uint8).split(self.piece) if tensor.numel() else ()
+            for number, part in enumerate(parts, start=1):
+                yield from _run(self._send_to_all, part, root, last=number == len(parts))
         return tensor
 
     def _rows(self, rows: Tensor, shape: torch.Size) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -37,18 +38,33 @@ WORLDS = count()
 
 
 class Works(Work):
-    """One or more of torch's works."""
+    """One or more of torch's works; ``silent``: sends and receives, of which Gloo says that they are complete to who
+    waits for them only, and waits for other ones if it is asked again."""
 
-    def __init__(self, *works: Any) -> None:
+    shared = True
+
+    def __init__(self, *works: Any, silent: bool = False) -> None:
         self._works: tuple[Any, ...] = works
+        self.silent = silent
+        self._lock = threading.Lock()
+        self._over = False
+        self._error: RuntimeError | None = None
 
     def done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return self._over or all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        works, self._works = self._works, ()  # a receive that was waited for would be waited for again, in vain
-        for work in works:
-            work.wait()
+        with self._lock:
+            if not self._over:
+                try:
+                    for work in self._works:
+                        work.wait()
+                except RuntimeError as error:
+                    self._error = error
+                self._over = True
+                self._works = ()
+        if self._error is not None:
+            raise self._error
 
 
 class TorchCommunicator(Bridged):
@@ -124,7 +140,7 @@ class TorchCommunicator(Bridged):
         works = [self._host.recv([answer[i]], i, 0) for i in others]
         works += [self._host.send([rows[i]], i, 0) for i in others]
         answer[self.rank].copy_(rows[self.rank])
-        return Works(*works)
+        return Works(*works, silent=True)
 
     def _send_to_all(self, data: Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()

@@ -41,7 +41,11 @@ class Mean(Policy):
 
     @property
     def rounds(self) -> int | None:
-        return None if self.exact else 1
+        return 2 if self.exact else 1
+
+    @property
+    def in_place(self) -> bool:
+        return not self.exact
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         flat, rest = bucket.weighted().buffer, None
@@ -70,6 +74,7 @@ class Sum(Policy):
     """
 
     rounds = 1
+    in_place = True
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         if bucket.scaled:
@@ -137,6 +142,10 @@ class _Half(Policy):
     @property
     def additive(self) -> bool:
         return type(self.inner) is Mean
+
+    @property
+    def rounds(self) -> int | None:
+        return 2 if type(self.inner) is Mean else None
 
     def power(self, size: int) -> float:
         """What contributions to a sum of ``size`` are multiplied by while they travel."""

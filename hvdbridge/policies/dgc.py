@@ -58,6 +58,7 @@ class Dgc(Policy):
     nesterov: bool = False
     clip: float | None = option(None, above=0)
     warmup: int = option(0, at_least=0)
+    rounds = 1
     slots: ClassVar[Mapping[str, Slot]] = {
         "momentum": Slot(local=True, gradient_units=True),
         "accumulated": Slot(local=True, gradient_units=True),

@@ -103,6 +103,10 @@ class PowerSGD(WithFeedback):
     def deterministic(self) -> bool:
         return self.warm_start
 
+    @property
+    def rounds(self) -> int:
+        return 1 if self.alternate else 2
+
     def fresh(self, params: Mapping[str, Tensor]) -> State:
         if not self.warm_start:
             return {}

@@ -26,6 +26,7 @@ class _Quantised(WithFeedback):
     """What the policies here share: a code for blocks, in both stages."""
 
     block: int
+    rounds = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -57,6 +57,7 @@ class Sign(Policy):
     momentum: float = option(0.0, at_least=0, below=1)
     slots: ClassVar[Mapping[str, Slot]] = {"momentum": Slot(local=True, gradient_units=True)}
     additive = False
+    rounds = 2
     deterministic = False  # but for ties it is
 
     def init(self, params: Mapping[str, Tensor]) -> State:
@@ -132,6 +133,10 @@ class EfSign(WithFeedback):
         super().__post_init__()
         check_block(self, self.block)
 
+    @property
+    def rounds(self) -> int:
+        return 1 if self.exact else 2
+
     def compress(self, bucket: Bucket, state: State) -> Flow:
         code = ScaledSign()
         if not self.exact:
@@ -178,6 +183,7 @@ class OneBit(WithFeedback):
 
     block: int = BLOCK
     ef: bool = True
+    rounds = 2
     slots: ClassVar[Mapping[str, Slot]] = {"server": Slot(local=True, gradient_units=True, owned=True)}
 
     def __post_init__(self) -> None:

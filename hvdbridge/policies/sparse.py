@@ -81,6 +81,7 @@ class TopK(WithFeedback):
     ratio: float = option(0.01, above=0, at_most=1)
     select: Literal["sampled", "exact"] = "sampled"
     ef: bool = True
+    rounds = 1
 
     def compress(self, bucket: Bucket, state: State) -> Flow:
         flat = bucket.weighted().buffer
@@ -107,6 +108,7 @@ class Threshold(WithFeedback):
     value: float = option(0.01, above=0)
     ratio: float = option(0.05, above=0, at_most=1)
     ef: bool = True
+    rounds = 1
 
     def compress(self, bucket: Bucket, state: State) -> Flow:
         flat = bucket.weighted().buffer
@@ -135,6 +137,7 @@ class RandomK(WithFeedback):
     ratio: float = option(0.01, above=0, at_most=1)
     unbiased: bool = False
     ef: bool = True
+    rounds = 1
     deterministic = False
 
     def __post_init__(self) -> None:

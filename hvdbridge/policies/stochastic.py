@@ -57,6 +57,7 @@ class Qsgd(Policy):
     block: int = 512
     additive = True
     deterministic = False
+    rounds = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,6 +87,7 @@ class Natural(Policy):
 
     additive = True
     deterministic = False
+    rounds = 2
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         return (yield from sharded_code(bucket, PowerOfTwo())).aggregated
@@ -110,6 +112,7 @@ class TernGrad(Policy):
     clip: float | None = option(2.5, above=0)
     additive = True
     deterministic = False
+    rounds = 3
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         flat, size = bucket.weighted().buffer, bucket.size

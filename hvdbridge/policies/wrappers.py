@@ -50,6 +50,10 @@ class ErrorFeedback(Policy):
                 "one whose update is the sum over ranks of what each sent"
             )
 
+    @property
+    def rounds(self) -> int | None:
+        return self.inner.rounds
+
     def init(self, params: Mapping[str, Tensor]) -> State:
         return {"residual": residuals(params), "inner": self.inner.init(params)}
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.communicators.base import DTYPES, Communicator
+from hvdbridge.driver import Pending, Task, ThreadDriver
 from hvdbridge.errors import ConfigurationError, NotInitialized, Unsupported
 
 
@@ -336,6 +337,45 @@ class CommunicatorSuite:
             self.comm.split([[self.size]])
         with self.refuses(ConfigurationError, "node"):
             self.comm.set_nodes([0] * (self.size + 1))
+
+    def test_flows_go_on_when_their_answer_is_there(self) -> None:
+        """And not when their next turn comes, which here it does not before the flush."""
+        requests: list[Callable[[], Collective]] = [
+            lambda: AllReduce(torch.ones(2000)),
+            lambda: AllGather(torch.ones(2000)),
+            lambda: AllToAll(torch.ones(self.size, 2000)),
+            lambda: ReduceScatter(torch.ones(self.size, 2000)),
+            lambda: Broadcast(torch.ones(2000)),
+        ]
+        for request in requests:
+            answered = threading.Event()
+
+            def flow(request: Collective, answered: threading.Event) -> Task[Tensor]:
+                yield request
+                answered.set()
+                return (yield AllReduce(torch.ones(3)))
+
+            driver = ThreadDriver()
+            pending = driver.submit(Pending(flow(request(), answered), self.comm, overlaps=True, rounds=2))
+            self.expect("" if answered.wait(20) else "it was not found", request().signature())
+            driver.flush()
+            self.expect(difference(pending.wait(), torch.full((3,), float(self.size)), 0.0), "the next one")
+            driver.close()
+
+    def test_the_last_operation_of_a_request_says_so(self) -> None:
+        whole = self.comm.piece
+        try:
+            for self.comm.piece in (whole, 1000):
+                for request in (
+                    AllReduce(torch.ones(2000)), AllReduce(torch.ones(5000, dtype=torch.bfloat16), "max"),
+                    AllGather(torch.ones(2000)), AllToAll(torch.ones(self.size, 2000)),
+                    ReduceScatter(torch.ones(self.size, 2000)), Broadcast(torch.ones(2000)),
+                ):  # fmt: skip
+                    works = [work.last for work in self.comm.answer(request) if work is not None]
+                    expected = [False] * (len(works) - 1) + [True] if self.size > 1 else []
+                    self.expect("" if works == expected else f"{works}", request.signature())
+        finally:
+            self.comm.piece = whole
 
     def test_watch_sees_each_request(self) -> None:
         seen: list[str] = []

@@ -51,11 +51,13 @@ def test_three_backends_in_one_job(launcher: str, tmp_path: Path, capsys: pytest
         assert row["limit"] > 0
     assert "milliseconds per step" in job.output
     assert picture.stat().st_size > 1000
-    assert main(["plan", "--model", "small:8", "--from", str(out), "--ranks", "2", "--policies", "mean", "int8"]) == 0
+    plan = ["plan", "--model", "small:8", "--from", str(out), "--policies", "mean", "int8", "--ranks", "2", "--json"]
+    assert main([*plan, str(tmp_path / "plan.json")]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"predicted\W+measured\W+ratio", printed)
     assert re.search(r"int8\W+2\W+[\d.]+\W+[\d.]+\W+[\d.]+", printed)
-    assert "2 ranks: mean" in printed
+    mean, int8 = (row["step"] for row in read(tmp_path / "plan.json"))  # which is faster is a matter of the moment
+    assert f"2 ranks: {'mean' if mean <= 1.05 * int8 else 'int8'}: " in printed
 
 
 @pytest.mark.parametrize(("backend", "way"), [("torch", "ddp-fp16"), ("torch", "ddp-powersgd"), ("torch", "ddp-topk"),

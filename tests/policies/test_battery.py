@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass, replace
 from typing import Any
@@ -581,9 +582,9 @@ def telescoping() -> Iterable[Case]:
 def test_rounds_are_what_it_says(case: Case) -> None:
     params = {name: torch.empty(shape) for name, shape in SHAPES.items()}
     asked = [event for event in dry_run(case.policy, params, 2, bucket_mb=0.001) if isinstance(event, Asked)]
-    buckets = {event.bucket for event in asked}
-    assert len(buckets) > 1
-    assert len(asked) == case.policy.rounds * len(buckets)
+    rounds = Counter(event.bucket for event in asked)
+    assert len(rounds) > 1 or case.policy.scope == "step"
+    assert max(rounds.values()) == case.policy.rounds
 
 
 @every_that(telescoping())

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -233,15 +234,20 @@ class ForLooks(Loopback):
 def test_what_only_travels_outlasts_what_is_looked_at_often() -> None:
     """Some hundred looks at the short one, and then few at the long one, whose pauses must not have grown by those."""
     driver, looks = ThreadDriver(), itertools.count()
-    short = Pending(flow(1), ForLooks(lambda: next(looks) >= 400), overlaps=True)
+    short = Pending(flow(1), ForLooks(lambda: next(looks) >= 400), overlaps=True, rounds=2)
     long = driver.submit(Pending(flow(2), ForLooks(lambda: short.done), overlaps=True, rounds=1))
     driver.submit(short).wait()
     assert long._done.wait(5), "nobody looked again"
     driver.close()
 
 
-def test_operations_start_in_one_order_whatever_takes_how_long() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_operations_start_in_one_order_whatever_takes_how_long(
+    shared: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Flow k asks for k.1, k.2, ...; a turn each, the beginner first, then the older ones, oldest first."""
+    monkeypatch.setattr(Late, "shared", shared)
     rounds = [3, 1, 2, 3, 1]
     expected = [0.1, 1.1, 0.2, 2.1, 0.3, 3.1, 2.2, 4.1, 3.2, 3.3]
     for seed in range(8):
@@ -249,7 +255,8 @@ def test_operations_start_in_one_order_whatever_takes_how_long() -> None:
         runs = []
         for k, n in enumerate(rounds):
             values = [k + round(r / 10, 1) for r in range(1, n + 1)]
-            runs.append(driver.submit(Pending(flow(*values), communicator, overlaps=True)))
+            known = n if ahead else None
+            runs.append(driver.submit(Pending(flow(*values), communicator, overlaps=True, rounds=known)))
             time.sleep(chance.choice([0, 0, 0.003]))
         driver.flush()
         for pending in runs:
@@ -258,6 +265,73 @@ def test_operations_start_in_one_order_whatever_takes_how_long() -> None:
         assert driver.traffic.collectives == sum(rounds)
         assert 0 < driver.traffic.seconds < sum(rounds) * 0.1
         driver.close()
+
+
+def test_what_lies_between_starts_does_not_wait_for_turns() -> None:
+    """While a turn waits for 2.1, the flow 0 decodes, and 4 encodes; 5 does not, since 4 has not begun to send."""
+    communicator, driver = Gated(), ThreadDriver()
+    told: list[str] = []
+
+    def bucket(k: int) -> Task[None]:
+        told.append(f"encode {k}")
+        yield AllReduce(torch.tensor([k + 0.1]))
+        yield AllReduce(torch.tensor([k + 0.2]))
+        told.append(f"decode {k}")
+
+    runs = [driver.submit(Pending(bucket(k), communicator, overlaps=True, rounds=2)) for k in range(6)]
+    communicator.let(0.1, 1.1)
+    started = [0.1, 1.1, 0.2, 2.1, 1.2, 3.1]
+    until(lambda: communicator.seen == started)
+    communicator.let(0.2)
+    until(lambda: "decode 0" in told and "encode 4" in told)
+    assert sorted(told) == ["decode 0", *(f"encode {k}" for k in range(5))]
+    assert communicator.seen == started, "the fifth starts when it is its turn"
+    communicator.let(*(k / 10 for k in range(70)))
+    driver.flush()
+    for pending in runs:
+        pending.wait()
+    assert communicator.seen == [*started, 2.2, 4.1, 3.2, 5.1, 4.2, 5.2]
+    driver.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_flows_of_unknown_rounds_may_share_what_they_like(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user's hook does: what they read there, and so what they ask for, is not a matter of time."""
+    monkeypatch.setattr(Late, "shared", shared)
+
+    def bucket(k: int, known: set[str]) -> Task[None]:
+        for word in "ab":
+            if word not in known:
+                yield AllReduce(torch.tensor([k + 0.5]))
+                known.add(word)
+            yield AllReduce(torch.tensor([float(k)]))
+
+    orders = set()
+    for seed in range(12):
+        communicator, driver = Slow(seed), ThreadDriver()
+        moments = random.Random(seed)
+        known: set[str] = set()
+        runs = []
+        for k in range(5):
+            time.sleep(moments.uniform(0, 0.004))
+            runs.append(driver.submit(Pending(bucket(k, known), communicator, overlaps=True)))
+        driver.flush()
+        for pending in runs:
+            pending.wait()
+        orders.add(tuple(communicator.seen))
+        driver.close()
+    assert len(orders) == 1
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_flows_that_need_no_operation_come_to_their_ends(overlaps: bool) -> None:
+    """As among one rank."""
+    communicator, driver = Loopback(), ThreadDriver()
+    runs = [driver.submit(Pending(flow(*range(1, 9)), communicator, overlaps)) for _ in range(4)]
+    driver.flush()
+    until(lambda: all(pending.done for pending in runs))
+    assert [pending.wait() for pending in runs] == [36.0] * 4
+    driver.close()
 
 
 def test_two_flows_are_under_way_at_once() -> None:
@@ -277,6 +351,48 @@ def test_a_bridged_request_takes_a_turn_for_each_of_its_operations() -> None:
         pending.wait()
     assert communicator.seen == [-1.0, -2.0, -1.5, -2.5]
     driver.close()
+
+
+class Gated(Loopback):
+    """Operations that are done when :meth:`let`; only who waits for one learns of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free = {k / 10: threading.Event() for k in range(70)}
+
+    def let(self, *values: float) -> None:
+        for value in values:
+            self._free[value].set()
+
+    def _answer(self, request: Collective) -> Answer:
+        value = round(float(request.tensor[0]), 1)
+        yield None
+        self.seen.append(value)
+        work = Silent(self._free[value])
+        yield work
+        work.wait()
+        return request.tensor
+
+
+class Silent(Work):
+    shared = silent = last = True
+
+    def __init__(self, free: threading.Event) -> None:
+        self._free, self._waited = free, False
+
+    def done(self) -> bool:
+        return self._waited
+
+    def wait(self) -> None:
+        assert self._free.wait(10)
+        self._waited = True
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.001)
 
 
 class Held(Loopback):
@@ -308,10 +424,12 @@ class Released(Work):
         self._free.wait(10)
 
 
-@pytest.mark.parametrize(("rounds", "started"), [(1, [0, 1, 2, 3]), (None, [0, 1])])
-def test_a_flow_that_starts_nothing_more_holds_nobody_up(rounds: int | None, started: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("rounds", "heavy", "started"), [(1, False, [0, 1, 2, 3]), (1, True, [0, 1, 2]), (None, False, [0, 1])]
+)
+def test_a_flow_that_starts_nothing_more_holds_nobody_up(rounds: int | None, heavy: bool, started: list[float]) -> None:
     communicator, driver = Held(), ThreadDriver()
-    flows = [Pending(flow(float(k)), communicator, overlaps=True, rounds=rounds) for k in range(4)]
+    flows = [Pending(flow(float(k)), communicator, overlaps=True, rounds=rounds, heavy=heavy) for k in range(4)]
     runs = [driver.submit(each) for each in flows]
     deadline = time.monotonic() + 10
     while len(communicator.seen) < len(started) and time.monotonic() < deadline:
@@ -326,6 +444,66 @@ def test_a_flow_that_starts_nothing_more_holds_nobody_up(rounds: int | None, sta
     driver.flush()
     assert [pending.wait() for pending in runs] == [0, 1, 2, 3]
     driver.close()
+
+
+@pytest.mark.parametrize("rounds", [None, 4])
+def test_few_heavy_flows_at_once_hold_nobody_up_for_ever(rounds: int | None) -> None:
+    communicator, driver = Slow(0), ThreadDriver()
+    flows = [flow(*(k + round(r / 10, 1) for r in range(1, 5))) for k in range(6)]
+    runs = [driver.submit(Pending(each, communicator, overlaps=True, rounds=rounds, heavy=True)) for each in flows]
+    driver.flush()
+    until(lambda: all(pending.done for pending in runs))
+    first = [0.1, 1.1, 0.2, 2.1, 0.3, 1.2, 3.1, 0.4, 1.3, 2.2]
+    assert communicator.seen[: len(first)] == pytest.approx(first)
+    driver.close()
+
+
+class Grouped(Loopback):
+    """Rank ``rank`` of three on nodes of two and of one: a request has one operation, two if it is negative, and none
+    in a group of one."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.random = rank, random.Random(rank)
+        self.channels: defaultdict[str, list[float]] = defaultdict(list)
+
+    def size_of(self, group: str) -> int:
+        return {"node": (2, 2, 1), "cross": (2, 1, 2), "world": (3, 3, 3)}[group][self.rank]
+
+    def answer(self, request: Collective) -> Answer:
+        yield None
+        value = float(request.tensor[0])
+        parts = (0.0, 0.5) if value < 0 else (0.0,)
+        for part in parts if self.size_of(request.group) > 1 else ():
+            yield None
+            self.channels[request.group].append(value - part)
+            work = Late(self.random.uniform(0, 0.002))
+            work.last = part == parts[-1]
+            yield work
+            work.wait()
+        return request.tensor
+
+
+def test_groups_of_several_sizes_have_one_order_each() -> None:
+    def across(k: int) -> Task[None]:
+        yield AllReduce(torch.tensor([float(k)]), group="node")
+        yield AllReduce(torch.tensor([-10.0 - k]), group="cross")
+        yield AllReduce(torch.tensor([20.0 + k]), group="cross")
+        yield AllReduce(torch.tensor([30.0 + k]), group="node")
+        yield AllReduce(torch.tensor([-40.0 - k]))
+
+    found = []
+    for rank in range(3):
+        communicator, driver = Grouped(rank), ThreadDriver()
+        runs = [driver.submit(Pending(across(k), communicator, overlaps=True)) for k in range(5)]
+        driver.flush()
+        until(lambda runs=runs: all(pending.done for pending in runs))  # type: ignore[misc]
+        found.append(communicator.channels)
+        driver.close()
+    assert found[0]["node"] == found[1]["node"]
+    assert found[0]["cross"] == found[2]["cross"]
+    assert found[0]["world"] == found[1]["world"] == found[2]["world"]
+    assert (len(found[0]["node"]), len(found[0]["cross"]), len(found[0]["world"])) == (10, 15, 10)
 
 
 def test_a_flow_that_asks_for_more_than_its_policy_said() -> None:
@@ -365,16 +543,22 @@ def test_a_failure_ends_all_that_is_under_way() -> None:
     driver.close()
 
 
-def test_a_lost_operation_is_explained_by_the_communicator() -> None:
+@pytest.mark.parametrize("look", [True, False])
+def test_a_lost_operation_is_explained_by_the_communicator(look: bool) -> None:
     class Lost(Late):
+        def done(self) -> bool:
+            if look:
+                raise ConnectionError("reset by peer")
+            return super().done()
+
         def wait(self) -> None:
             raise ConnectionError("reset by peer")
 
     class Explaining(Loopback):
         def _answer(self, request: Collective) -> Answer:
             work = Lost(0.001)
-            yield work
             try:
+                yield work
                 work.wait()
             except ConnectionError as cause:
                 raise HvdbridgeError("rank 1 is gone") from cause
