@@ -67,6 +67,20 @@ STARTS = itertools.count()
 CLOSE, WAKE = object(), object()
 
 
+class Nothing(Work):
+    """What a request starts that needs no operation: among one rank, or of no elements."""
+
+    shared = last = True
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+
+NOTHING = Nothing()
+
+
 def drive(flow: Task[T], execute: Callable[[Collective], Tensor]) -> T:
     """Run one flow to its end: execute what it yields, send back the answer, return what it returns.
 
@@ -237,7 +251,7 @@ class Driver:
             self._check(self._number, request.signature())
         self.traffic.collectives += 1
         self.traffic.bytes_sent += request.bytes_sent(communicator.size_of(request.group))
-        travels, lost = False, None
+        travels, started, lost = False, False, None
         try:
             while True:
                 # Where the communicator waits for the operation before, and explains its failure
@@ -246,6 +260,7 @@ class Driver:
                     self._arrives()
                 travels = work is not None
                 if work is not None:
+                    started = True
                     self._departs()
                     pending.ending = work.last and pending.asked == pending.rounds
                 try:
@@ -254,11 +269,15 @@ class Driver:
                 except Exception as error:  # of a look
                     lost = error
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            answer: Tensor = end.value
         finally:
             if travels:
                 self._arrives()
             pending.since = time.perf_counter()
+        if not started:  # as if it had: what follows comes as late as where the group is larger
+            yield NOTHING
+            pending.since = time.perf_counter()
+        return answer
 
     def _departs(self) -> None:
         if not self._travelling:
@@ -349,12 +368,11 @@ class Run:
         return moved
 
     def start(self) -> bool:
-        """From a gate: start the operation, pass a request that has none, or end. Whether that was all of the turn."""
+        """From a gate: start the operation, or end. Whether that was all of the turn."""
         self.started = True
-        asked = self._pending.asked
         if self.at_gate:
             self.number = next(STARTS)
-        while self.at_gate and self._pending.asked == asked:
+        while self.at_gate:  # the first one of a request comes before all that it does
             self._next()
         return self._work is None or self._work.last or not self._pending.grouped
 
@@ -463,7 +481,7 @@ class ThreadDriver(Driver):
                 moved |= head.proceed()
                 if head.waits and not head.ending:
                     break
-                moved |= head.at_gate  # what it asks for may need no operation: then it is at the next gate
+                moved |= head.at_gate
                 if head.start():
                     self._turns.popleft()
             for run in self._runs:
@@ -477,9 +495,9 @@ class ThreadDriver(Driver):
         self._flushing = self._flushing and bool(self._runs)
 
     def _may_begin(self, pending: Pending[Any] | None) -> bool:
-        """Whether a flow may compute what it will send first: one ahead of its turn, and few heavy ones at once,
-        unless all wait for their turns. What does not run ahead begins with a turn of its own, and what stands alone
-        has all others end before."""
+        """Whether a flow may compute what it will send first. What stands alone has all others end before; among flows
+        that do not run ahead one begins a round of turns; of those that do, one runs ahead, and few heavy ones are at
+        once, unless all wait for their turns."""
         if pending is None or not pending.overlaps:
             if self._runs and not self._flushing:
                 self._flushing = True
@@ -487,10 +505,8 @@ class ThreadDriver(Driver):
             return not self._runs
         if self._flushing or not all(run.started for run in self._runs):
             return False
-        if self._turns and not (pending.ahead and all(run.ahead for run in self._runs)):
-            return False
-        if not pending.ahead:
-            return True
+        if not (pending.ahead and all(run.ahead for run in self._runs)):
+            return not self._turns
         at_once = sum(run.heavy for run in self._runs) + pending.heavy
         return at_once <= HEAVY_AT_ONCE or not any(run.waits for run in self._runs)
 

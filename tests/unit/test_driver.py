@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 import time
@@ -485,17 +486,20 @@ class Grouped(Loopback):
 
 
 def test_groups_of_several_sizes_have_one_order_each() -> None:
-    def across(k: int) -> Task[None]:
-        yield AllReduce(torch.tensor([float(k)]), group="node")
-        yield AllReduce(torch.tensor([-10.0 - k]), group="cross")
-        yield AllReduce(torch.tensor([20.0 + k]), group="cross")
-        yield AllReduce(torch.tensor([30.0 + k]), group="node")
-        yield AllReduce(torch.tensor([-40.0 - k]))
+    """Of flows that share what they know, too."""
+
+    def across(k: int, known: set[float]) -> Task[None]:
+        for value, group in ((0.0, "node"), (-10.0, "cross"), (20.0, "cross"), (30.0, "node"), (-40.0, "world")):
+            if value not in known:
+                yield AllReduce(torch.tensor([100.0 + k + value]))
+                known.add(value)
+            yield AllReduce(torch.tensor([math.copysign(abs(value) + k, value)]), group=group)
 
     found = []
     for rank in range(3):
         communicator, driver = Grouped(rank), ThreadDriver()
-        runs = [driver.submit(Pending(across(k), communicator, overlaps=True)) for k in range(5)]
+        known: set[float] = set()
+        runs = [driver.submit(Pending(across(k, known), communicator, overlaps=True)) for k in range(5)]
         driver.flush()
         until(lambda runs=runs: all(pending.done for pending in runs))  # type: ignore[misc]
         found.append(communicator.channels)
@@ -503,7 +507,8 @@ def test_groups_of_several_sizes_have_one_order_each() -> None:
     assert found[0]["node"] == found[1]["node"]
     assert found[0]["cross"] == found[2]["cross"]
     assert found[0]["world"] == found[1]["world"] == found[2]["world"]
-    assert (len(found[0]["node"]), len(found[0]["cross"]), len(found[0]["world"])) == (10, 15, 10)
+    assert (len(found[0]["node"]), len(found[0]["cross"])) == (10, 15)
+    assert len(found[0]["world"]) >= 10 + 5
 
 
 def test_a_flow_that_asks_for_more_than_its_policy_said() -> None:
