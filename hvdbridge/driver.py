@@ -11,9 +11,9 @@ Rules:
    In groups of several sizes a request has several numbers of operations, or none: there a turn starts all of it.
    Flows of which it is known how many collectives they ask for (``Policy.rounds``) share nothing that another changes.
    What lies between two of their starts runs when it can, ahead of its turn, too: while a turn waits for what travels,
-   others decode, and the next bucket is encoded. (Not in a flush where operations must be looked at: then one waits.)
-   If its last operation is under way, such a flow has no more turns: nobody waits for it before the end.
-   Others may share what they like (the state of a user's hook): all of theirs runs at turns, in one order on all ranks.
+   others decode, and the next bucket is encoded. If its last operation is under way, such a flow has no more turns:
+   nobody waits for it before the end. Others may share what they like (the state of a user's hook): all of theirs runs
+   at turns, in one order on all ranks.
 3. Where the backend blocks the host, one daemon thread runs the flows, one future per flow; ``no_grad`` and the CUDA
    device are set inside the thread (both belong to a thread), and a flow begins behind an event of the stream that
    submitted it.
@@ -67,10 +67,11 @@ STARTS = itertools.count()
 CLOSE, WAKE = object(), object()
 
 
-class Nothing(Work):
-    """What a request starts that needs no operation: among one rank, or of no elements."""
+class Answered(Work):
+    """Where a flow that does not run ahead waits for its turn, with its answer, and also if that took no operation: so
+    what follows comes in one order, also where groups have several sizes."""
 
-    shared = last = True
+    last = True
 
     def done(self) -> bool:
         return True
@@ -78,7 +79,7 @@ class Nothing(Work):
     def wait(self) -> None: ...
 
 
-NOTHING = Nothing()
+ANSWERED = Answered()
 
 
 def drive(flow: Task[T], execute: Callable[[Collective], Tensor]) -> T:
@@ -251,7 +252,7 @@ class Driver:
             self._check(self._number, request.signature())
         self.traffic.collectives += 1
         self.traffic.bytes_sent += request.bytes_sent(communicator.size_of(request.group))
-        travels, started, lost = False, False, None
+        travels, lost = False, None
         try:
             while True:
                 # Where the communicator waits for the operation before, and explains its failure
@@ -260,7 +261,6 @@ class Driver:
                     self._arrives()
                 travels = work is not None
                 if work is not None:
-                    started = True
                     self._departs()
                     pending.ending = work.last and pending.asked == pending.rounds
                 try:
@@ -274,8 +274,8 @@ class Driver:
             if travels:
                 self._arrives()
             pending.since = time.perf_counter()
-        if not started:  # as if it had: what follows comes as late as where the group is larger
-            yield NOTHING
+        if not pending.ahead:
+            yield ANSWERED
             pending.since = time.perf_counter()
         return answer
 
@@ -298,8 +298,6 @@ class Run:
         self._steps = steps
         self._work: Work | None = None
         self._announced = False  # somebody waits for the present operation, and will tell
-        self._arrived = False  # the present operation has ended
-        self._error: Exception | None = None  # of a look at it
         self.started = self.ended = False
         self.number = 0  # of its present operation, in the order of starts
         self._next()
@@ -326,14 +324,10 @@ class Run:
         return self._pending.ahead
 
     @property
-    def shared(self) -> bool:
-        return self._work is None or self._work.shared
-
-    @property
     def wants_looks(self) -> bool:
         """A look may let it go on, or is what moves its operation."""
         settled = self.ending and self._pending.communicator.capabilities.progresses
-        return self.waits and not (self._announced or self._arrived or settled)
+        return self.waits and not (self._announced or self._work is ANSWERED or settled)
 
     def announce(self, waiter: Waiter) -> None:
         """Have ``waiter`` tell, where it can, in the place of looks, or where looks would not."""
@@ -342,37 +336,35 @@ class Run:
             waiter.watch(work)
             self._announced = True
 
-    def _next(self) -> None:
-        error, self._error = self._error, None
-        self._announced = self._arrived = False
+    def _next(self, error: Exception | None = None) -> None:
+        self._announced = False
         try:
             self._work = next(self._steps) if error is None else self._steps.throw(error)
         except StopIteration:
             self._work, self.ended = None, True
 
-    def look(self) -> bool:
-        """Whether its operation has ended; what a look raises is for the flow, as what its wait() raises is."""
-        if self._work is not None and not self._arrived:
-            try:
-                self._arrived = self._work.done()
-            except Exception as error:
-                self._arrived, self._error = True, error
-        return self._arrived
-
-    def proceed(self, block: bool = False) -> bool:
-        """Go on to the next gate or the end, as far as that needs no waiting unless ``block``. Whether it moved."""
+    def proceed(self, turn: bool = False, block: bool = False) -> bool:
+        """Go on to the next gate, the answer that only a ``turn`` hands over, or the end, as far as that needs no
+        waiting unless ``block``. Whether it moved."""
         moved = False
-        while self.waits and (self.look() or block):
-            self._next()
+        while self._work is not None and (turn or self._work is not ANSWERED):
+            try:
+                if not (block or self._work.done()):
+                    break
+            except Exception as error:  # the flow's, as what its wait() raises is
+                self._next(error)
+            else:
+                self._next()
             moved = True
         return moved
 
     def start(self) -> bool:
-        """From a gate: start the operation, or end. Whether that was all of the turn."""
+        """From a gate: start the operation, pass a request that has none, or end. Whether that was all of the turn."""
         self.started = True
+        asked = self._pending.asked
         if self.at_gate:
             self.number = next(STARTS)
-        while self.at_gate:  # the first one of a request comes before all that it does
+        while self.at_gate and self._pending.asked == asked:
             self._next()
         return self._work is None or self._work.last or not self._pending.grouped
 
@@ -478,17 +470,14 @@ class ThreadDriver(Driver):
                 self._turns.extend(self._runs)
             while self._turns:
                 head = self._turns[0]
-                moved |= head.proceed()
+                moved |= head.proceed(turn=True)
                 if head.waits and not head.ending:
                     break
-                moved |= head.at_gate
+                moved |= head.at_gate  # what it asks for may need no operation: then it is at the next gate
                 if head.start():
                     self._turns.popleft()
             for run in self._runs:
-                if run.ahead:
-                    moved |= run.proceed()
-                else:
-                    run.look()
+                moved |= run.proceed()
             self._runs = [run for run in self._runs if not run.ended]
             if moved:
                 self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
@@ -525,8 +514,8 @@ class ThreadDriver(Driver):
 
     def _wait(self) -> None:
         """Until something was submitted, or a flow may be able to go on."""
-        if self._flushing and (len(self._runs) == 1 or not all(run.shared for run in self._runs)):
-            (self._turns or self._runs)[0].proceed(block=True)
+        if self._flushing and (len(self._runs) == 1 or not any(run.ahead for run in self._runs)):
+            (self._turns or self._runs)[0].proceed(turn=True, block=True)
             return
         for run in sorted(self._runs, key=attrgetter("number")):
             run.announce(self._waiter)

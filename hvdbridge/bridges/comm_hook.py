@@ -81,6 +81,8 @@ class CommHookState(HookState):
             future.set_result(buffer if update is None else update)
 
         aggregator.submit(Piece(self._layout(parameters), buffer, deliver), last)
+        if last:  # where DDP waits within backward (static_graph, Join), nobody comes to end the step
+            aggregator.driver.flush()
 
     def _layout(self, parameters: list[Tensor]) -> Layout:
         key = tuple(map(id, parameters))

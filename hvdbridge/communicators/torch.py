@@ -48,7 +48,7 @@ class Works(Work):
         self.silent = silent
         self._lock = threading.Lock()
         self._over = False
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
 
     def done(self) -> bool:
         return self._over or all(work.is_completed() for work in self._works)
@@ -59,7 +59,7 @@ class Works(Work):
                 try:
                     for work in self._works:
                         work.wait()
-                except RuntimeError as error:
+                except Exception as error:
                     self._error = error
                 self._over = True
                 self._works = ()

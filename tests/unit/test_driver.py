@@ -9,7 +9,8 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -270,7 +271,7 @@ def test_operations_start_in_one_order_whatever_takes_how_long(
 
 def test_what_lies_between_starts_does_not_wait_for_turns() -> None:
     """While a turn waits for 2.1, the flow 0 decodes, and 4 encodes; 5 does not, since 4 has not begun to send."""
-    communicator, driver = Gated(), ThreadDriver()
+    communicator, driver = Gated(Silent), ThreadDriver()
     told: list[str] = []
 
     def bucket(k: int) -> Task[None]:
@@ -355,10 +356,11 @@ def test_a_bridged_request_takes_a_turn_for_each_of_its_operations() -> None:
 
 
 class Gated(Loopback):
-    """Operations that are done when :meth:`let`; only who waits for one learns of it."""
+    """Operations that are done when :meth:`let`."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Callable[[threading.Event], Work]) -> None:
         super().__init__()
+        self._work = work
         self._free = {k / 10: threading.Event() for k in range(70)}
 
     def let(self, *values: float) -> None:
@@ -369,13 +371,15 @@ class Gated(Loopback):
         value = round(float(request.tensor[0]), 1)
         yield None
         self.seen.append(value)
-        work = Silent(self._free[value])
+        work = self._work(self._free[value])
         yield work
         work.wait()
         return request.tensor
 
 
 class Silent(Work):
+    """Only who waits for it learns of its end."""
+
     shared = silent = last = True
 
     def __init__(self, free: threading.Event) -> None:
@@ -545,6 +549,49 @@ def test_a_failure_ends_all_that_is_under_way() -> None:
             pending.wait()
     assert 6.0 not in communicator.seen
     assert 7.0 not in communicator.seen
+    driver.close()
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_failure_ahead_of_a_turn_does_not_wait_for_it(flush: bool) -> None:
+    """Else a rank that decodes early fails alone, and others wait for what it never starts."""
+
+    def fails() -> Task[None]:
+        yield AllReduce(torch.tensor([1.1]))
+        raise ValueError("what came cannot be")
+
+    communicator, driver = Gated(Released), ThreadDriver()
+    runs = [driver.submit(Pending(each, communicator, True, rounds=2)) for each in (flow(0.1, 0.2), fails())]
+    if flush:
+        driver.flush()
+    communicator.let(0.1)
+    until(lambda: communicator.seen == [0.1, 1.1, 0.2])
+    communicator.let(1.1)
+    until(lambda: all(pending.done for pending in runs), seconds=5)
+    for pending in runs:
+        with pytest.raises(ValueError, match="what came"):
+            pending.wait()
+    communicator.let(0.2)
+    driver.close()
+
+
+def test_what_waits_for_its_turn_does_not_travel_any_more() -> None:
+    watched: list[str] = []
+
+    @contextmanager
+    def watch(signature: str) -> Iterator[None]:
+        yield
+        watched.append(signature)
+
+    communicator, driver = Held(), ThreadDriver()
+    communicator.watch = watch
+    pending = driver.submit(Pending(flow(1), communicator, overlaps=True))
+    until(lambda: communicator.seen == [1])
+    communicator.free.set()
+    until(lambda: driver.traffic.seconds > 0 and len(watched) == 1)
+    assert not pending.done
+    driver.flush()
+    assert pending.wait() == 1
     driver.close()
 
 

@@ -93,6 +93,9 @@ def hook_is_ddp() -> str:
         assert state.stats()["collectives"] >= 5
         state.close()
     assert hooked("mean", find_unused_parameters=True)[0] == wanted
+    assert hooked("mean", static_graph=True)[0] == wanted
+    for policy in ("int8", "adasum"):  # of several rounds, and of rounds that are not known: DDP waits within backward
+        assert hooked(policy, static_graph=True)[0] == hooked(policy)[0]
     return wanted
 
 
