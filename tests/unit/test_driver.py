@@ -561,11 +561,12 @@ def test_a_failure_ahead_of_a_turn_does_not_wait_for_it(flush: bool) -> None:
         raise ValueError("what came cannot be")
 
     communicator, driver = Gated(Released), ThreadDriver()
-    runs = [driver.submit(Pending(each, communicator, True, rounds=2)) for each in (flow(0.1, 0.2), fails())]
+    flows = (flow(0.1, 0.2, 0.3), fails(), flow(2.1))
+    runs = [driver.submit(Pending(each, communicator, True, rounds=3)) for each in flows]
     if flush:
         driver.flush()
     communicator.let(0.1)
-    until(lambda: communicator.seen == [0.1, 1.1, 0.2])
+    until(lambda: communicator.seen == [0.1, 1.1, 0.2, 2.1])  # and the turn is that of 0.3
     communicator.let(1.1)
     until(lambda: all(pending.done for pending in runs), seconds=5)
     for pending in runs:
