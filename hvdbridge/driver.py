@@ -11,9 +11,9 @@ Rules:
    In groups of several sizes a request has several numbers of operations, or none: there a turn starts all of it.
    Flows of which it is known how many collectives they ask for (``Policy.rounds``) share nothing that another changes.
    What lies between two of their starts runs when it can, ahead of its turn, too: while a turn waits for what travels,
-   others decode, and the next bucket is encoded. If its last operation is under way, such a flow has no more turns:
-   nobody waits for it before the end. Others may share what they like (the state of a user's hook): all of theirs runs
-   at turns, in one order on all ranks.
+   others decode, and the next bucket is encoded. (Not in a flush where operations must be looked at: then one waits.)
+   If its last operation is under way, such a flow has no more turns: nobody waits for it before the end. Others may
+   share what they like (the state of a user's hook): all of theirs runs at turns, in one order on all ranks.
 3. Where the backend blocks the host, one daemon thread runs the flows, one future per flow; ``no_grad`` and the CUDA
    device are set inside the thread (both belong to a thread), and a flow begins behind an event of the stream that
    submitted it.
@@ -324,10 +324,18 @@ class Run:
         return self._pending.ahead
 
     @property
+    def travels(self) -> bool:
+        return self._work is not None and self._work is not ANSWERED
+
+    @property
+    def shared(self) -> bool:
+        return self._work is not None and self._work.shared
+
+    @property
     def wants_looks(self) -> bool:
         """A look may let it go on, or is what moves its operation."""
         settled = self.ending and self._pending.communicator.capabilities.progresses
-        return self.waits and not (self._announced or self._work is ANSWERED or settled)
+        return self.travels and not (self._announced or settled)
 
     def announce(self, waiter: Waiter) -> None:
         """Have ``waiter`` tell, where it can, in the place of looks, or where looks would not."""
@@ -514,15 +522,17 @@ class ThreadDriver(Driver):
 
     def _wait(self) -> None:
         """Until something was submitted, or a flow may be able to go on."""
-        if self._flushing and (len(self._runs) == 1 or not any(run.ahead for run in self._runs)):
-            (self._turns or self._runs)[0].proceed(turn=True, block=True)
+        travelling = sorted((run for run in self._runs if run.travels), key=attrgetter("number"))
+        if self._flushing and (len(travelling) == 1 or not all(run.shared for run in travelling)):
+            # The earliest, and no other: where its answer is that of a failure, other ranks start nothing after it
+            travelling[0].proceed(block=True)
             return
-        for run in sorted(self._runs, key=attrgetter("number")):
+        for run in travelling:
             run.announce(self._waiter)
         timeout = None
-        if any(run.wants_looks for run in self._runs):
+        if any(run.wants_looks for run in travelling):
             timeout = self._pause
-        elif any(run.waits for run in self._runs):
+        elif travelling:
             timeout = self._patient_pause
             self._patient_pause = min(self._patient_pause * PATIENCE, LONGEST_PATIENT_POLL_SECONDS)
         given = self._mail.get(timeout)
