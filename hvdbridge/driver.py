@@ -268,6 +268,8 @@ class Driver:
                     lost = None
                 except Exception as error:  # of a look
                     lost = error
+                if work is None and self.failure is not None:
+                    raise self.failure
         except StopIteration as end:
             answer: Tensor = end.value
         finally:
@@ -475,13 +477,13 @@ class ThreadDriver(Driver):
         while moved:
             moved = False
             if self._flushing and not self._turns:
-                self._turns.extend(self._runs)
+                self._turns.extend(run for run in self._runs if not run.ending)
             while self._turns:
                 head = self._turns[0]
                 moved |= head.proceed(turn=True)
                 if head.waits and not head.ending:
                     break
-                moved |= head.at_gate  # what it asks for may need no operation: then it is at the next gate
+                moved = True
                 if head.start():
                     self._turns.popleft()
             for run in self._runs:

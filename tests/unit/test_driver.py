@@ -11,6 +11,8 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -573,6 +575,56 @@ def test_a_failure_ahead_of_a_turn_does_not_wait_for_it(flush: bool) -> None:
         with pytest.raises(ValueError, match="what came"):
             pending.wait()
     communicator.let(0.2)
+    driver.close()
+
+
+def test_after_a_failure_no_part_of_a_request_starts() -> None:
+    """Other ranks, which do not know of it yet, start what is next in the order."""
+
+    class Parts(Gated):
+        def _answer(self, request: Collective) -> Answer:
+            for part in (0.0, 0.5):
+                yield from super()._answer(replace(request, tensor=request.tensor + part))
+            return request.tensor
+
+    communicator, driver = Parts(Released), ThreadDriver()
+    driver.submit(Pending(flow(0.1), communicator, overlaps=True))
+    until(lambda: communicator.seen == [0.1])
+    driver.fail(ValueError("the policy has a bug"))
+    communicator.let(0.1)
+    driver.close()
+    driver._thread.join(5)
+    assert not driver._thread.is_alive()
+    assert communicator.seen == [0.1]
+
+
+def test_a_turn_that_ends_with_its_flow_gives_way_to_the_next() -> None:
+    """The first flow asks for less than it may, so it ends at a turn; the other one waits for the next."""
+    decoded, waited_for = threading.Event(), threading.Event()
+
+    class Noticed(Released):
+        def wait(self) -> None:
+            if not self.done():
+                waited_for.set()
+            super().wait()
+
+    def waits() -> Task[None]:
+        yield AllReduce(torch.tensor([1.1]))
+        decoded.set()
+        yield AllReduce(torch.tensor([1.2]))
+
+    communicator, driver = Gated(Noticed), ThreadDriver()
+    runs: list[Pending[Any]] = [Pending(each, communicator, True, rounds=2) for each in (flow(0.1), waits())]
+    for pending in runs:
+        driver.submit(pending)
+    communicator.let(1.1)
+    assert decoded.wait(10)
+    driver.flush()
+    assert waited_for.wait(10)
+    communicator.let(0.1)
+    until(lambda: communicator.seen == [0.1, 1.1, 1.2])
+    communicator.let(1.2)
+    until(lambda: all(pending.done for pending in runs))
     driver.close()
 
 
