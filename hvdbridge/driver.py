@@ -11,7 +11,7 @@ Rules:
    In groups of several sizes a request has several numbers of operations, or none: there a turn starts all of it.
    Flows of which it is known how many collectives they ask for (``Policy.rounds``) share nothing that another changes.
    What lies between two of their starts runs when it can, ahead of its turn, too: while a turn waits for what travels,
-   others decode, and the next bucket is encoded. (Not in a flush where operations must be looked at: then one waits.)
+   others decode, and the next bucket is encoded. (In a flush where operations must be looked at, one waits instead.)
    If its last operation is under way, such a flow has no more turns: nobody waits for it before the end. Others may
    share what they like (the state of a user's hook): all of theirs runs at turns, in one order on all ranks.
 3. Where the backend blocks the host, one daemon thread runs the flows, one future per flow; ``no_grad`` and the CUDA
@@ -21,6 +21,8 @@ Rules:
    a future carries the stream's event and nobody waits on the host.
 5. The first failure poisons the driver: all pending and later flows fail with the same cause. A collective
    is never skipped. An exception is thrown into the waiting flow, so the traceback shows the policy's line.
+   After it nothing starts, not even the next part of a request: ranks may come to what fails at several moments. Who
+   waits for an operation waits for the earliest, so that it comes to that answer, too, before what others never start.
 6. With HVDBRIDGE_DEBUG=1 the signature of each collective is compared across ranks before it starts, under a
    running number, through the job's helper and never by a collective.
 
