@@ -341,10 +341,10 @@ class Run:
         settled = self.ending and self._pending.communicator.capabilities.progresses
         return self.travels and not (self._announced or settled)
 
-    def announce(self, waiter: Waiter) -> None:
-        """Have ``waiter`` tell, where it can, in the place of looks, or where looks would not."""
+    def announce(self, waiter: Waiter, hurry: bool) -> None:
+        """Have ``waiter`` tell, where it can, in the place of looks, where looks would not, or in a ``hurry``."""
         work = self._work
-        if work is not None and work.shared and not self._announced and (work.silent or self.wants_looks):
+        if work is not None and work.shared and not self._announced and (work.silent or self.wants_looks or hurry):
             waiter.watch(work)
             self._announced = True
 
@@ -532,7 +532,7 @@ class ThreadDriver(Driver):
             travelling[0].proceed(block=True)
             return
         for run in travelling:
-            run.announce(self._waiter)
+            run.announce(self._waiter, hurry=self._flushing)  # the caller waits
         timeout = None
         if any(run.wants_looks for run in travelling):
             timeout = self._pause

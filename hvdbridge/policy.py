@@ -205,9 +205,10 @@ class Policy:
     def rounds(self) -> int | None:
         """How many collectives each flow of :meth:`aggregate` asks for at most; None: that is not said.
 
-        Who says it says, too, that a flow reads nothing that another one of the step changes (it has its bucket's part
-        of the state). Then flows encode and decode as soon as they can, at moments that differ between ranks, and one
-        whose last collective is under way holds no other up. Else all of it happens in one order on all ranks.
+        Who says it, by a subclass too, says that a flow reads nothing that another one of the step changes (it has its
+        bucket's part of the state). Then flows encode and decode as soon as they can, at moments that differ between
+        ranks, and one whose last collective is under way holds no other up. Else all of it happens in one order on all
+        ranks.
         """
         return None
 

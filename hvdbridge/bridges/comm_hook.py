@@ -40,17 +40,18 @@ class CommHookState(HookState):
         self._names: dict[Tensor, str] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._held: list[tuple[Any, torch.futures.Future[Tensor]]] = []
-        self._running = False
+        self._running = self._outside = False  # a step is open; it began outside of a backward
 
     # -- buckets --------------------------------------------------------------------------------------------------
 
     def bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """The hook."""
         if bucket.index() == 0:
-            if inside_backward():
-                at_end_of_backward(self._finish)
-            elif self._running:
+            if self._running and self._outside:
                 self._finish()
+            self._outside = not inside_backward()
+            if not self._outside:
+                at_end_of_backward(self._finish)
             self._running = True
             if self._model is not None:
                 self._open_by_model(self._model)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -49,6 +50,7 @@ class Operation(Work):
 
     def __init__(self, handle: int, name: str, seconds: float) -> None:
         self._handle: int | None = handle
+        self._error: Exception | None = None
         self._name = name
         self._deadline = time.monotonic() + seconds
 
@@ -56,6 +58,8 @@ class Operation(Work):
         return self._handle is None or hvd.poll(self._handle) or time.monotonic() > self._deadline
 
     def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
         if self._handle is None:
             return
         while not hvd.poll(self._handle):
@@ -63,7 +67,11 @@ class Operation(Work):
                 raise TimeoutError(f"The Horovod operation {self._name} timed out")
             time.sleep(POLL_SECONDS)
         handle, self._handle = self._handle, None
-        hvd.synchronize(handle)
+        try:
+            hvd.synchronize(handle)
+        except Exception as error:
+            self._error = error
+            raise
 
 
 class HorovodCommunicator(Bridged):
@@ -123,7 +131,8 @@ class HorovodCommunicator(Bridged):
         number = self._started[name] = (self._started.get(name, -1) + 1) % NAMES
         name = f"{name}.{number}"
         if name in self._in_flight:
-            self._in_flight[name].wait()
+            with suppress(Exception):  # the flow's whose it is: raised again where that waits
+                self._in_flight[name].wait()
         return name
 
     def _work(self, handle: int, name: str) -> Work:

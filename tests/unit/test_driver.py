@@ -402,6 +402,21 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.001)
 
 
+class Told(Silent):
+    """As one that a look would find, but so late that nobody should wait for that."""
+
+    silent = False
+
+
+def test_in_a_flush_nobody_waits_for_looks() -> None:
+    communicator, driver = Gated(Told), ThreadDriver()
+    runs = [driver.submit(Pending(flow(value), communicator, True, rounds=1)) for value in (0.1, 1.1)]
+    driver.flush()
+    communicator.let(0.1, 1.1)
+    until(lambda: all(pending.done for pending in runs))
+    driver.close()
+
+
 class Held(Loopback):
     """Operations that are done when somebody says so; the last of its request, each of them."""
 
@@ -574,7 +589,7 @@ def test_a_failure_ahead_of_a_turn_does_not_wait_for_it(flush: bool) -> None:
     for pending in runs:
         with pytest.raises(ValueError, match="what came"):
             pending.wait()
-    communicator.let(0.2)
+    communicator.let(0.2, 2.1)
     driver.close()
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from jobs import leave_torch, record
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 
 import hvdbridge as hb
 
@@ -187,6 +188,27 @@ def hook_with_weights() -> str:
 
     assert train(wrapped, other, before=before) == digest(model)
     return digest(model)
+
+
+def hook_joins() -> str:
+    """Ranks with unequal numbers of batches go on with equal numbers of steps, so they draw the same elements."""
+    model = mlp()
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    state, hook = hb.to_comm_hook("randomk:ratio=0.05", model)
+    wrapped.register_comm_hook(state, hook)
+    for _ in range(2):
+        with Join([wrapped]):
+            for step in range(2 + RANK):
+                loss_of(wrapped, step).backward()
+    model.zero_grad()
+    loss_of(wrapped, 9).backward()
+    digests: list[str | None] = [None] * SIZE
+    drawn = torch.cat([p.grad.flatten() for p in model.parameters()]) != 0
+    dist.all_gather_object(digests, str(drawn.nonzero().tolist()))
+    assert len(set(digests)) == 1
+    assert drawn.any()
+    assert state.stats()["step"] == 2 * (1 + SIZE) + 1
+    return str(digests[0])
 
 
 def hook_of_another_model() -> str:
@@ -493,7 +515,7 @@ def real_horovod() -> str:
     return "n/a"
 
 
-HOOKS = [hook_is_ddp, hook_accumulates, hook_with_state, hook_with_weights, hook_of_another_model]
+HOOKS = [hook_is_ddp, hook_accumulates, hook_with_state, hook_with_weights, hook_joins, hook_of_another_model]
 DDP = [
     ddp_is_ddp, ddp_accumulates, ddp_finds_unused, ddp_with_policy_and_weight, ddp_with_hook, ddp_joins, ddp_misuse,
     ddp_options_of_torch, copies, compression, real_horovod,
