@@ -93,7 +93,7 @@ def _gram_schmidt(gram: Tensor, unit: Tensor, epsilon: float) -> Tensor:
     for i in range(rank):
         square = gram[:, i, i]
         lost = square <= NOTHING**2 * first[:, i]  # False for NaN, which must not become a zero
-        length = torch.where(lost, 1.0, square).sqrt_()
+        length = _sqrt(torch.where(lost, 1.0, square))
         factor = unit[:, i] / (unit[:, i] * length + epsilon) if epsilon else 1 / length
         factor = torch.where(lost, 0.0, factor)[:, None]
         gram[:, i, :] *= factor
@@ -105,6 +105,19 @@ def _gram_schmidt(gram: Tensor, unit: Tensor, epsilon: float) -> Tensor:
             one = (2 - gram[:, i, i])[:, None, None]  # but for epsilon
             gram[:, i + 1 :, i + 1 :] -= one * (along[:, :, None] * along[:, None, :])
     return change
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """The square root of positive float64, rounded as IEEE 754 has it: MKL's, which torch takes on CPUs, is often not.
+
+    What the root's square lacks of ``x`` is found exactly, by halves of the root's bits (Dekker 1971).
+    """
+    root = x.sqrt()
+    high = root * (2.0**27 + 1)
+    high -= high - root
+    low = root - high
+    lack = ((x - high * high) - 2 * high * low) - low * low
+    return torch.where(root.isfinite(), root + lack / (2 * root), root)
 
 
 def _combine(columns: Tensor, change: Tensor) -> Tensor:
