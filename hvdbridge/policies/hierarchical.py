@@ -48,6 +48,10 @@ class Hierarchical(Policy):
     additive = False
     between_nodes = True
 
+    @property
+    def rounds(self) -> int | None:
+        return None if self.inner.rounds is None else 1 + 2 * self.inner.rounds
+
     def check_size(self, size: int, nodes: int | None = None) -> None:
         if nodes is not None:
             self.inner.check_size(nodes)

@@ -56,6 +56,7 @@ class OkTopK(WithFeedback):
 
     ratio: float = option(0.01, above=0, at_most=1)
     ef: bool = True
+    rounds = 2
 
     def compress(self, bucket: Bucket, state: State) -> Flow:
         flat, numel = bucket.weighted().buffer, bucket.layout.numel

@@ -75,6 +75,11 @@ class Warmup(Policy):
     steps: int = option(100, at_least=0)
     first: Policy = MEAN
 
+    @property
+    def rounds(self) -> int | None:
+        rounds = [self.first.rounds, self.then.rounds]
+        return None if None in rounds else max(filter(None, rounds))
+
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         key = "first" if bucket.step < self.steps else "then"
         result = yield from self.inners()[key].aggregate(bucket, state[key])
@@ -164,6 +169,11 @@ class Partition(Policy):
 
     def inners(self) -> Mapping[str, Policy]:
         return {**dict(self.rules), "rest": self.rest}
+
+    @property
+    def rounds(self) -> int | None:
+        rounds = [inner.rounds for inner in self.inners().values()]
+        return None if None in rounds else sum(filter(None, rounds))
 
     def rule_of(self, name: str, shape: torch.Size, dtype: torch.dtype) -> str:
         """The text of the rule that a parameter falls under."""
