@@ -253,6 +253,8 @@ def join_layouts(layouts: Iterable[Layout]) -> Layout:
     return Layout({name: shape for layout in layouts for name, shape in layout.shapes.items()})
 
 
+DDP_MB = 25.0
+"""DDP's size of a bucket in MiB."""
 FIRST_BUCKET_BYTES = 1 << 20
 """A small first bucket starts the first collective early, as in DDP."""
 

@@ -24,7 +24,7 @@ class Config:
     Attributes:
         backend: ``auto``, ``torch``, ``horovod`` or ``mpi`` (``HVDBRIDGE_BACKEND``).
         policy: a policy spec string (``HVDBRIDGE_POLICY``).
-        bucket_mb: size of a gradient bucket in MiB (``HVDBRIDGE_BUCKET_MB``).
+        bucket_mb: size of a gradient bucket in MiB (``HVDBRIDGE_BUCKET_MB``); None: the policy's.
         debug: compare the signature of each collective across ranks before it starts (``HVDBRIDGE_DEBUG``).
         log_level: level of the ``hvdbridge`` logger (``HVDBRIDGE_LOG_LEVEL``).
         cache: directory for built wheels and kernels (``HVDBRIDGE_CACHE``).
@@ -36,7 +36,7 @@ class Config:
 
     backend: str = "auto"
     policy: str = "mean"
-    bucket_mb: float = 25.0
+    bucket_mb: float | None = None
     debug: bool = False
     log_level: str = "WARNING"
     cache: Path = Path("~/.cache/hvdbridge")
@@ -76,7 +76,7 @@ class Config:
         return cls(
             backend=_choice(given, "BACKEND", "auto", BACKENDS),
             policy=given.get("POLICY", "mean"),
-            bucket_mb=_positive(given, "BUCKET_MB", 25.0),
+            bucket_mb=_positive(given, "BUCKET_MB", 25.0) if "BUCKET_MB" in given else None,
             debug=_flag(given, "DEBUG"),
             log_level=_choice(given, "LOG_LEVEL", "WARNING", LOG_LEVELS, fold=str.upper),
             cache=Path(given.get("CACHE") or Path(home) / "hvdbridge").expanduser(),

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket
+from hvdbridge.bucket import DDP_MB, Bucket
 from hvdbridge.collectives import Collective, relay
 from hvdbridge.errors import ConfigurationError, WeightError
 from hvdbridge.options import check
@@ -129,6 +129,10 @@ def rewrite(flow: Flow, exchange: Callable[[Collective], Exchange]) -> Flow:
     return relay(flow, answer)  # type: ignore[no-any-return, arg-type]
 
 
+CODED_MB = 10.0
+"""The size of a bucket whose messages take computing: the best of those measured, over policies and slow links."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """What a leaf of a policy's state is.
@@ -216,6 +220,12 @@ class Policy:
     def in_place(self) -> bool:
         """Whether a flow of :meth:`aggregate` holds no more than its bucket, so that any number may be under way."""
         return False
+
+    @property
+    def bucket_mb(self) -> float:
+        """The size of a bucket in MiB where nobody says one: DDP's, or less where flows that run ahead of their turns
+        (:attr:`rounds`) compute between collectives, so that one bucket is coded while another travels."""
+        return DDP_MB if self.rounds is None or self.in_place else CODED_MB
 
     @property
     def acts_after_step(self) -> bool:
@@ -323,7 +333,7 @@ class Policy:
         params: Mapping[str, Tensor | Sequence[int]],
         size: int,
         step: int = 0,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
         local_size: int | None = None,
     ) -> int:
         """Bytes that rank 0 sends in one step, counted as by :meth:`Collective.bytes_sent`; weights and other
@@ -336,7 +346,7 @@ class Policy:
             params: name -> parameter or shape (of float32).
             size: number of ranks.
             step: number of the step, for policies that change in the course of training.
-            bucket_mb: size of a bucket in MiB.
+            bucket_mb: size of a bucket in MiB; None: :attr:`bucket_mb`.
             local_size: ranks per node, in order; None: one node.
 
         >>> from hvdbridge.policies import from_spec

@@ -41,7 +41,8 @@ class GradientSynchronizer:
         model: any module with parameters that require gradients.
         optimizer: one, a list, or None; :attr:`optimizer` has the same structure.
         policy: a spec string, a :class:`~hvdbridge.policy.Policy`, or None for what ``hb.init`` was given.
-        bucket_mb: size of a gradient bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or 25 as in DDP. ``"auto"``: the
+        bucket_mb: size of a gradient bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or the policy's
+            (:attr:`Policy.bucket_mb <hvdbridge.policy.Policy.bucket_mb>`: 25 as in DDP, or 10). ``"auto"``: the
             best for this policy, model and network, by measurements of some seconds. Policies that are not dense may
             give other bits with another size: where runs must be equal, take the number that :attr:`bucket_mb` says.
         group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
@@ -84,10 +85,11 @@ class GradientSynchronizer:
         self.policy = from_spec(session.policy if policy is None else policy)
         originals = as_list(optimizer)
         params = trainable(model)
+        bucket_mb = session.config.bucket_mb if bucket_mb is None else bucket_mb
         if not (bucket_mb is None or bucket_mb == "auto" or (not isinstance(bucket_mb, str) and bucket_mb > 0)):
             raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
         options = Options(
-            session.config.bucket_mb if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
+            self.policy.bucket_mb if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
             find_unused_parameters, static_graph, broadcast_buffers,
             views_pay(params.values()) if gradient_as_bucket_view is None else gradient_as_bucket_view,
         )  # fmt: skip
@@ -362,7 +364,7 @@ def average_gradients(
     chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
     aggregator = Aggregator(chosen, params, communicator, control, driver)
     aggregator.weight = weight
-    options = Options(session.config.bucket_mb, gradient_as_bucket_view=False)
+    options = Options(session.config.bucket_mb or chosen.bucket_mb, gradient_as_bucket_view=False)
     HookSource(params, aggregator, options, hooked=()).run()
 
 

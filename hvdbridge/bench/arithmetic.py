@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import cut_layouts
+from hvdbridge.bucket import DDP_MB, cut_layouts
 from hvdbridge.dry_run import Asked, dry_run
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policy import Policy
-from hvdbridge.sources.base import DEFAULT_MB
 
 SETTLED = 10_000_000
 """A step after any warm-up."""
@@ -61,8 +60,8 @@ class Arithmetic:
 
 
 def measure_copy(device: torch.device | str = "cpu", repeats: int = 5) -> float:
-    """Seconds per element of a copy of DEFAULT_MB on this machine, median after one."""
-    source = torch.ones(int(DEFAULT_MB * 2**18), device=device)
+    """Seconds per element of a copy of DDP_MB on this machine, median after one."""
+    source = torch.ones(int(DDP_MB * 2**18), device=device)
     target = torch.empty_like(source)
     times = []
     for _ in range(repeats + 1):
@@ -77,7 +76,7 @@ def measure_copy(device: torch.device | str = "cpu", repeats: int = 5) -> float:
 def measure_arithmetic(
     policy: Policy,
     params: Shapes,
-    bucket_mb: float = 25.0,
+    bucket_mb: float = DDP_MB,
     repeats: int = 3,
     device: torch.device | str = "cpu",
     sizes: Sequence[int] = FEW,

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from hvdbridge.bench.arithmetic import FEW, SETTLED, Arithmetic, Shapes, kinds, measure_arithmetic
 from hvdbridge.bench.network import Load, Network, probe, ranks_per_node
+from hvdbridge.bucket import DDP_MB
 from hvdbridge.collectives import Broadcast
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.dry_run import Asked, Ended, dry_run
 from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policy import Policy
-from hvdbridge.sources.base import DEFAULT_MB
 
 MOST = 1024
 """Beyond so many ranks requests are extrapolated: a dry run has a row for each rank."""
-BUCKETS_MB = (1.0, 2.5, 5.0, 10.0, DEFAULT_MB, 50.0)
+BUCKETS_MB = (1.0, 2.5, 5.0, 10.0, DDP_MB, 50.0)
 """What :func:`best_bucket_mb` compares."""
 
 
@@ -75,7 +75,7 @@ class Planner:
     forward: float
     backward: float
     network: Network
-    bucket_mb: float = 25.0
+    bucket_mb: float = DDP_MB
     local_size: int = 1
     cores: float = 2.0
     pack: float = 0.0
@@ -201,7 +201,7 @@ def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: C
             f"bucket_mb='auto' cannot time {policy!r}, which remembers what it sees. Give a number of MiB."
         )
     if communicator.size == 1 or policy.scope == "step":  # nothing travels, or all in one piece
-        return DEFAULT_MB
+        return policy.bucket_mb
     device = next(iter(params.values())).device
     size, local_size = communicator.size, ranks_per_node(communicator)
     asked = {
@@ -218,10 +218,10 @@ def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: C
         planner = Planner(params, 0.0, backward, network, bucket_mb, local_size, network.cores or 1.0)
         return planner.predict("", policy, size, arithmetic)
 
-    backward = predicted(DEFAULT_MB, 0.0).communication
+    backward = predicted(DDP_MB, 0.0).communication
     steps = {bucket_mb: predicted(bucket_mb, backward).step for bucket_mb in BUCKETS_MB}
     good = [bucket_mb for bucket_mb in BUCKETS_MB if steps[bucket_mb] <= 1.05 * min(steps.values())]
-    mine = max((bucket_mb for bucket_mb in good if bucket_mb <= DEFAULT_MB), default=min(good, default=DEFAULT_MB))
+    mine = max((bucket_mb for bucket_mb in good if bucket_mb <= DDP_MB), default=min(good, default=DDP_MB))
     return float(communicator.execute(Broadcast(torch.tensor([mine], device=device), 0)))
 
 

@@ -50,7 +50,7 @@ class DistributedDataParallel(Module):
         find_unused_parameters, static_graph: as in torch's.
         init_sync: must be True.
         process_group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
-        bucket_cap_mb: size of a bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or 25.
+        bucket_cap_mb: size of a bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or the policy's.
         check_reduction, batched_grad_copy: without effect, as in torch's; and because copies are made all at once.
         gradient_as_bucket_view: as in torch's; None: where that is faster, as for ``GradientSynchronizer``.
         delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision, device_mesh,

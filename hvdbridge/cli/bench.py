@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=30, help="counted steps of each way (default: %(default)s)")
     parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
-    parser.add_argument("--bucket-mb", type=mib, metavar="MIB", help="size of a bucket, or auto (default: 25)")
+    parser.add_argument("--bucket-mb", type=mib, metavar="MIB", help="size of a bucket, or auto (default: a policy's)")
     parser.add_argument("--ranks", type=int, default=2, help="without a launcher (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")

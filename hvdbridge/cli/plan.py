@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a step without synchronization; policies are scaled by it (default: measured)",
     )
     parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
-    parser.add_argument("--bucket-mb", type=float, help="(default: 25, or as in FILE)")
+    parser.add_argument("--bucket-mb", type=float, help="(default: as in FILE, or the policy's)")
     parser.add_argument(
         "--cores",
         type=float,
@@ -86,8 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdbridge.bench.arithmetic import kinds, measure_arithmetic, measure_copy
     from hvdbridge.bench.models import model
     from hvdbridge.bench.predict import Planner
+    from hvdbridge.bucket import DDP_MB
     from hvdbridge.policies import from_spec
-    from hvdbridge.sources.base import DEFAULT_MB, views_pay
+    from hvdbridge.sources.base import views_pay
 
     given = [n for n in (*arguments.ranks, arguments.local_size, arguments.bucket_mb, arguments.cores) if n is not None]
     if not min(given) > 0:
@@ -111,13 +112,13 @@ def run(arguments: argparse.Namespace) -> int:
         products, optimizer, copy = here * products, here * optimizer, here * measure_copy(device)
         unpack = 0.0 if views_pay(module.parameters()) else copy
         planner = Planner(  # one product in forward, two in backward
-            params, products / 3, products * 2 / 3, job.network, DEFAULT_MB, local_size, cores, copy, unpack, optimizer
+            params, products / 3, products * 2 / 3, job.network, DDP_MB, local_size, cores, copy, unpack, optimizer
         )
         for spec in track(specs, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal):
             if not errors.is_terminal:
                 errors.print(f"arithmetic of {spec}", highlight=False)
             policy = from_spec(spec)
-            planner = replace(planner, bucket_mb=arguments.bucket_mb or job.buckets.get(spec, DEFAULT_MB))
+            planner = replace(planner, bucket_mb=arguments.bucket_mb or job.buckets.get(spec, policy.bucket_mb))
             try:
                 arithmetic = measure_arithmetic(policy, params, planner.bucket_mb, device=device, local_size=local_size)
                 factor = here
@@ -152,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _job(arguments: argparse.Namespace) -> Job:
     """Raises ConfigurationError: no network, or a file that is not what ``hvdbridge bench`` writes."""
     from hvdbridge.bench.network import Network
-    from hvdbridge.sources.base import DEFAULT_MB
+    from hvdbridge.bucket import DDP_MB
 
     compute = None if arguments.compute_ms is None else arguments.compute_ms / 1e3
     if arguments.source is not None:
@@ -166,7 +167,7 @@ def _job(arguments: argparse.Namespace) -> Job:
                 Network.from_dict(saved["network"]),
                 compute,
                 {(row["policy"], row["ranks"]): float(row["step"]) for row in rows},
-                {row["policy"]: float(row.get("bucket_mb", DEFAULT_MB)) for row in rows},
+                {row["policy"]: float(row.get("bucket_mb", DDP_MB)) for row in rows},
                 {row["policy"]: (row["ranks"], float(row["compression"])) for row in rows},
             )
         except (OSError, ValueError, KeyError, TypeError) as error:

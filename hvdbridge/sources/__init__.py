@@ -37,7 +37,7 @@ def attach_torch(
     import torch
     import torch.distributed as dist
 
-    from hvdbridge.sources.base import DEFAULT_MB
+    from hvdbridge.bucket import DDP_MB
     from hvdbridge.sources.ddp import DdpSource, DistributedDataParallel
 
     own_group = None if ranks is None else dist.new_group(ranks, use_local_synchronization=True)
@@ -48,7 +48,7 @@ def attach_torch(
         model,
         process_group=own_group,
         init_sync=False,
-        bucket_cap_mb=None if options.bucket_mb == DEFAULT_MB else options.bucket_mb,  # None: a small first bucket
+        bucket_cap_mb=None if options.bucket_mb == DDP_MB else options.bucket_mb,  # None: a small first bucket
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,

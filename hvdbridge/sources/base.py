@@ -31,8 +31,6 @@ class Options:
         return self.bucket_mb * 2**20
 
 
-DEFAULT_MB = 25.0
-"""DDP's size of a bucket. It makes its first one small, of 1 MiB, only where it is not told this size."""
 LARGE = 1 << 20
 """Bytes of a parameter, on average, from which on views of buckets cost more on a CPU than they save."""
 

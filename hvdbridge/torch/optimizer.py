@@ -151,9 +151,11 @@ class Opening:
 
     @property
     def bucket_mb(self) -> float:
-        """``HOROVOD_FUSION_THRESHOLD``, or the session's."""
+        """``HOROVOD_FUSION_THRESHOLD``, or the session's, or the policy's."""
         given = self.operations.settings.bucket_bytes
-        return self.operations.session.config.bucket_mb if given is None else given / 2**20
+        if given is not None:
+            return given / 2**20
+        return self.operations.session.config.bucket_mb or self.settings.policy.bucket_mb
 
     @property
     def stale(self) -> bool:

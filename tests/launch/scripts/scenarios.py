@@ -93,6 +93,25 @@ def train(sync: Any, steps: int = 4) -> None:
         sync.optimizer.step()
 
 
+def default_buckets() -> str:
+    """What is coded goes in smaller buckets than what is not, on any backend; who says a size gets it."""
+
+    def buckets(policy: str, **given: Any) -> int:
+        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)])  # 4 MiB each
+        sync = hb.GradientSynchronizer(model, sgd(model), policy=policy, **given)
+        for _ in range(2):  # DDP's first step is one bucket
+            sync.optimizer.zero_grad()
+            sync.model(torch.ones(1, 1024)).sum().backward()
+            sync.optimizer.step()
+        sync.close()
+        return int(sync.stats()["collectives"])
+
+    few, many = buckets("mean"), buckets("ef(bf16)") / 2
+    assert few < many == buckets("ef(bf16)", bucket_mb=10) / 2, (few, many)
+    assert few == buckets("ef(bf16)", bucket_mb=25) / 2
+    return "smaller ones"
+
+
 def plain_training() -> str:
     model = mlp()
     train(synchronize(model, sgd(model)))
@@ -583,7 +602,7 @@ REFERENCED = [
 OWN = [
     broadcast_from_rank_0, weighted, weight_zero_hides_nan, total_weight_zero_skips, nan_travels, error_feedback_bf16,
     step_scope, average_gradients, unaggregated_gradients, sync_batchnorm, misuse, unfrozen_later,
-    nothing_stays_alive, compiled_names, join_with_sync_batchnorm, evaluation_by_one_rank,
+    default_buckets, nothing_stays_alive, compiled_names, join_with_sync_batchnorm, evaluation_by_one_rank,
 ]  # fmt: skip
 
 if __name__ == "__main__":
