@@ -6,8 +6,8 @@ Rules:
    ``torch.distributed`` himself, and later than the hook is named. hvdbridge then joins what runs.
 2. Without a model parameters are named by their position in it, which the first step tells: its buckets are held
    until the last is there. State then fits models that register the same parameters in the same order.
-3. DDP calls hooks in bucket order; the end of a step is the end of backward, or the next step's first bucket where
-   DDP calls hooks outside of it (``join()``).
+3. DDP calls hooks in bucket order; the end of a step is the end of backward. Where DDP calls hooks outside of it
+   (``join()``) it is the next step's first bucket, or whatever asks the state for something.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec
 from hvdbridge.policy import Policy
 from hvdbridge.sources.base import at_end_of_backward, inside_backward
+from hvdbridge.state import OnResize
 
 
 class CommHookState(HookState):
@@ -47,8 +48,7 @@ class CommHookState(HookState):
     def bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """The hook."""
         if bucket.index() == 0:
-            if self._running and self._outside:
-                self._finish()
+            self._end_shadow()
             self._outside = not inside_backward()
             if not self._outside:
                 at_end_of_backward(self._finish)
@@ -97,6 +97,24 @@ class CommHookState(HookState):
             self._layouts[key] = Layout({self._names[p]: p.shape for p in parameters})
         return self._layouts[key]
 
+    def _opened(self) -> Aggregator:
+        self._end_shadow()
+        return super()._opened()
+
+    def load_state_dict(self, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
+        self._end_shadow()
+        super().load_state_dict(saved, on_resize)
+
+    def close(self) -> None:
+        if self._aggregator is not None and self._aggregator.driver.failure is None:
+            self._end_shadow()
+        super().close()
+
+    def _end_shadow(self) -> None:
+        """The last step within ``join()`` of a rank that had no more batches: no bucket follows that would end it."""
+        if self._running and self._outside:
+            self._finish()
+
     def _finish(self) -> None:
         try:
             if self._aggregator is not None:
@@ -116,7 +134,7 @@ class CommHookState(HookState):
         inverse = [parameters for (parameters, _), _ in reversed(self._held)]
         params = {f"parameter.{i}": p for i, p in enumerate(p for parameters in inverse for p in parameters)}
         self._join(params, None)
-        aggregator = self._opened()
+        aggregator = super()._opened()
         self._begin(aggregator)
         held, self._held = self._held, []
         for i, ((parameters, buffer), future) in enumerate(held):

@@ -200,6 +200,7 @@ def hook_joins() -> str:
         with Join([wrapped]):
             for step in range(2 + RANK):
                 loss_of(wrapped, step).backward()
+    assert state.stats()["step"] == 2 * (1 + SIZE)
     model.zero_grad()
     loss_of(wrapped, 9).backward()
     digests: list[str | None] = [None] * SIZE
@@ -208,6 +209,23 @@ def hook_joins() -> str:
     assert len(set(digests)) == 1
     assert drawn.any()
     assert state.stats()["step"] == 2 * (1 + SIZE) + 1
+    return str(digests[0])
+
+
+def late_hook_joins() -> str:
+    """What the last step in a join left to travel in the background ends on the ranks that shadow it, too."""
+    model = mlp()
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    state, hook = hb.to_comm_hook("delayed(ef(bf16))", model)
+    wrapped.register_comm_hook(state, hook)
+    with Join([wrapped]):
+        for step in range(2 + RANK):
+            loss_of(wrapped, step).backward()
+    held = state.state_dict()["state"]["held"]
+    state.close()
+    digests: list[str | None] = [None] * SIZE
+    dist.all_gather_object(digests, hashlib.sha256(str({n: t.tolist() for n, t in held.items()}).encode()).hexdigest())
+    assert len(set(digests)) == 1
     return str(digests[0])
 
 
@@ -515,7 +533,10 @@ def real_horovod() -> str:
     return "n/a"
 
 
-HOOKS = [hook_is_ddp, hook_accumulates, hook_with_state, hook_with_weights, hook_joins, hook_of_another_model]
+HOOKS = [
+    hook_is_ddp, hook_accumulates, hook_with_state, hook_with_weights, hook_joins, late_hook_joins,
+    hook_of_another_model,
+]  # fmt: skip
 DDP = [
     ddp_is_ddp, ddp_accumulates, ddp_finds_unused, ddp_with_policy_and_weight, ddp_with_hook, ddp_joins, ddp_misuse,
     ddp_options_of_torch, copies, compression, real_horovod,
