@@ -224,7 +224,8 @@ class Policy:
     @property
     def bucket_mb(self) -> float:
         """The size of a bucket in MiB where nobody says one: DDP's, or less where flows that run ahead of their turns
-        (:attr:`rounds`) compute between collectives, so that one bucket is coded while another travels."""
+        (:attr:`rounds`) compute between collectives, so that one bucket is coded while another travels. Where it is
+        DDP's, buckets on torch are those of plain DDP, whose bits the mean reproduces."""
         return DDP_MB if self.rounds is None or self.in_place else CODED_MB
 
     @property

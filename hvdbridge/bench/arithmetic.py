@@ -76,7 +76,7 @@ def measure_copy(device: torch.device | str = "cpu", repeats: int = 5) -> float:
 def measure_arithmetic(
     policy: Policy,
     params: Shapes,
-    bucket_mb: float = DDP_MB,
+    bucket_mb: float | None = None,
     repeats: int = 3,
     device: torch.device | str = "cpu",
     sizes: Sequence[int] = FEW,
@@ -87,9 +87,13 @@ def measure_arithmetic(
     Of the buckets that ask for the same operations only one is measured, the one of median size; the others' times are
     its, by their elements.
 
+    Args:
+        bucket_mb: size of a bucket in MiB; None: the policy's.
+
     Raises:
         ConfigurationError: the policy is not defined for any of ``sizes`` numbers of ranks.
     """
+    bucket_mb = policy.bucket_mb if bucket_mb is None else bucket_mb
     steps, _ = kinds(policy)
     defined, refusal = [], None
     for ranks in sizes:

@@ -29,7 +29,6 @@ from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec
 from hvdbridge.policy import Policy
 from hvdbridge.sources.base import at_end_of_backward, inside_backward
-from hvdbridge.state import OnResize
 
 
 class CommHookState(HookState):
@@ -84,6 +83,8 @@ class CommHookState(HookState):
         aggregator.submit(Piece(self._layout(parameters), buffer, deliver), last)
         if last:  # where DDP waits within backward (static_graph, Join), nobody comes to end the step
             aggregator.driver.flush()
+            if self._outside:
+                aggregator.end_ahead()
 
     def _layout(self, parameters: list[Tensor]) -> Layout:
         key = tuple(map(id, parameters))
@@ -100,10 +101,6 @@ class CommHookState(HookState):
     def _opened(self) -> Aggregator:
         self._end_shadow()
         return super()._opened()
-
-    def load_state_dict(self, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
-        self._end_shadow()
-        super().load_state_dict(saved, on_resize)
 
     def close(self) -> None:
         if self._aggregator is not None and self._aggregator.driver.failure is None:

@@ -89,9 +89,8 @@ class HookState:
         if self._aggregator is None:
             checkpoint.check_saved(saved, label(self.policy))
             self._saved = saved, on_resize
-            return
-        checkpoint.load_state_dict(self._aggregator, saved, on_resize)
-        self._loss_scale = self._aggregator.loss_scale
+        else:
+            self._load(self._opened(), saved, on_resize)
 
     def close(self) -> None:
         """Free the channels; a later step fails. Harmless when repeated; ``hb.shutdown`` does it, too."""
@@ -111,6 +110,10 @@ class HookState:
         if self._aggregator is None:
             raise StepError("the communication hook has seen no step yet, so there is nothing to tell")
         return self._aggregator
+
+    def _load(self, aggregator: Aggregator, saved: Mapping[str, Any], on_resize: OnResize) -> None:
+        checkpoint.load_state_dict(aggregator, saved, on_resize)
+        self._loss_scale = aggregator.loss_scale
 
     def _begin(self, aggregator: Aggregator) -> None:
         aggregator.weight = None if self.weight is None else float(self.weight)
@@ -133,7 +136,7 @@ class HookState:
         self._aggregator.loss_scale = self._aggregator._held_scale = self._loss_scale
         if self._saved is not None:
             (saved, on_resize), self._saved = self._saved, None
-            self.load_state_dict(saved, on_resize)
+            self._load(self._aggregator, saved, on_resize)
 
 
 def join_torch() -> None:

@@ -78,7 +78,7 @@ class Warmup(Policy):
     @property
     def rounds(self) -> int | None:
         rounds = [self.first.rounds, self.then.rounds]
-        return None if None in rounds else max(filter(None, rounds))
+        return None if None in rounds else max(filter(None, rounds), default=0)
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         key = "first" if bucket.step < self.steps else "then"

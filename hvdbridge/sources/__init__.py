@@ -37,22 +37,25 @@ def attach_torch(
     import torch
     import torch.distributed as dist
 
-    from hvdbridge.bucket import DDP_MB
+    from hvdbridge.bucket import DDP_MB, FIRST_BUCKET_BYTES
     from hvdbridge.sources.ddp import DdpSource, DistributedDataParallel
 
     own_group = None if ranks is None else dist.new_group(ranks, use_local_synchronization=True)
     known = signature(torch.nn.parallel.DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # renamed in torch 2.13
-    unbroadcast: dict[str, Any] = {} if options.broadcast_buffers else {name: False}
+    given: dict[str, Any] = {} if options.broadcast_buffers else {name: False}
+    # None: a small first bucket. A list of sizes makes one, too, since torch 2.13
+    given["bucket_cap_mb"] = None if options.bucket_mb == DDP_MB else options.bucket_mb
+    if aggregator.policy.bucket_mb != DDP_MB and "bucket_cap_mb_list" in known:
+        given["bucket_cap_mb_list"] = [min(FIRST_BUCKET_BYTES / 2**20, options.bucket_mb), options.bucket_mb]
     wrapped = DistributedDataParallel(
         model,
         process_group=own_group,
         init_sync=False,
-        bucket_cap_mb=None if options.bucket_mb == DDP_MB else options.bucket_mb,  # None: a small first bucket
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
-        **unbroadcast,
+        **given,
     )
     return DdpSource(wrapped, params, aggregator, own_group), wrapped, optimizers
 

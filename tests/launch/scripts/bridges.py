@@ -221,12 +221,34 @@ def late_hook_joins() -> str:
     with Join([wrapped]):
         for step in range(2 + RANK):
             loss_of(wrapped, step).backward()
+    if RANK:  # the others have run out of batches before
+        state.stats()
+    dist.barrier()
     held = state.state_dict()["state"]["held"]
     state.close()
     digests: list[str | None] = [None] * SIZE
     dist.all_gather_object(digests, hashlib.sha256(str({n: t.tolist() for n, t in held.items()}).encode()).hexdigest())
     assert len(set(digests)) == 1
     return str(digests[0])
+
+
+def loaded_hook_joins() -> str:
+    """A state that waits for the first step comes into one without batches of its own."""
+    model = mlp()
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    state, hook = hb.to_comm_hook("randomk:ratio=0.05", model)
+    wrapped.register_comm_hook(state, hook)
+    loss_of(wrapped, 0).backward()
+    other = mlp()
+    wrapped = nn.parallel.DistributedDataParallel(other, bucket_cap_mb=BUCKET_MB)
+    loaded, hook = hb.to_comm_hook("randomk:ratio=0.05", other)
+    wrapped.register_comm_hook(loaded, hook)
+    loaded.load_state_dict(state.state_dict())
+    with Join([wrapped]):
+        for step in range(2 * RANK):
+            loss_of(wrapped, step).backward()
+    assert loaded.stats()["step"] == 1 + 2 * (SIZE - 1)
+    return "in step"
 
 
 def hook_of_another_model() -> str:
@@ -535,7 +557,7 @@ def real_horovod() -> str:
 
 HOOKS = [
     hook_is_ddp, hook_accumulates, hook_with_state, hook_with_weights, hook_joins, late_hook_joins,
-    hook_of_another_model,
+    loaded_hook_joins, hook_of_another_model,
 ]  # fmt: skip
 DDP = [
     ddp_is_ddp, ddp_accumulates, ddp_finds_unused, ddp_with_policy_and_weight, ddp_with_hook, ddp_joins, ddp_misuse,

@@ -109,7 +109,7 @@ def default_buckets() -> str:
     few, many = buckets("mean"), buckets("ef(bf16)") / 2
     assert few < many == buckets("ef(bf16)", bucket_mb=10) / 2, (few, many)
     assert few == buckets("ef(bf16)", bucket_mb=25) / 2
-    return "smaller ones"
+    return f"{few} and {many}"
 
 
 def plain_training() -> str:
