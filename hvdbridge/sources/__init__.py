@@ -44,9 +44,10 @@ def attach_torch(
     known = signature(torch.nn.parallel.DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # renamed in torch 2.13
     given: dict[str, Any] = {} if options.broadcast_buffers else {name: False}
-    # None: a small first bucket. A list of sizes makes one, too, since torch 2.13
+    # None: a small first bucket. A list of sizes makes one, too, since torch 2.13; but then a static graph has several
+    # in its first step, of which DDP says that each is the first and none the last.
     given["bucket_cap_mb"] = None if options.bucket_mb == DDP_MB else options.bucket_mb
-    if aggregator.policy.bucket_mb != DDP_MB and "bucket_cap_mb_list" in known:
+    if "bucket_cap_mb_list" in known and aggregator.policy.bucket_mb != DDP_MB and not options.static_graph:
         given["bucket_cap_mb_list"] = [min(FIRST_BUCKET_BYTES / 2**20, options.bucket_mb), options.bucket_mb]
     wrapped = DistributedDataParallel(
         model,

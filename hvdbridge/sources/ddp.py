@@ -3,7 +3,8 @@
 Rules:
 
 1. DDP calls hooks strictly in bucket-index order, so they are handed on as they come.
-2. The first step is one bucket, rebuilt into several after it: layouts are looked up by the bucket's parameters.
+2. The first step is one bucket, or cut in registered order, and rebuilt after it: layouts are looked up by the
+   bucket's parameters.
 3. DDP's engine callback takes over what has arrived while the rest travels, so ours, which waits for all, follows it.
    A failure leaves backward() through ours; DDP's futures get the raw buckets then, for it would make another error
    of them. Where DDP waits for traffic of its own, too, which ranks that failed never send, ours comes first.

@@ -93,6 +93,19 @@ def train(sync: Any, steps: int = 4) -> None:
         sync.optimizer.step()
 
 
+def static_graph() -> str:
+    """DDP sends all of its first step at once, at the end; what is coded takes several rounds."""
+
+    def trained(**options: Any) -> str:
+        model = mlp()
+        train(synchronize(model, sgd(model), policy="ef(bf16)", **options))
+        return digest(model)
+
+    found = trained(static_graph=True)
+    assert found == trained()
+    return found
+
+
 def default_buckets() -> str:
     """What is coded goes in smaller buckets than what is not, on any backend; who says a size gets it."""
 
@@ -601,7 +614,7 @@ REFERENCED = [
 ]  # fmt: skip
 OWN = [
     broadcast_from_rank_0, weighted, weight_zero_hides_nan, total_weight_zero_skips, nan_travels, error_feedback_bf16,
-    step_scope, average_gradients, unaggregated_gradients, sync_batchnorm, misuse, unfrozen_later,
+    step_scope, average_gradients, unaggregated_gradients, sync_batchnorm, misuse, unfrozen_later, static_graph,
     default_buckets, nothing_stays_alive, compiled_names, join_with_sync_batchnorm, evaluation_by_one_rank,
 ]  # fmt: skip
 
