@@ -329,7 +329,8 @@ class GradientSynchronizer:
         if lost:
             raise StepError(
                 f"{where} with gradients of {len(lost)} parameters that were never aggregated. Call it after a "
-                "backward() outside of no_sync(); under DDP run one forward and one backward in turn."
+                "backward() outside of no_sync(); under DDP run one forward and one backward in turn, and where some "
+                "parameters get no gradient give find_unused_parameters=True."
             )
         if self.skipped:
             for parameter in held:

@@ -65,6 +65,7 @@ class DdpSource(Source):
         self._model: DistributedDataParallel | None = model
         self._names = {parameter: name for name, parameter in params.items()}
         self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._complete = True  # the step's last bucket came
         self._handles = [p.register_post_accumulate_grad_hook(self._touch) for p in params.values()]
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with its own types
@@ -120,8 +121,9 @@ class DdpSource(Source):
                 update = update.clone()  # DDP looks at the storage from its beginning
             future.set_result(buffer if update is None else update)
 
-        self.aggregator.submit(Piece(self._layout(bucket.parameters()), buffer, deliver), last=bucket.is_last())
-        if bucket.is_last():
+        self._complete = bucket.is_last()
+        self.aggregator.submit(Piece(self._layout(bucket.parameters()), buffer, deliver), last=self._complete)
+        if self._complete:
             self.aggregator.driver.flush()
             if self.aggregator.joined:
                 self.aggregator.end_ahead()
@@ -134,6 +136,12 @@ class DdpSource(Source):
             layout = Layout({self._names[p]: p.shape for p in parameters})  # type: ignore[index]
             self._layouts[key] = layout
         return layout
+
+    def finished(self) -> None:
+        # A parameter without a gradient keeps the last bucket back, and DDP hands nothing out before that comes.
+        local = [] if self._complete else self.touched[:]
+        super().finished()
+        self.touched += local
 
     def _finish_after_ddp(self) -> None:
         at_end_of_backward(self._finish)  # DDP's callback stands already

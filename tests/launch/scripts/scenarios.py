@@ -500,6 +500,29 @@ def unaggregated_gradients() -> str:
     return "StepError"
 
 
+def unreduced_gradients() -> str:
+    """A parameter without a gradient keeps DDP's buckets back, in the first step or later: the step is refused, as the
+    others' gradients are local. Our reducer takes zeros for what is missing."""
+    for policy in ("mean", "ef(bf16)"):
+        for good in (0, 2):
+            model = Branches()
+            sync = synchronize(model, sgd(model), policy=policy)
+            for _ in range(good):
+                sync.optimizer.zero_grad()
+                sum(sync.model(batch(0)[0], head).sum() for head in range(3)).backward()
+                sync.optimizer.step()
+            sync.optimizer.zero_grad()
+            before = digest(model)
+            sum(sync.model(batch(0)[0], head).sum() for head in (0, 2)).backward()
+            if hb.backend() == "torch":
+                assert expect("StepError", sync.optimizer.step), (policy, good)
+                assert digest(model) == before
+            else:
+                sync.optimizer.step()
+                assert digest(model) != before
+    return "no silent step"
+
+
 def misuse() -> str:
     found = []
     model = mlp()
@@ -614,8 +637,9 @@ REFERENCED = [
 ]  # fmt: skip
 OWN = [
     broadcast_from_rank_0, weighted, weight_zero_hides_nan, total_weight_zero_skips, nan_travels, error_feedback_bf16,
-    step_scope, average_gradients, unaggregated_gradients, sync_batchnorm, misuse, unfrozen_later, static_graph,
-    default_buckets, nothing_stays_alive, compiled_names, join_with_sync_batchnorm, evaluation_by_one_rank,
+    step_scope, average_gradients, unaggregated_gradients, unreduced_gradients, sync_batchnorm, misuse,
+    unfrozen_later, static_graph, default_buckets, nothing_stays_alive, compiled_names, join_with_sync_batchnorm,
+    evaluation_by_one_rank,
 ]  # fmt: skip
 
 if __name__ == "__main__":
