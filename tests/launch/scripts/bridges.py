@@ -212,7 +212,7 @@ def hook_joins() -> str:
     return str(digests[0])
 
 
-def late_hook_joins() -> str:
+def hook_joins_late() -> str:
     """What the last step in a join left to travel in the background ends on the ranks that shadow it, too."""
     model = mlp()
     wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
@@ -232,7 +232,7 @@ def late_hook_joins() -> str:
     return str(digests[0])
 
 
-def loaded_hook_joins() -> str:
+def hook_joins_loaded() -> str:
     """A state that waits for the first step comes into one without batches of its own."""
     model = mlp()
     wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
@@ -556,8 +556,8 @@ def real_horovod() -> str:
 
 
 HOOKS = [
-    hook_is_ddp, hook_accumulates, hook_with_state, hook_with_weights, hook_joins, late_hook_joins,
-    loaded_hook_joins, hook_of_another_model,
+    hook_is_ddp, hook_accumulates, hook_with_state, hook_with_weights, hook_joins, hook_joins_late,
+    hook_joins_loaded, hook_of_another_model,
 ]  # fmt: skip
 DDP = [
     ddp_is_ddp, ddp_accumulates, ddp_finds_unused, ddp_with_policy_and_weight, ddp_with_hook, ddp_joins, ddp_misuse,
