@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import math
+import os
 import secrets
 import socket
 import sys
@@ -28,6 +29,7 @@ class HorovodStarter(Starter):
     """``hvd.init()``, with what horovodrun would have set."""
 
     name = "horovod"
+    started = False  # before, in this process
 
     def __init__(self) -> None:
         self._variables = Variables()
@@ -53,7 +55,11 @@ class HorovodStarter(Starter):
         # Process sets, which groups need, must be announced before Horovod starts.
         self._variables.set({"HOROVOD_GLOO_TIMEOUT_SECONDS": limit, "HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
         launcher = meeting.world.launcher
-        if not (launcher == "horovodrun" or (native_mpi(meeting.world) and hvd.mpi_built())):
+        native = launcher == "horovodrun"
+        if native and HorovodStarter.started and os.environ.get("HOROVOD_ELASTIC") != "1":
+            native = False  # horovodrun's server still has the addresses at which process sets met the first time
+        HorovodStarter.started = True
+        if not (native or (native_mpi(meeting.world) and hvd.mpi_built())):
             self._bridge(meeting)
         if not hvd.mpi_enabled() and not network.is_loopback(meeting.address):
             _check_host_name()
