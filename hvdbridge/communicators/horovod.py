@@ -11,12 +11,20 @@ Rules:
    must come first: Horovod has no second one.
 3. Waiting polls: ``hvd.synchronize`` spins and takes the interpreter's lock from the thread that runs backward;
    polling was measured alike at two ranks on two cores and up to twice as fast at three. It also bounds the wait.
+4. Horovod is lent tensors of its own over the same memory, and a view of each is held until the operation succeeds.
+   When a rank dies, Horovod's thread lets go of all tensors under a lock that starting an operation takes, too. In
+   torch 2.13, whoever is the last to hold a tensor beside Python needs the interpreter's lock to let go, which whoever
+   starts an operation has: both waited for ever. A view refers to its base unless that is a view itself, so Horovod's
+   thread is not the last (but for tensors of ``torch.inference_mode``, whose views have no base).
+5. An operation that is started while Horovod's thread ends may be taken, though nobody is left to do it; hence who
+   waits long looks whether Horovod still runs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -33,6 +41,9 @@ from hvdbridge.errors import NotInitialized, Unsupported
 
 POLL_SECONDS = 1e-4
 
+ALIVE_SECONDS = 1.0
+"""Between looks whether Horovod still runs, which take a lock that its thread has while it talks to other ranks."""
+
 NAMES = 4
 """Numbers that a name ends in; an operation waits for the one that had its name before."""
 
@@ -45,17 +56,26 @@ WORLDS = count()
 """Numbers the worlds of this process: Horovod knows operations by name alone."""
 
 
+def has_ended() -> bool:
+    """Whether Horovod's thread is gone, as it is after another rank's death: what is under way never ends."""
+    ranks = (ctypes.c_int * hvd.size())()
+    return int(mpi_ops._basics.MPI_LIB_CTYPES.horovod_process_set_ranks(0, ranks)) < 0
+
+
 class Operation(Work):
     """A handle that is polled."""
 
-    def __init__(self, handle: int, name: str, seconds: float) -> None:
+    def __init__(self, handle: int, name: str, seconds: float, held: Sequence[Tensor]) -> None:
         self._handle: int | None = handle
         self._error: Exception | None = None
         self._name = name
-        self._deadline = time.monotonic() + seconds
+        self._held = held
+        now = time.monotonic()
+        self._deadline = now + seconds
+        self._look = now + ALIVE_SECONDS
 
     def done(self) -> bool:
-        return self._handle is None or hvd.poll(self._handle) or time.monotonic() > self._deadline
+        return self._handle is None or hvd.poll(self._handle) or self._lost() is not None
 
     def wait(self) -> None:
         if self._error is not None:
@@ -63,8 +83,8 @@ class Operation(Work):
         if self._handle is None:
             return
         while not hvd.poll(self._handle):
-            if time.monotonic() > self._deadline:
-                raise TimeoutError(f"The Horovod operation {self._name} timed out")
+            if (lost := self._lost()) is not None:
+                raise lost
             time.sleep(POLL_SECONDS)
         handle, self._handle = self._handle, None
         try:
@@ -72,6 +92,18 @@ class Operation(Work):
         except Exception as error:
             self._error = error
             raise
+        self._held = ()
+
+    def _lost(self) -> Exception | None:
+        """Why waiting for it is over, if it is."""
+        now = time.monotonic()
+        if now > self._deadline:
+            self._error = TimeoutError(f"The Horovod operation {self._name} timed out")
+        elif now > self._look:
+            self._look = now + ALIVE_SECONDS
+            if has_ended() and not hvd.poll(self._handle):  # what it knew of it told before it ended
+                self._error = HorovodInternalError(f"Horovod has been shut down; {self._name} was never done")
+        return self._error
 
 
 class HorovodCommunicator(Bridged):
@@ -104,39 +136,43 @@ class HorovodCommunicator(Bridged):
         return flat.dtype in NATIVE and not loses_nan
 
     def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
-        name = self._operation(op, flat)
-        return self._work(hvd.allreduce_async_(flat, op=OPS[op], name=name, process_set=self._members), name)
+        def start(name: str, flat: Tensor) -> int:
+            return int(hvd.allreduce_async_(flat, op=OPS[op], name=name, process_set=self._members))
+
+        return self._start(op, start, flat)
 
     # The public functions below these two answer in new memory; these write where they are told to.
 
     def _all_gather(self, data: Tensor, answer: Tensor) -> Work:
-        name = self._operation("gather", data)
-        return self._work(mpi_ops._allgather_async(data[None], answer, name, self._members), name)
+        def start(name: str, row: Tensor, answer: Tensor) -> int:
+            return int(mpi_ops._allgather_async(row, answer, name, self._members))
+
+        return self._start("gather", start, data[None], answer)
 
     def _all_to_all(self, rows: Tensor, answer: Tensor) -> Work:
-        name = self._operation("exchange", rows)
-        received = torch.empty(self.size, dtype=torch.int32)
-        handle = mpi_ops._alltoall_async(rows, None, answer, received, name, self._members)
-        return self._work(handle, name)
+        def start(name: str, rows: Tensor, answer: Tensor, received: Tensor) -> int:
+            return int(mpi_ops._alltoall_async(rows, None, answer, received, name, self._members))
+
+        return self._start("exchange", start, rows, answer, torch.empty(self.size, dtype=torch.int32))
 
     def _send_to_all(self, data: Tensor, root: int) -> Work:
-        name = self._operation(f"from{root}", data)
-        handle = hvd.broadcast_async_(data, self._ranks[root], name=name, process_set=self._members)
-        return self._work(handle, name)
+        def start(name: str, data: Tensor) -> int:
+            return int(hvd.broadcast_async_(data, self._ranks[root], name=name, process_set=self._members))
 
-    def _operation(self, kind: str, tensor: Tensor) -> str:
-        """The name of the next operation of this kind, type and shape; the same on all ranks."""
-        shape = "x".join(map(str, tensor.shape))
-        name = f"{self.name}.{kind}.{str(tensor.dtype).removeprefix('torch.')}.{shape}"
+        return self._start(f"from{root}", start, data)
+
+    def _start(self, kind: str, start: Callable[..., int], *tensors: Tensor) -> Work:
+        """``start(name, *tensors)`` under the next name of this kind, and the first tensor's type and shape."""
+        shape = "x".join(map(str, tensors[0].shape))
+        name = f"{self.name}.{kind}.{str(tensors[0].dtype).removeprefix('torch.')}.{shape}"
         number = self._started[name] = (self._started.get(name, -1) + 1) % NAMES
         name = f"{name}.{number}"
         if name in self._in_flight:
             with suppress(Exception):  # the flow's whose it is: raised again where that waits
                 self._in_flight[name].wait()
-        return name
-
-    def _work(self, handle: int, name: str) -> Work:
-        work = self._in_flight[name] = Operation(handle, name, self.timeout_seconds)
+        lent = [tensor.detach() for tensor in tensors]
+        held = [tensor.view(tensor.shape) for tensor in lent]
+        work = self._in_flight[name] = Operation(start(name, *lent), name, self.timeout_seconds, held)
         return work
 
     def _split(self, name: str, groups: list[list[int]], mine: int | None) -> Communicator | None:
