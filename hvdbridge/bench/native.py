@@ -34,12 +34,21 @@ def ddp(model: nn.Module, optimizer: Optimizer) -> Way:
     return Way(nn.parallel.DistributedDataParallel(model, device_ids=ids), optimizer.zero_grad, optimizer.step)
 
 
+def ddp_hook(model: nn.Module, optimizer: Optimizer) -> Way:
+    """DDP with torch's all-reduce hook: what no communication hook can do without."""
+    return _with_hook("allreduce_hook", model, optimizer)
+
+
 def ddp_fp16(model: nn.Module, optimizer: Optimizer) -> Way:
     """DDP with torch's fp16 hook."""
+    return _with_hook("fp16_compress_hook", model, optimizer)
+
+
+def _with_hook(name: str, model: nn.Module, optimizer: Optimizer) -> Way:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     way = ddp(model, optimizer)
-    way.model.register_comm_hook(None, default_hooks.fp16_compress_hook)  # type: ignore[operator]
+    way.model.register_comm_hook(None, getattr(default_hooks, name))  # type: ignore[operator]
     return way
 
 
@@ -144,6 +153,7 @@ def _in_place() -> Any:
 
 WAYS: dict[str, tuple[str, Callable[[nn.Module, Optimizer], Way]]] = {
     "ddp": ("torch", ddp),
+    "ddp-hook": ("torch", ddp_hook),
     "ddp-fp16": ("torch", ddp_fp16),
     "ddp-powersgd": ("torch", ddp_powersgd),
     "ddp-topk": ("torch", ddp_topk),

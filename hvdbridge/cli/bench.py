@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default="small", help="resnet50, bert-base, gpt2, small[:LAYERS], module:function")
     parser.add_argument("--policies", nargs="+", default=["mean", "bf16", "int8"], metavar="SPEC")
     parser.add_argument(
-        "--against", metavar="WAY", help="a native way: ddp, ddp-fp16, ddp-topk, horovod, mpi-loop, ..."
+        "--against", metavar="WAY", help="a native way: ddp, ddp-hook, ddp-fp16, ddp-topk, horovod, mpi-loop, ..."
     )
     parser.add_argument("--steps", type=int, default=30, help="counted steps of each way (default: %(default)s)")
     parser.add_argument("--samples", type=int, help="images or tokens per step and rank")

@@ -60,8 +60,8 @@ def test_three_backends_in_one_job(launcher: str, tmp_path: Path, capsys: pytest
     assert f"2 ranks: {'mean' if mean <= 1.05 * int8 else 'int8'}: " in printed
 
 
-@pytest.mark.parametrize(("backend", "way"), [("torch", "ddp-fp16"), ("torch", "ddp-powersgd"), ("torch", "ddp-topk"),
-                                              ("mpi", "mpi-loop")])  # fmt: skip
+@pytest.mark.parametrize(("backend", "way"), [("torch", "ddp-hook"), ("torch", "ddp-fp16"), ("torch", "ddp-powersgd"),
+                                              ("torch", "ddp-topk"), ("mpi", "mpi-loop")])  # fmt: skip
 def test_other_native_ways(backend: str, way: str, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     words = ["-m", "hvdbridge", "bench", *SMALL, "--policies", "mean", "--against", way, "--json", str(out)]
