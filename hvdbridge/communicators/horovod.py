@@ -13,11 +13,12 @@ Rules:
    polling was measured alike at two ranks on two cores and up to twice as fast at three. It also bounds the wait.
 4. Horovod is lent tensors of its own over the same memory, and a view of each is held until the operation succeeds.
    When a rank dies, Horovod's thread lets go of all tensors under a lock that starting an operation takes, too. In
-   torch 2.13, whoever is the last to hold a tensor beside Python needs the interpreter's lock to let go, which whoever
-   starts an operation has: both waited for ever. A view refers to its base unless that is a view itself, so Horovod's
-   thread is not the last (but for tensors of ``torch.inference_mode``, whose views have no base).
-5. An operation that is started while Horovod's thread ends may be taken, though nobody is left to do it; hence who
-   waits long looks whether Horovod still runs.
+   torch 2.13 the last holder beside Python needs the interpreter's lock to let go, and the thread that starts an
+   operation has that: both waited for ever. A view refers to its base unless that is a view itself, so Horovod's
+   thread is not the last holder (but of tensors of ``torch.inference_mode``, whose views have no base).
+5. An operation that is started while Horovod's thread ends may be taken, though nobody is left to do it. Hence who
+   waits for one asks every second whether Horovod still runs; from a thread, as the answer may take as long as another
+   rank is silent.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
+from threading import Lock, Thread
 from typing import Any
 
 import horovod.torch as hvd
@@ -42,7 +44,13 @@ from hvdbridge.errors import NotInitialized, Unsupported
 POLL_SECONDS = 1e-4
 
 ALIVE_SECONDS = 1.0
-"""Between looks whether Horovod still runs, which take a lock that its thread has while it talks to other ranks."""
+"""Between questions whether Horovod still runs."""
+
+ASKING = Lock()
+"""One question at a time."""
+
+HELD: dict[int, list[Tensor]] = {}
+"""By handle, the views of rule 4. Those of an operation that failed stay until its number comes again."""
 
 NAMES = 4
 """Numbers that a name ends in; an operation waits for the one that had its name before."""
@@ -57,7 +65,12 @@ WORLDS = count()
 
 
 def has_ended() -> bool:
-    """Whether Horovod's thread is gone, as it is after another rank's death: what is under way never ends."""
+    """Whether Horovod's thread is gone, as it is after another rank's death: what is under way never ends.
+
+    Takes a lock that Horovod's thread has while it talks to the other ranks.
+    """
+    if not hvd.is_initialized():
+        return True
     ranks = (ctypes.c_int * hvd.size())()
     return int(mpi_ops._basics.MPI_LIB_CTYPES.horovod_process_set_ranks(0, ranks)) < 0
 
@@ -65,14 +78,14 @@ def has_ended() -> bool:
 class Operation(Work):
     """A handle that is polled."""
 
-    def __init__(self, handle: int, name: str, seconds: float, held: Sequence[Tensor]) -> None:
+    def __init__(self, handle: int, name: str, seconds: float) -> None:
         self._handle: int | None = handle
         self._error: Exception | None = None
         self._name = name
-        self._held = held
+        self._abandoned = False  # Horovod was asked, and has ended
         now = time.monotonic()
         self._deadline = now + seconds
-        self._look = now + ALIVE_SECONDS
+        self._ask = now + ALIVE_SECONDS
 
     def done(self) -> bool:
         return self._handle is None or hvd.poll(self._handle) or self._lost() is not None
@@ -92,18 +105,26 @@ class Operation(Work):
         except Exception as error:
             self._error = error
             raise
-        self._held = ()
+        HELD.pop(handle, None)
 
     def _lost(self) -> Exception | None:
-        """Why waiting for it is over, if it is."""
+        """Why there is nothing more to wait for, if so."""
         now = time.monotonic()
+        if self._abandoned and not hvd.poll(self._handle):  # what Horovod knew of it told before it ended
+            ended: Exception = HorovodInternalError(f"Horovod has been shut down; {self._name} was never done")
+            return ended
         if now > self._deadline:
-            self._error = TimeoutError(f"The Horovod operation {self._name} timed out")
-        elif now > self._look:
-            self._look = now + ALIVE_SECONDS
-            if has_ended() and not hvd.poll(self._handle):  # what it knew of it told before it ended
-                self._error = HorovodInternalError(f"Horovod has been shut down; {self._name} was never done")
-        return self._error
+            return TimeoutError(f"The Horovod operation {self._name} timed out")
+        if now > self._ask and ASKING.acquire(blocking=False):
+            self._ask = now + ALIVE_SECONDS
+            Thread(target=self._look, name="hvdbridge-alive", daemon=True).start()
+        return None
+
+    def _look(self) -> None:
+        try:
+            self._abandoned = has_ended()
+        finally:
+            ASKING.release()
 
 
 class HorovodCommunicator(Bridged):
@@ -171,8 +192,10 @@ class HorovodCommunicator(Bridged):
             with suppress(Exception):  # the flow's whose it is: raised again where that waits
                 self._in_flight[name].wait()
         lent = [tensor.detach() for tensor in tensors]
-        held = [tensor.view(tensor.shape) for tensor in lent]
-        work = self._in_flight[name] = Operation(start(name, *lent), name, self.timeout_seconds, held)
+        views = [tensor.view(tensor.shape) for tensor in lent]
+        handle = start(name, *lent)
+        HELD[handle] = views
+        work = self._in_flight[name] = Operation(handle, name, self.timeout_seconds)
         return work
 
     def _split(self, name: str, groups: list[list[int]], mine: int | None) -> Communicator | None:

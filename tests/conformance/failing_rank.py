@@ -1,13 +1,16 @@
 """One of two ranks of a job in which rank 1 fails; rank 0 records what it was told, and when.
 
-Arguments: rank 1's fate (sleeps, exits), and what rank 0 asks for (AllReduce, AllGather, or "many" all-reduces under
-way at once, begun without a pause until one fails).
+Arguments: rank 1's fate (sleeps, exits; "freezes": all its threads stop, until rank 0 lets them go on), and what rank 0
+asks for: AllReduce, AllGather, "many" all-reduces under way at once, begun without a pause until one fails, or "late",
+one that the library does not know any more.
 """
 
 import faulthandler
 import os
+import signal
 import sys
 import time
+from contextlib import suppress
 
 import torch
 from conformance.natives import start
@@ -28,17 +31,38 @@ def flood(comm: Communicator) -> None:
             under_way.append((steps, next(work for work in steps if work is not None)))  # begun, not waited for
 
 
+def late() -> None:
+    """Waits for what is never done, as if Horovod had taken it while it ended: the handle of what it refused."""
+    import horovod.torch as hvd
+    from horovod.common.exceptions import HorovodInternalError
+
+    from hvdbridge.communicators.horovod import Operation
+
+    with suppress(HorovodInternalError):
+        while True:
+            taken = hvd.allreduce_async(torch.ones(1), name="refused")
+            with suppress(HorovodInternalError):
+                hvd.synchronize(taken)
+    for handle in range(1000):
+        with suppress(ValueError):  # no such handle
+            if not hvd.poll(handle):
+                Operation(handle, "late", 60).wait()
+
+
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(40, exit=True)
     backend = os.environ["HVDBRIDGE_BACKEND"]
     native = start(backend)
-    comm = load(backend).world(timeout_seconds=1 if sys.argv[1] == "sleeps" else 60)
+    comm = load(backend).world(timeout_seconds={"sleeps": 1, "freezes": 3}.get(sys.argv[1], 60))
+    other = int(comm.execute(AllGather(torch.tensor(os.getpid())))[1])
     comm.barrier()
     if comm.rank == 1:
         if sys.argv[1] == "sleeps":
             time.sleep(4)
-        if sys.argv[2] == "many":
-            time.sleep(0.1)
+        if sys.argv[1] == "freezes" or sys.argv[2] == "many":
+            time.sleep(0.1)  # until rank 0 has begun
+        if sys.argv[1] == "freezes":
+            os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)
     request = AllGather if sys.argv[2] == "AllGather" else AllReduce
     started = time.monotonic()
@@ -49,4 +73,12 @@ if __name__ == "__main__":
             comm.execute(request(torch.ones(10)))
     except HvdbridgeError as e:
         record(0, [type(e).__name__, str(e), time.monotonic() - started, type(e.__cause__).__name__])
+    if sys.argv[2] == "late":
+        started = time.monotonic()
+        try:
+            late()
+        except Exception as e:
+            record(0, [type(e).__name__, str(e), time.monotonic() - started])
+    if sys.argv[1] == "freezes":
+        os.kill(other, signal.SIGCONT)
     os._exit(0)
