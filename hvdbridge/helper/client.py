@@ -408,6 +408,10 @@ class Monitor:
             return
         self._close()
 
+    def detach(self) -> None:
+        """After a failure: this process starts anew by itself, however long that takes; the helper would kill it."""
+        self._close()
+
     def _close(self) -> None:
         self._closed = True
         if self._hooks is not None:

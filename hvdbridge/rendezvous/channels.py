@@ -39,6 +39,7 @@ else:
 __all__ = ["Channel", "HashStore", "PrefixStore", "Store"]
 
 POLL_SECONDS = 0.02
+ATTEMPTS = 3  # horovodrun drops a connection that is silent for 3 s, as when its process waits for a core
 _stores: dict[tuple[str, int], TCPStore] = {}  # open until exit: a rank that starts anew may connect at any time
 
 
@@ -172,10 +173,14 @@ class HorovodChannel(KeyValueChannel):
             return cast(bytes, reply.read())
 
     def _set(self, key: str, value: str) -> None:
-        try:
-            self._request("PUT", key, value.encode())
-        except OSError as error:
-            raise RendezvousError(f"rank {self.world.rank} cannot reach {self}: {error}") from error
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                self._request("PUT", key, value.encode())
+                return
+            except OSError as error:
+                if not left:
+                    raise RendezvousError(f"rank {self.world.rank} cannot reach {self}: {error}") from error
+                time.sleep(POLL_SECONDS)
 
     def _get(self, key: str, timeout: float) -> str | None:
         deadline = time.monotonic() + timeout

@@ -322,8 +322,8 @@ class Operations:
                 batch, self._outbox = self._outbox, []
                 self._sent_at = time.monotonic()
             if batch:
-                if self.timeline is not None:
-                    self.timeline.cycle()
+                if (timeline := self.timeline) is not None:
+                    timeline.cycle()
                 self._control.send(batch)
 
     def poll(self, pending: Pending) -> bool:
@@ -419,9 +419,9 @@ class Operations:
         began = time.monotonic()
         keys = [(decision.process_set, name) for name in decision.names]
         jobs = [self._pending.get(key) for key in keys]
-        if self.timeline is not None:
+        if (timeline := self.timeline) is not None:  # which another thread may stop
             for job in filter(None, jobs):
-                self.timeline.negotiated(job.request.name, job.request.kind, job.since, job.decided)
+                timeline.negotiated(job.request.name, job.request.kind, job.since, job.decided)
         if decision.error:
             for job in filter(None, jobs):
                 self._settle(job, error=decision.error)
@@ -434,10 +434,10 @@ class Operations:
         self._with_stream(decision, known)
         for job in filter(None, jobs):
             job.sizes = decision.sizes
-            self._settle(job)
-            if self.timeline is not None:
+            if timeline is not None:  # before anybody is told that it is done, and may stop the timeline
                 together = {"fused": len(jobs)} if len(jobs) > 1 else {}
-                self.timeline.executed(job.request.name, job.request.kind, began, together)
+                timeline.executed(job.request.name, job.request.kind, began, together)
+            self._settle(job)
 
     def _with_stream(self, decision: Decision, jobs: list[Pending]) -> None:
         action = _ACTIONS[decision.kind]

@@ -53,12 +53,12 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(40, exit=True)
     backend = os.environ["HVDBRIDGE_BACKEND"]
     native = start(backend)
-    comm = load(backend).world(timeout_seconds={"sleeps": 1, "freezes": 3}.get(sys.argv[1], 60))
+    comm = load(backend).world(timeout_seconds={"sleeps": 4, "freezes": 4}.get(sys.argv[1], 60))
     other = int(comm.execute(AllGather(torch.tensor(os.getpid())))[1])
     comm.barrier()
     if comm.rank == 1:
         if sys.argv[1] == "sleeps":
-            time.sleep(4)
+            time.sleep(10)
         if sys.argv[1] == "freezes" or sys.argv[2] == "many":
             time.sleep(0.1)  # until rank 0 has begun
         if sys.argv[1] == "freezes":

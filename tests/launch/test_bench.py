@@ -33,7 +33,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def test_three_backends_in_one_job(launcher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     words = ["-m", "hvdbridge", "bench", *SMALL, "--backends", "torch,mpi,horovod", "--policies", "mean", "int8"]
-    job = jobs.run(launcher, None, 2, [*words, "--json", str(out), "--plot", str(picture)])
+    job = jobs.run(launcher, None, 2, [*words, "--json", str(out), "--plot", str(picture)], timeout=120)
     assert job.status == 0, job.output
     rows = read(out)
     assert [(row["backend"], row["policy"]) for row in rows] == [
@@ -72,7 +72,7 @@ def test_other_native_ways(backend: str, way: str, tmp_path: Path) -> None:
 
 def test_without_a_launcher_each_backend_has_its_own(tmp_path: Path) -> None:
     words = ["bench", *SMALL, "--policies", "mean", "--bucket-mb", "auto", "--json", str(tmp_path / "b.json")]
-    job = jobs.run(None, None, 2, ["-m", "hvdbridge", *words], timeout=90)
+    job = jobs.run(None, None, 2, ["-m", "hvdbridge", *words], timeout=240)  # three jobs in turn
     assert job.status == 0, job.output
     found = {path.stem: read(path)[0]["launcher"] for path in tmp_path.glob("*.json")}
     assert found == {"b-torch": "torchrun", "b-horovod": "horovodrun", "b-mpi": "mpiexec"}

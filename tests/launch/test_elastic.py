@@ -23,10 +23,18 @@ def torchrun(backend: str, notes: Path, *argv: str, restarts: int = 1) -> jobs.J
     return jobs.run(None, backend, 2, command, timeout=120, env={"HVDBRIDGE_CACHE": str(notes / "cache")})
 
 
-def elastic_horovodrun(backend: str, notes: Path, hosts: list[str], *argv: str, least: int = 2) -> jobs.Job:
-    """Its hosts are names of this one: a host that lost a worker is not used again."""
+def elastic_horovodrun(
+    backend: str, notes: Path, hosts: list[str], *argv: str, least: int = 2, seconds: int = 0
+) -> jobs.Job:
+    """Its hosts are names of this one: a host that lost a worker is not used again.
+
+    ``seconds``: the third comes so long after a worker was killed.
+    """
     script = notes / "hosts.sh"
-    script.write_text("#!/bin/sh\n" + "".join(f"echo {host}:1\n" for host in hosts))
+    lines = [f"echo {host}:1" for host in hosts]
+    if seconds:
+        lines[2] = f'at=$(stat -c %Y "{notes}/killed") && [ $(($(date +%s) - at)) -ge {seconds} ] && {lines[2]}'
+    script.write_text("\n".join(["#!/bin/sh", *lines, "true\n"]))
     script.chmod(0o700)
     size = min(2, len(hosts))
     launcher = ["-np", str(size), "--min-np", str(least), "--max-np", "2", "--host-discovery-script", str(script)]
@@ -91,6 +99,12 @@ def test_horovodrun_replaces_a_lost_worker(backend: str, culprit: int, tmp_path:
     judge(job, tmp_path, 80)
     assert [r["weights"] for r in job.records] == [weights] * 2
     assert not list((tmp_path / f"hvdbridge-{os.getuid()}").rglob("*.pt"))
+
+
+def test_a_worker_waits_for_another_host_as_long_as_it_takes(tmp_path: Path) -> None:
+    hosts = ["localhost", "127.0.0.1", socket.gethostname()]
+    job = elastic_horovodrun("torch", tmp_path, hosts, f"--kill-at={KILL_AT}", "--culprit=1", seconds=10).check()
+    judge(job, tmp_path, 80)
 
 
 def test_horovodrun_goes_on_with_fewer(tmp_path: Path) -> None:

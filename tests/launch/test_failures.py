@@ -40,7 +40,7 @@ def fault(when: str, kind: str, launcher: str, backend: str, culprit: int = 1) -
     if silent:
         env["HVDBRIDGE_TIMEOUT_SECONDS"] = f"{SHORT:g}"
     started = time.time()
-    job = jobs.run(launcher, backend, 2, [FAULT, kind, when], env=env)
+    job = jobs.run(launcher, backend, 2, [FAULT, kind, when], timeout=120, env=env)
     deadline = time.monotonic() + 10
     while (left := processes(mark) + segments(started)) and time.monotonic() < deadline:
         time.sleep(0.1)

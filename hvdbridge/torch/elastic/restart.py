@@ -220,6 +220,7 @@ def failed(state: State, failure: BaseException) -> None:
         except HvdbridgeError:
             monitor.report(failure)
     if hosts_may_change():
+        monitor.detach()
         start_over(state)
     raise failure
 

@@ -481,7 +481,7 @@ def check_join() -> None:
         others = list(range(1, size))
         equal(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum, name="after"), float(len(others)))
         if rank == size - 1:
-            time.sleep(0.3)
+            time.sleep(0.3 if size == 2 else 3.0)
         assert hvd.join() == size - 1
     equal(hvd.allreduce(torch.ones(1), op=hvd.Sum), torch.tensor([1.0 * size]))
 
@@ -566,11 +566,10 @@ def check_timeline() -> None:
 def check_barrier() -> None:
     if hvd.rank() == 0:
         time.sleep(0.3)
-    since = time.monotonic()
+    entered = time.monotonic()  # one clock for all processes of a host
     hvd.barrier()
-    late = hvd.allgather_object(time.monotonic() - since)
-    assert late[0] < 0.25
-    assert all(each > 0.25 for each in late[1:])
+    times = hvd.allgather_object((entered, time.monotonic()))
+    assert max(entered for entered, _ in times) <= min(left for _, left in times), times
 
 
 def check_again() -> None:

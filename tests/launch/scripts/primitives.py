@@ -340,7 +340,7 @@ def timeout() -> str:
 def limits() -> str:
     """Of a group, and of one barrier; what is over in time does not notice."""
     group = hb.new_group(
-        timeout=timedelta(seconds=0.3), backend=hb.backend(), group_desc="the impatient", device_id=hb.device(),
+        timeout=timedelta(seconds=2), backend=hb.backend(), group_desc="the impatient", device_id=hb.device(),
         ranks=range(SIZE), sort_ranks=False,
     )  # fmt: skip
     hb.barrier(group, device_ids=[0])
@@ -353,7 +353,7 @@ def limits() -> str:
             began = time.monotonic()
             with pytest.raises(hb.CollectiveTimeout, match=r"all_reduce\[1\].*the impatient|barrier"):
                 wait()
-            assert 0.1 < time.monotonic() - began < 3
+            assert 0.1 < time.monotonic() - began < 30
         hb.send(torch.zeros(1), LAST, tag=61)
     elif RANK == LAST:
         hb.recv(torch.zeros(1), 0, tag=61)
