@@ -36,6 +36,13 @@ def test_at_two_ranks_the_bits_are_the_real_horovods() -> None:
         assert ours.records == native.records, backend
 
 
+def seconds_in(before: str, text: str) -> float:
+    """The number of seconds that ``text`` gives after ``before``."""
+    found = re.search(re.escape(before) + r" (\d+\.\d) s", text)
+    assert found, text
+    return float(found[1])
+
+
 def fault(way: str, backend: str = "torch", env: dict[str, str] = LIMITS) -> jobs.Job:
     return jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "hvd_faults.py"), way], timeout=150, env=env)
 
@@ -43,11 +50,11 @@ def fault(way: str, backend: str = "torch", env: dict[str, str] = LIMITS) -> job
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_a_rank_that_does_not_come_is_reported_and_ends_the_operations(backend: str) -> None:
     job = fault("stall", backend).check()
-    report = [line for line in job.output.splitlines() if re.search(r"'lonely' has not started for \d\.\d s", line)]
-    assert report, job.output
+    report = [line for line in job.output.splitlines() if "'lonely' has not started for" in line]
+    assert 1 <= seconds_in("has not started for", report[0]) < 3, job.output
     assert "rank 0 submitted it; missing: rank 1 (has submitted nothing that is open)" in report[0]
     for text, _ in job.records:
-        assert re.search(r"allreduce 'lonely' did not start within \d+\.\d s", text)
+        assert 3 <= seconds_in("allreduce 'lonely' did not start within", text) < 5
         assert "HVDBRIDGE_TIMEOUT_SECONDS=3" in text
         assert "missing: rank 1" in text
 
@@ -62,7 +69,7 @@ def test_operations_in_another_order_are_reported_with_what_each_rank_waits_for(
 def test_a_join_that_waits_too_long() -> None:
     job = fault("join").check()
     assert "rank 0 joined; missing: rank 1" in job.output
-    assert re.search(r"join\(\) waits for \d+\.\d s", job.records[0][0])
+    assert 3 <= seconds_in("join() waits for", job.records[0][0]) < 5  # when the other comes
 
 
 @pytest.mark.parametrize("way", ["leave", "shutdown"])

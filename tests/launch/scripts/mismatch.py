@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from jobs import record
+from jobs import record, wait_for_records
 
 import hvdbridge as hb
 from hvdbridge.bucket import Bucket
@@ -31,8 +28,6 @@ try:
     sync.model(torch.ones(1, 11)).sum().backward()
 except hb.CollectiveMismatch as error:
     record(hb.rank(), [type(error).__name__, str(error)])
-    deadline = time.monotonic() + 20
-    while len(list(Path(os.environ["JOB_RECORDS"]).glob("*.json"))) < hb.size() and time.monotonic() < deadline:
-        time.sleep(0.01)  # a launcher ends the other rank as soon as this one has failed
+    wait_for_records(hb.size())
     raise
 record(hb.rank(), ["nothing", ""])

@@ -6,10 +6,8 @@ A rank ends only after all have recorded: when one fails before the others have 
 import importlib
 import os
 import sys
-import time
-from pathlib import Path
 
-from jobs import record
+from jobs import record, wait_for_records
 
 import hvdbridge as hb
 from hvdbridge.world import World
@@ -25,8 +23,6 @@ except hb.HvdbridgeError as error:
     record(rank, [type(error).__name__, str(error)])
     if "IMPORT_FIRST" in os.environ:  # its segment would stay when the launcher ends this rank
         sys.modules["mpi4py.MPI"].Finalize()
-    deadline = time.monotonic() + 20
-    while len(list(Path(os.environ["JOB_RECORDS"]).glob("*.json"))) < world.size and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_records(world.size)
     raise
 os._exit(0)
