@@ -454,8 +454,14 @@ class ThreadDriver(Driver):
                 self._thread.join()
         super().close()
 
-    @torch.no_grad()
     def _loop(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # no flow's, but what was left to this thread is done by nobody else
+            self.fail(error)
+
+    @torch.no_grad()
+    def _serve(self) -> None:
         if self._device is not None:
             torch.cuda.set_device(self._device)
         while True:

@@ -408,6 +408,22 @@ class Told(Silent):
     silent = False
 
 
+class Broken(Silent):
+    @property
+    def shared(self) -> bool:  # type: ignore[override]
+        raise OSError("not a flow's own")
+
+
+def test_a_defect_in_the_thread_itself_leaves_nobody_waiting() -> None:
+    communicator, driver = Gated(Broken), ThreadDriver()
+    pending = driver.submit(Pending(flow(0.1), communicator, True, rounds=1))
+    until(lambda: pending.done)
+    for action in (pending.wait, lambda: driver.submit(Pending(flow(1.1), communicator))):
+        with pytest.raises(OSError, match="not a flow's own"):
+            action()
+    driver.close()
+
+
 def test_in_a_flush_nobody_waits_for_looks() -> None:
     communicator, driver = Gated(Told), ThreadDriver()
     runs = [driver.submit(Pending(flow(value), communicator, True, rounds=1)) for value in (0.1, 1.1)]
