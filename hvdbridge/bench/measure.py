@@ -33,6 +33,7 @@ class Row:
         exposed: the part of it that backward did not hide: step - compute - compression, at least 0.
         bytes_sent: per step and rank.
         bucket_mb: size of a bucket of ours, in MiB.
+        cpu: seconds of one core that synchronization took in a step: what the process took more than for ``compute``.
         native: the step of the native way that ``against`` names.
         ratio: step / native, each step by the native one beside it: lower quartile, median, upper quartile.
         limit: step / max(compute + compression, bytes_sent / the network's bandwidth).
@@ -52,6 +53,7 @@ class Row:
     communication: float
     exposed: float
     bytes_sent: float
+    cpu: float
     native: float
     ratio: tuple[float, float, float]
     limit: float
@@ -86,13 +88,16 @@ def measure(
         "alone": alone(plain, _optimizer(plain)),
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
+    busy: dict[str, list[float]] = {way: [] for way in ways}
     parts: list[list[float]] = []
     order = list(ways)
     for number in range(WARM_UP + steps):
         for way in order:
+            before = time.process_time()
             spent = _step(ways[way], loss)
             if number >= WARM_UP:
                 seconds[way].append(spent)
+                busy[way].append(time.process_time() - before)
         if number >= WARM_UP:
             figures = sync.stats()
             parts.append([figures[k] for k in ("compression_seconds", "communication_seconds", "bytes_sent")])
@@ -102,12 +107,13 @@ def measure(
     slowest = {way: _slowest(values) for way, values in seconds.items()}
     step, compute, other = (statistics.median(slowest[way]) for way in ("ours", "alone", "native"))
     compression, communication, sent = (statistics.median(part) for part in zip(*parts, strict=True))
+    cpu = statistics.median(busy["ours"]) - statistics.median(busy["alone"])
     ratios = [a / b for a, b in zip(slowest["ours"], slowest["native"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     floor = max(compute + compression, sent / network.bandwidth)
     return Row(
         hb.backend(), hb.launcher(), hb.size(), model, policy, name, sum(p.numel() for p in mine.parameters()), steps,
-        step, compute, compression, communication, max(0.0, step - compute - compression), sent, other,
+        step, compute, compression, communication, max(0.0, step - compute - compression), sent, cpu, other,
         (low, middle, high), step / floor, sync.bucket_mb,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ Rules:
    a time; the policy's arithmetic has a core of its own, or shares that of backward, and so does what sending takes
    of a core. Where ranks outnumber cores, all that was measured while they computed alike has their turns in it;
    sending was measured while nobody did.
+3. Nothing ends before the cores have done all there is to do, whoever waits for whom meanwhile.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Prediction:
     compression: float
     communication: float
     bytes_sent: float
+    cpu: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Planner:
     Attributes:
         forward, backward, optimizer: seconds without synchronization; the last comes when all has arrived.
         cores: cores per rank; with less than two, a policy computes in the time of backward.
+        overhead: seconds of one core that synchronization takes beyond arithmetic and sending: copies, hooks, Python.
         pack, unpack: seconds per element, in backward's thread, to bring gradients into buckets and back.
     """
 
@@ -81,6 +84,12 @@ class Planner:
     pack: float = 0.0
     unpack: float = 0.0
     optimizer: float = 0.0
+    overhead: float = 0.0
+
+    def scaled(self, factor: float) -> Planner:
+        """On a machine that takes ``factor`` times as long."""
+        mine = ("forward", "backward", "optimizer", "pack", "unpack")
+        return replace(self, **{name: factor * getattr(self, name) for name in mine})
 
     def predict(self, spec: str, policy: Policy, ranks: int, arithmetic: Arithmetic) -> Prediction:
         """One step among ``ranks`` ranks, after any warm-up; what is done only in some steps is spread over all."""
@@ -90,7 +99,7 @@ class Planner:
             extra = self._one(spec, policy, ranks, arithmetic, steps[True])
             mixed = {
                 name: (1 - due) * getattr(found, name) + due * getattr(extra, name)
-                for name in ("step", "compression", "communication", "bytes_sent")
+                for name in ("step", "compression", "communication", "bytes_sent", "cpu")
             }
             found = replace(found, **mixed)
         return found
@@ -102,9 +111,12 @@ class Planner:
         sent = sum(load.sent for _, load in legs)
         compression = sum(bucket.tail for bucket in buckets) + sum(seconds for seconds, _ in legs)
         carried = sum(self.network.seconds(load, local_size) for _, load in legs)
-        seconds = self._simulate(buckets, local_size)
+        sending = sum(self.network.cpu_seconds(load, local_size) for _, load in legs)
+        cpu = compression * min(1.0, self.cores) + sending + self.overhead
         compute = self.forward + self.backward + self.optimizer
-        return Prediction(spec, ranks, seconds + self.optimizer, compute, compression, carried, sent)
+        working = compute / max(1.0, self.cores) + cpu / self.cores
+        seconds = max(self._simulate(buckets, local_size) + self.optimizer, working)
+        return Prediction(spec, ranks, seconds, compute, compression, carried, sent, cpu)
 
     def _buckets(self, policy: Policy, ranks: int, arithmetic: Arithmetic, step: int) -> list[Bucket]:
         found: dict[int, Bucket] = {}

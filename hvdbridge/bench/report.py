@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,12 @@ def predicted(found: Sequence[Prediction]) -> Table:
     return table
 
 
-def compared(found: Sequence[Prediction], measured: Mapping[tuple[str, int], float]) -> Table:
-    """Predicted beside measured steps, where there are both; ``measured`` has seconds by policy and ranks."""
+def compared(rows: Sequence[tuple[Prediction, float]]) -> Table:
+    """Predictions beside the seconds that a step took."""
     table = Table("policy", "ranks", "predicted", "measured", "ratio", title="milliseconds per step")
-    for one in found:
-        if (step := measured.get((one.policy, one.ranks))) is not None:
-            times = (f"{1e3 * one.step:.1f}", f"{1e3 * step:.1f}")
-            table.add_row(one.policy, f"{one.ranks:,}", *times, f"{one.step / step:.2f}")
+    for one, step in rows:
+        times = (f"{1e3 * one.step:.1f}", f"{1e3 * step:.1f}")
+        table.add_row(one.policy, f"{one.ranks:,}", *times, f"{one.step / step:.2f}")
     return table
 
 

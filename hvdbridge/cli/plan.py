@@ -5,7 +5,8 @@
     hvdbridge plan --model bert-base --gbits 10 --latency-us 30
     hvdbridge plan --model gpt2 --from bench.json     # network, computation, compression as `bench --json` found
 
-With --from, what was predicted is printed beside what was measured. A policy that FILE does not have is timed on this
+With --from, what was predicted is printed beside what was measured, for a computation as long as it was beside that
+policy; elsewhere all policies have the median. A policy that FILE does not have is timed on this
 machine alone.
 """
 
@@ -73,9 +74,11 @@ class Job:
 
     network: Network
     compute: float | None = None
-    measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # (policy, ranks) -> seconds of a step
+    measured: Mapping[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
+    """(policy, ranks) -> seconds of a step and of one without synchronization."""
     buckets: Mapping[str, float] = field(default_factory=dict)  # policy -> MiB
     compression: Mapping[str, tuple[int, float]] = field(default_factory=dict)  # policy -> ranks, seconds of a step
+    cpu: Mapping[str, float] = field(default_factory=dict)  # policy -> core seconds of synchronization, a step
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     cores = arguments.cores or machine / local_size
     errors = Console(stderr=True)
     console = Console(width=None if Console().is_terminal else 170)
-    found = []
+    found, beside = [], []
     specs = arguments.policies or list(dict.fromkeys([*POLICIES, *(spec for spec, _ in job.measured)]))
     with _threads(cores):
         module, loss = model(arguments.model, arguments.samples)
@@ -118,25 +121,34 @@ def run(arguments: argparse.Namespace) -> int:
             if not errors.is_terminal:
                 errors.print(f"arithmetic of {spec}", highlight=False)
             policy = from_spec(spec)
-            planner = replace(planner, bucket_mb=arguments.bucket_mb or job.buckets.get(spec, policy.bucket_mb))
+            planner = replace(
+                planner, bucket_mb=arguments.bucket_mb or job.buckets.get(spec, policy.bucket_mb), overhead=0.0
+            )
             try:
                 arithmetic = measure_arithmetic(policy, params, planner.bucket_mb, device=device, local_size=local_size)
-                factor = here
+                factor, overhead = here, 0.0
                 if spec in job.compression and kinds(policy)[1] in (0, 1):  # a median step says all
                     size, seconds = job.compression[spec]
                     alone = planner.predict(spec, policy, size, arithmetic).compression
                     factor = seconds / alone if alone else here
+                    known = planner.predict(spec, policy, size, arithmetic.scaled(factor)).cpu
+                    overhead = max(0.0, job.cpu.get(spec, 0.0) - known)
             except ConfigurationError as error:
                 console.print(f"{spec}: left out: {error}")
                 continue
+            planner = replace(planner, overhead=overhead)
             for ranks in sorted({*arguments.ranks, *(n for one, n in job.measured if one == spec)}):
                 try:
                     found.append(planner.predict(spec, policy, ranks, arithmetic.scaled(factor)))
+                    if (spec, ranks) in job.measured:
+                        step, own = job.measured[spec, ranks]
+                        then = planner.scaled(own / compute)
+                        beside.append((then.predict(spec, policy, ranks, arithmetic.scaled(factor)), step))
                 except ConfigurationError as error:
                     console.print(f"{spec}, {ranks} ranks: left out: {error}")
     console.print(report.predicted(found))
-    if job.measured:
-        console.print(report.compared(found, job.measured))
+    if beside:
+        console.print(report.compared(beside))
     for ranks in sorted({one.ranks for one in found}):
         console.print(report.recommend(found, ranks), highlight=False)
     console.print(
@@ -166,9 +178,10 @@ def _job(arguments: argparse.Namespace) -> Job:
             return Job(
                 Network.from_dict(saved["network"]),
                 compute,
-                {(row["policy"], row["ranks"]): float(row["step"]) for row in rows},
+                {(row["policy"], row["ranks"]): (float(row["step"]), float(row["compute"])) for row in rows},
                 {row["policy"]: float(row.get("bucket_mb", DDP_MB)) for row in rows},
                 {row["policy"]: (row["ranks"], float(row["compression"])) for row in rows},
+                {row["policy"]: float(row.get("cpu", 0.0)) for row in rows},
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(

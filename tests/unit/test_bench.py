@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,6 +166,23 @@ def test_sending_takes_the_time_of_backward_where_no_core_is_free(cores: float, 
     assert planner(busy, cores=cores).predict("mean", from_spec("mean"), 2, IDLE).step == pytest.approx(step)
 
 
+@pytest.mark.parametrize(("cores", "step"), [(0.5, 5 + 14 / 0.5), (1, 5 + 14), (4, (5 + 14) / 4), (8, 5.0)])
+def test_nothing_ends_before_the_cores_have_done_it_all(cores: float, step: float) -> None:
+    """Half a second of sending for each of four buckets, and twelve seconds of something else."""
+    busy = planner(Network({"": Line(0.0, 8_000, cpu=1.0)}), cores=cores, overhead=12.0)
+    found = busy.predict("mean", from_spec("mean"), 2, IDLE)
+    assert found.cpu == pytest.approx(14.0)
+    assert found.step == pytest.approx(max(step, 5.5))
+
+
+def test_a_slower_machine_takes_longer_for_all_but_its_network() -> None:
+    network = Network.given(0.0, 8_000)
+    fast = planner(network, pack=1e-4, unpack=1e-4, optimizer=0.5)
+    slow = fast.scaled(2)
+    assert (slow.forward, slow.backward, slow.pack, slow.unpack, slow.optimizer) == (2.0, 8.0, 2e-4, 2e-4, 1.0)
+    assert slow.network is network
+
+
 def test_arithmetic_grows_along_a_line() -> None:
     assert Arithmetic({(2, False): [1.0], (8, False): [4.0]}).at(20, False, 1) == [10.0]
     assert Arithmetic({(2, False): [1.0], (8, False): [0.4]}).at(20, False, 1) == [0.0]
@@ -308,6 +326,24 @@ def test_plan_takes_compression_as_it_was_measured(tmp_path: Path, capsys: pytes
     assert found["topk:ratio=0.01"]["compression"] == 0.0
     assert found["local_sgd:every=8"]["compression"] < 1.0
     assert all(row["compute"] == pytest.approx(0.25) for row in found.values())
+
+
+def test_plan_where_cores_are_what_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks share a core, for five seconds of each of them; what is compared has the computation of its own row."""
+    source, out = tmp_path / "bench.json", tmp_path / "plan.json"
+    row = {"backend": "torch", "model": "small:4", "ranks": 2, "compression": 0.0, "cpu": 5.0}
+    rows = [
+        {**row, "policy": "mean", "step": 11.0, "compute": 1.0},
+        {**row, "policy": "int8", "step": 6.5, "compute": 3.0},
+    ]
+    network = replace(Network.given(1e-4, 1e8), cores=0.5)
+    source.write_text(json.dumps({"network": network.to_dict(), "rows": rows}))
+    words = ["--model", "small:4", "--from", str(source), "--ranks", "2", "--policies", "mean", "int8"]
+    assert main(["plan", *words, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"mean\W+2\W+11000\.0\W+11000\.0\W+1\.00", printed)
+    assert re.search(r"int8\W+2\W+13000\.0\W+6500\.0\W+2\.00", printed)
+    assert [row["step"] for row in json.loads(out.read_text())["rows"]] == pytest.approx([12.0, 12.0])
 
 
 @pytest.mark.parametrize(
