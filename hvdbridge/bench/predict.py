@@ -51,7 +51,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds and bytes of one step of one rank; the fields are those of :class:`~hvdbridge.bench.measure.Row`."""
+    """Seconds and bytes of one step of one rank; the fields are those of :class:`~hvdbridge.bench.measure.Row`.
+
+    Attributes:
+        working: seconds that the cores need for all that is computed and sent.
+    """
 
     policy: str
     ranks: int
@@ -61,6 +65,7 @@ class Prediction:
     communication: float
     bytes_sent: float
     cpu: float = 0.0
+    working: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ class Planner:
             extra = self._one(spec, policy, ranks, arithmetic, steps[True])
             mixed = {
                 name: (1 - due) * getattr(found, name) + due * getattr(extra, name)
-                for name in ("step", "compression", "communication", "bytes_sent", "cpu")
+                for name in ("step", "compression", "communication", "bytes_sent", "cpu", "working")
             }
             found = replace(found, **mixed)
         return found
@@ -116,7 +121,7 @@ class Planner:
         compute = self.forward + self.backward + self.optimizer
         working = compute / max(1.0, self.cores) + cpu / self.cores
         seconds = max(self._simulate(buckets, local_size) + self.optimizer, working)
-        return Prediction(spec, ranks, seconds, compute, compression, carried, sent, cpu)
+        return Prediction(spec, ranks, seconds, compute, compression, carried, sent, cpu, working)
 
     def _buckets(self, policy: Policy, ranks: int, arithmetic: Arithmetic, step: int) -> list[Bucket]:
         found: dict[int, Bucket] = {}

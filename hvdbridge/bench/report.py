@@ -114,7 +114,11 @@ def recommend(found: Sequence[Prediction], ranks: int) -> str:
     simplest = next(one for one in here if one.step <= 1.05 * best.step)
     dense = here[0]
     hidden = simplest.step <= 1.05 * (simplest.compute + simplest.compression)
-    reason = "its communication hides behind backward" if hidden else "the network is what the step waits for"
+    if hidden:
+        reason = "its communication hides behind backward"
+    else:
+        busy = simplest.step <= 1.05 * simplest.working
+        reason = f"{'cores are' if busy else 'the network is'} what the step waits for"
     gain = dense.step / simplest.step
     text = f"{ranks:,} ranks: {simplest.policy}: {1e3 * simplest.step:.1f} ms a step, {reason}"
     if simplest is not dense:

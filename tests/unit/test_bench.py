@@ -288,6 +288,8 @@ def test_the_recommendation_prefers_the_simple() -> None:
     text = recommend(rows, 8)
     assert text.startswith("8 ranks: bf16: 520.0 ms a step, its communication hides behind backward")
     assert "1.9 times as fast as mean" in text
+    assert "cores are what the step waits for" in recommend([replace(mean, working=0.98)], 8)
+    assert "the network is what the step waits for" in recommend([replace(mean, working=0.5)], 8)
     assert "nothing is gained" in recommend([replace(mean, step=0.5)], 8)
 
 
