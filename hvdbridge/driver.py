@@ -172,9 +172,11 @@ class Pending(Generic[T]):
             if self.done:
                 return
             self.result, self.error = result, error
-            if self.settled is not None:
-                self.settled(self)
-            self._done.set()
+            try:
+                if self.settled is not None:
+                    self.settled(self)
+            finally:
+                self._done.set()
 
 
 class Driver:
@@ -445,7 +447,8 @@ class ThreadDriver(Driver):
             super().fail(cause)
             left = list(self._open)
         for pending in left:  # one may be stuck in the library below: nobody waits for it
-            pending.settle(error=self.failure)
+            with suppress(Exception):  # whatever it meets, the others settle
+                pending.settle(error=self.failure)
 
     def close(self) -> None:
         if self._thread.is_alive():

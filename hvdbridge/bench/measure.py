@@ -33,7 +33,8 @@ class Row:
         exposed: the part of it that backward did not hide: step - compute - compression, at least 0.
         bytes_sent: per step and rank.
         bucket_mb: size of a bucket of ours, in MiB.
-        cpu: seconds of one core that synchronization took in a step: what the process took more than for ``compute``.
+        cpu, compute_cpu: seconds that a rank's process kept cores busy in a step, and in one without synchronization;
+            means over ranks.
         native: the step of the native way that ``against`` names.
         ratio: step / native, each step by the native one beside it: lower quartile, median, upper quartile.
         limit: step / max(compute + compression, bytes_sent / the network's bandwidth).
@@ -54,6 +55,7 @@ class Row:
     exposed: float
     bytes_sent: float
     cpu: float
+    compute_cpu: float
     native: float
     ratio: tuple[float, float, float]
     limit: float
@@ -84,7 +86,7 @@ def measure(
     sync = hb.GradientSynchronizer(mine, _optimizer(mine), policy=policy, bucket_mb=bucket_mb)
     ways = {
         "native": make(theirs, _optimizer(theirs)),
-        "ours": Way(sync.model, sync.optimizer.zero_grad, sync.optimizer.step),
+        "ours": Way(sync.model, sync.optimizer.zero_grad, sync.optimizer.step, sync.stats),
         "alone": alone(plain, _optimizer(plain)),
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -93,11 +95,10 @@ def measure(
     order = list(ways)
     for number in range(WARM_UP + steps):
         for way in order:
-            before = time.process_time()
-            spent = _step(ways[way], loss)
+            spent, cpu = _step(ways[way], loss)
             if number >= WARM_UP:
                 seconds[way].append(spent)
-                busy[way].append(time.process_time() - before)
+                busy[way].append(cpu)
         if number >= WARM_UP:
             figures = sync.stats()
             parts.append([figures[k] for k in ("compression_seconds", "communication_seconds", "bytes_sent")])
@@ -107,14 +108,14 @@ def measure(
     slowest = {way: _slowest(values) for way, values in seconds.items()}
     step, compute, other = (statistics.median(slowest[way]) for way in ("ours", "alone", "native"))
     compression, communication, sent = (statistics.median(part) for part in zip(*parts, strict=True))
-    cpu = statistics.median(busy["ours"]) - statistics.median(busy["alone"])
+    cpu, compute_cpu = _mean([statistics.median(busy[way]) for way in ("ours", "alone")])
     ratios = [a / b for a, b in zip(slowest["ours"], slowest["native"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     floor = max(compute + compression, sent / network.bandwidth)
     return Row(
         hb.backend(), hb.launcher(), hb.size(), model, policy, name, sum(p.numel() for p in mine.parameters()), steps,
-        step, compute, compression, communication, max(0.0, step - compute - compression), sent, cpu, other,
-        (low, middle, high), step / floor, sync.bucket_mb,
+        step, compute, compression, communication, max(0.0, step - compute - compression), sent, cpu, compute_cpu,
+        other, (low, middle, high), step / floor, sync.bucket_mb,
     )  # fmt: skip
 
 
@@ -122,15 +123,25 @@ def _optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=1e-6)
 
 
-def _step(way: Way, loss: Loss) -> float:
+def _step(way: Way, loss: Loss) -> tuple[float, float]:
+    """Seconds, and CPU seconds of this process."""
     hb.barrier()
-    started = time.perf_counter()
+    started, before = time.perf_counter(), time.process_time()
     way.zero_grad()
     loss(way.model).backward()
     way.step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    spent = time.perf_counter() - started
+    way.settle()
+    return spent, time.process_time() - before
+
+
+def _mean(figures: Sequence[float]) -> list[float]:
+    """Over ranks."""
+    found = torch.tensor(figures, dtype=torch.float64)
+    hb.all_reduce(found)
+    return [float(value) / hb.size() for value in found]
 
 
 def _slowest(seconds: Sequence[float]) -> list[float]:

@@ -20,6 +20,7 @@ class Way:
     model: nn.Module
     zero_grad: Callable[[], None]
     step: Callable[[], Any]
+    settle: Callable[[], Any] = lambda: None  # wait for what goes on behind a step
 
 
 def alone(model: nn.Module, optimizer: Optimizer) -> Way:

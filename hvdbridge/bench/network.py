@@ -172,7 +172,7 @@ def probe(communicator: Communicator, device: torch.device, repeats: int = 5, ki
     }
     lines = {}
     for kind in sorted(kinds):
-        small, small_busy = _median(communicator, make[kind](SMALL), device, repeats)
+        small, small_busy = _median(communicator, make[kind](SMALL), device, 4 * repeats)  # brief, so easily disturbed
         elements, large, busy = SMALL, small, small_busy
         while elements < LARGE and large < small + ENOUGH:
             elements *= 8

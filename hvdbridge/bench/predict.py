@@ -75,7 +75,9 @@ class Planner:
     Attributes:
         forward, backward, optimizer: seconds without synchronization; the last comes when all has arrived.
         cores: cores per rank; with less than two, a policy computes in the time of backward.
-        overhead: seconds of one core that synchronization takes beyond arithmetic and sending: copies, hooks, Python.
+        compute_cpu: seconds of one core in forward, backward and the optimizer.
+        overhead: seconds of one core that synchronization takes beyond arithmetic, sending and copies: hooks, Python;
+            negative where those were overrated.
         pack, unpack: seconds per element, in backward's thread, to bring gradients into buckets and back.
     """
 
@@ -89,11 +91,12 @@ class Planner:
     pack: float = 0.0
     unpack: float = 0.0
     optimizer: float = 0.0
+    compute_cpu: float = 0.0
     overhead: float = 0.0
 
     def scaled(self, factor: float) -> Planner:
         """On a machine that takes ``factor`` times as long."""
-        mine = ("forward", "backward", "optimizer", "pack", "unpack")
+        mine = ("forward", "backward", "optimizer", "pack", "unpack", "compute_cpu")
         return replace(self, **{name: factor * getattr(self, name) for name in mine})
 
     def predict(self, spec: str, policy: Policy, ranks: int, arithmetic: Arithmetic) -> Prediction:
@@ -117,9 +120,10 @@ class Planner:
         compression = sum(bucket.tail for bucket in buckets) + sum(seconds for seconds, _ in legs)
         carried = sum(self.network.seconds(load, local_size) for _, load in legs)
         sending = sum(self.network.cpu_seconds(load, local_size) for _, load in legs)
-        cpu = compression * min(1.0, self.cores) + sending + self.overhead
-        compute = self.forward + self.backward + self.optimizer
-        working = compute / max(1.0, self.cores) + cpu / self.cores
+        copies = (self.pack + self.unpack) * sum(bucket.numel for bucket in buckets)
+        synchronizing = (compression + copies) * min(1.0, self.cores) + sending + self.overhead
+        cpu = self.compute_cpu + max(0.0, synchronizing)
+        compute, working = self.forward + self.backward + self.optimizer, cpu / self.cores
         seconds = max(self._simulate(buckets, local_size) + self.optimizer, working)
         return Prediction(spec, ranks, seconds, compute, compression, carried, sent, cpu, working)
 

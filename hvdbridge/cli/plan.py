@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hvdbridge.bench.network import Network
+    from hvdbridge.bench.predict import Planner
 
 RANKS = (2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 100_000)
 # From the simplest to those that ask most of a training's recipe: docs/policies.md
@@ -69,16 +70,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What is taken from a row of ``hvdbridge bench``: :class:`hvdbridge.bench.measure.Row` says what it means."""
+
+    ranks: int
+    step: float
+    compute: float
+    compression: float
+    cpu: float
+    compute_cpu: float
+    bucket_mb: float
+
+
+@dataclass(frozen=True)
 class Job:
     """What is known of the job: from the command line, or from what ``hvdbridge bench`` wrote."""
 
     network: Network
     compute: float | None = None
-    measured: Mapping[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
-    """(policy, ranks) -> seconds of a step and of one without synchronization."""
-    buckets: Mapping[str, float] = field(default_factory=dict)  # policy -> MiB
-    compression: Mapping[str, tuple[int, float]] = field(default_factory=dict)  # policy -> ranks, seconds of a step
-    cpu: Mapping[str, float] = field(default_factory=dict)  # policy -> core seconds of synchronization, a step
+    rows: Mapping[str, Measured] = field(default_factory=dict)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -93,9 +103,9 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdbridge.policies import from_spec
     from hvdbridge.sources.base import views_pay
 
-    given = [n for n in (*arguments.ranks, arguments.local_size, arguments.bucket_mb, arguments.cores) if n is not None]
-    if not min(given) > 0:
-        raise ConfigurationError("--ranks, --local-size, --bucket-mb and --cores must be positive")
+    given = (arguments.local_size, arguments.bucket_mb, arguments.cores, arguments.compute_ms)
+    if not min([*arguments.ranks, *(n for n in given if n is not None)]) > 0:
+        raise ConfigurationError("--ranks, --local-size, --bucket-mb, --cores and --compute-ms must be positive")
     job = _job(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     local_size = arguments.local_size or job.network.local_size
@@ -104,48 +114,69 @@ def run(arguments: argparse.Namespace) -> int:
     errors = Console(stderr=True)
     console = Console(width=None if Console().is_terminal else 170)
     found, beside = [], []
-    specs = arguments.policies or list(dict.fromkeys([*POLICIES, *(spec for spec, _ in job.measured)]))
+    overheads: list[float] = []
+    specs = arguments.policies or list(dict.fromkeys([*POLICIES, *job.rows]))
     with _threads(cores):
         module, loss = model(arguments.model, arguments.samples)
         module.to(device)
         params = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        products, optimizer = _compute(lambda: loss(module).backward(), SGD(module.parameters(), lr=1e-6))
+        products, optimizer, busy = _compute(lambda: loss(module).backward(), SGD(module.parameters(), lr=1e-6))
         compute = products + optimizer if job.compute is None else job.compute
         here = compute / (products + optimizer)  # another machine, or other ranks beside: all it computes scales alike
         products, optimizer, copy = here * products, here * optimizer, here * measure_copy(device)
         unpack = 0.0 if views_pay(module.parameters()) else copy
-        planner = Planner(  # one product in forward, two in backward
-            params, products / 3, products * 2 / 3, job.network, DDP_MB, local_size, cores, copy, unpack, optimizer
+        shares = [row.compute_cpu / row.compute for row in job.rows.values()]
+        busy = compute * statistics.median(shares) if shares else here * busy
+        everywhere = Planner(  # one product in forward, two in backward
+            params,
+            products / 3,
+            products * 2 / 3,
+            job.network,
+            DDP_MB,
+            local_size,
+            cores,
+            copy,
+            unpack,
+            optimizer,
+            busy,
         )
-        for spec in track(specs, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal):
+        for spec in track(
+            sorted(specs, key=lambda spec: spec not in job.rows),  # those that tell the overhead of the others first
+            "arithmetic",
+            console=errors,
+            transient=True,
+            disable=not errors.is_terminal,
+        ):
             if not errors.is_terminal:
                 errors.print(f"arithmetic of {spec}", highlight=False)
-            policy = from_spec(spec)
-            planner = replace(
-                planner, bucket_mb=arguments.bucket_mb or job.buckets.get(spec, policy.bucket_mb), overhead=0.0
-            )
+            policy, row = from_spec(spec), job.rows.get(spec)
+            bucket_mb = arguments.bucket_mb or (row.bucket_mb if row else policy.bucket_mb)
+            planner = replace(everywhere, bucket_mb=bucket_mb)
             try:
-                arithmetic = measure_arithmetic(policy, params, planner.bucket_mb, device=device, local_size=local_size)
-                factor, overhead = here, 0.0
-                if spec in job.compression and kinds(policy)[1] in (0, 1):  # a median step says all
-                    size, seconds = job.compression[spec]
-                    alone = planner.predict(spec, policy, size, arithmetic).compression
-                    factor = seconds / alone if alone else here
-                    known = planner.predict(spec, policy, size, arithmetic.scaled(factor)).cpu
-                    overhead = max(0.0, job.cpu.get(spec, 0.0) - known)
+                arithmetic = measure_arithmetic(policy, params, bucket_mb, device=device, local_size=local_size)
+                factor, overhead = here, min(overheads, default=0.0)
+                if row and kinds(policy)[1] in (0, 1):  # a median step says all
+                    there = _as_measured(planner, row)
+                    alone = there.predict(spec, policy, row.ranks, arithmetic).compression
+                    factor = row.compression / alone if alone else here
+                    known = there.predict(spec, policy, row.ranks, arithmetic.scaled(factor))
+                    overhead = row.cpu - known.cpu
+                    if overhead < 0 and known.compression and there.cores < 2:  # it was interrupted while it was timed
+                        factor *= max(0.0, 1 + overhead / (known.compression * min(1, there.cores)))
+                        overhead = row.cpu - there.predict(spec, policy, row.ranks, arithmetic.scaled(factor)).cpu
+                    overheads.append(overhead)
             except ConfigurationError as error:
                 console.print(f"{spec}: left out: {error}")
                 continue
-            planner = replace(planner, overhead=overhead)
-            for ranks in sorted({*arguments.ranks, *(n for one, n in job.measured if one == spec)}):
+            planner, arithmetic = replace(planner, overhead=overhead), arithmetic.scaled(factor)
+            for ranks in sorted({*arguments.ranks, *([row.ranks] if row else [])}):
                 try:
-                    found.append(planner.predict(spec, policy, ranks, arithmetic.scaled(factor)))
-                    if (spec, ranks) in job.measured:
-                        step, own = job.measured[spec, ranks]
-                        then = planner.scaled(own / compute)
-                        beside.append((then.predict(spec, policy, ranks, arithmetic.scaled(factor)), step))
+                    found.append(planner.predict(spec, policy, ranks, arithmetic))
+                    if row and ranks == row.ranks:
+                        beside.append((_as_measured(planner, row).predict(spec, policy, ranks, arithmetic), row.step))
                 except ConfigurationError as error:
                     console.print(f"{spec}, {ranks} ranks: left out: {error}")
+    found.sort(key=lambda one: specs.index(one.policy))
     console.print(report.predicted(found))
     if beside:
         console.print(report.compared(beside))
@@ -165,7 +196,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _job(arguments: argparse.Namespace) -> Job:
     """Raises ConfigurationError: no network, or a file that is not what ``hvdbridge bench`` writes."""
     from hvdbridge.bench.network import Network
-    from hvdbridge.bucket import DDP_MB
 
     compute = None if arguments.compute_ms is None else arguments.compute_ms / 1e3
     if arguments.source is not None:
@@ -175,14 +205,9 @@ def _job(arguments: argparse.Namespace) -> Job:
             rows = [row for row in rows if row["backend"] == saved["rows"][-1]["backend"]]  # whose network it is
             if compute is None and rows:
                 compute = statistics.median(float(row["compute"]) for row in rows)
-            return Job(
-                Network.from_dict(saved["network"]),
-                compute,
-                {(row["policy"], row["ranks"]): (float(row["step"]), float(row["compute"])) for row in rows},
-                {row["policy"]: float(row.get("bucket_mb", DDP_MB)) for row in rows},
-                {row["policy"]: (row["ranks"], float(row["compression"])) for row in rows},
-                {row["policy"]: float(row.get("cpu", 0.0)) for row in rows},
-            )
+            names = [field.name for field in fields(Measured)]
+            measured = {row["policy"]: Measured(**{name: row[name] for name in names}) for row in rows}
+            return Job(Network.from_dict(saved["network"]), compute, measured)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
                 f"--from {arguments.source}: not what hvdbridge bench --json writes: {type(error).__name__}: {error}"
@@ -195,6 +220,14 @@ def _job(arguments: argparse.Namespace) -> Job:
     if arguments.local_gbits is not None:
         local = (arguments.local_latency_us / 1e6, arguments.local_gbits * 1e9 / 8)
     return Job(Network.given(arguments.latency_us / 1e6, arguments.gbits * 1e9 / 8, local), compute)
+
+
+def _as_measured(planner: Planner, row: Measured) -> Planner:
+    """For the machine, and the computation, of a row."""
+    own = planner.scaled(row.compute / (planner.forward + planner.backward + planner.optimizer))
+    network = planner.network
+    cores = network.cores or planner.cores
+    return replace(own, compute_cpu=row.compute_cpu, cores=cores, local_size=network.local_size)
 
 
 @contextmanager
@@ -211,19 +244,20 @@ def _threads(cores: float) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _compute(backward: Callable[[], object], optimizer: Optimizer, repeats: int = 5) -> tuple[float, float]:
-    """Seconds of forward and backward, and of the optimizer's step, on this machine: medians after one."""
+def _compute(backward: Callable[[], object], optimizer: Optimizer, repeats: int = 5) -> tuple[float, float, float]:
+    """Seconds of forward and backward, seconds of the optimizer's step, CPU seconds of both; medians after one."""
     import torch
 
     times = []
     for _ in range(repeats + 1):
         moments = []
         optimizer.zero_grad()
+        before = time.process_time()
         for part in (lambda: None, backward, optimizer.step):
             part()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             moments.append(time.perf_counter())
-        times.append((moments[1] - moments[0], moments[2] - moments[1]))
-    first, second = (statistics.median(part) for part in zip(*times[1:], strict=True))
-    return first, second
+        times.append((moments[1] - moments[0], moments[2] - moments[1], time.process_time() - before))
+    first, second, busy = (statistics.median(part) for part in zip(*times[1:], strict=True))
+    return first, second, busy

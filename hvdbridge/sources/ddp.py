@@ -119,7 +119,8 @@ class DdpSource(Source):
         def deliver(update: Tensor | None) -> None:
             if update is not None and update.storage_offset() != 0:
                 update = update.clone()  # DDP looks at the storage from its beginning
-            future.set_result(buffer if update is None else update)
+            if not future.done():  # by an update, and then another piece of its flow failed
+                future.set_result(buffer if update is None else update)
 
         self._complete = bucket.is_last()
         self.aggregator.submit(Piece(self._layout(bucket.parameters()), buffer, deliver), last=self._complete)

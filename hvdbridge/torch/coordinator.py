@@ -152,12 +152,18 @@ class Coordinator:
     """
 
     def __init__(
-        self, size: int, stall_seconds: float = 30.0, timeout_seconds: float = 300.0, fusion_bytes: int = 128 << 20
+        self,
+        size: int,
+        stall_seconds: float = 30.0,
+        timeout_seconds: float = 300.0,
+        fusion_bytes: int = 128 << 20,
+        limit: str = "HVDBRIDGE_TIMEOUT_SECONDS",
     ) -> None:
         self.size = size
         self.failure = ""
         self.sets: dict[int, list[int]] = {0: list(range(size))}
         self._stall, self._timeout, self._fusion_bytes = stall_seconds, timeout_seconds, fusion_bytes
+        self._limit = f"{limit}={timeout_seconds:g}"
         self._next_set = 1
         self._entries: dict[tuple[int, str], Entry] = {}
         self._joined: dict[int, float] = {}  # in the order of joining
@@ -223,8 +229,8 @@ class Coordinator:
         for entry in list(self._entries.values()):
             age = now - entry.since
             if age >= self._timeout:
-                limit = f"HVDBRIDGE_TIMEOUT_SECONDS={self._timeout:g}"
-                return self.fail(f"{entry.first.title} did not start within {age:.1f} s ({limit}): {self._who(entry)}")
+                what = f"{entry.first.title} did not start within {age:.1f} s ({self._limit})"
+                return self.fail(f"{what}: {self._who(entry)}")
             if age >= self._stall and not entry.warned:
                 entry.warned = True
                 self._report(f"{entry.first.title} has not started for {age:.1f} s: {self._who(entry)}", entry.requests)
@@ -239,7 +245,7 @@ class Coordinator:
         if self._entries:
             return  # those that did not join are at work; what they wait for is judged by itself
         if age >= self._timeout:
-            self.fail(f"{text} (HVDBRIDGE_TIMEOUT_SECONDS={self._timeout:g})")
+            self.fail(f"{text} ({self._limit})")
         elif age >= self._stall and not self._join_warned:
             self._join_warned = True
             self._report(text, self._joined)

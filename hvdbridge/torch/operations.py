@@ -160,7 +160,9 @@ class Operations:
         session, settings = self.session, self.settings
         count = session.opened["hvd"] = session.opened.get("hvd", 0) + 1
         key, seconds = f"hvd/{count}", session.config.timeout_seconds
-        coordinator = Coordinator(self.size, settings.stall_seconds, settings.timeout_seconds, settings.fusion_bytes)
+        coordinator = Coordinator(
+            self.size, settings.stall_seconds, settings.timeout_seconds, settings.fusion_bytes, settings.limit
+        )
         if self.size == 1:
             return Control(coordinator, self._deliver)
         if self.rank == 0:

@@ -47,6 +47,11 @@ class Settings:
     shutdown_seconds: float = 0.0
     bucket_bytes: int | None = None
 
+    @property
+    def limit(self) -> str:
+        """The variable that ``timeout_seconds`` is from."""
+        return "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" if self.shutdown_seconds else "HVDBRIDGE_TIMEOUT_SECONDS"
+
     @classmethod
     def from_environment(
         cls, stall_seconds: float, timeout_seconds: float, environ: Mapping[str, str] | None = None

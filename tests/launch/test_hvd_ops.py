@@ -55,7 +55,7 @@ def test_a_rank_that_does_not_come_is_reported_and_ends_the_operations(backend: 
     assert "rank 0 submitted it; missing: rank 1 (has submitted nothing that is open)" in report[0]
     for text, _ in job.records:
         assert 3 <= seconds_in("allreduce 'lonely' did not start within", text) < 5
-        assert "HVDBRIDGE_TIMEOUT_SECONDS=3" in text
+        assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=3" in text
         assert "missing: rank 1" in text
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import data
@@ -78,6 +78,7 @@ def test_broken_idx_file(tmp_path: Path, content: bytes, message: str, suffix: s
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(1, 20), SHARES, st.integers(0, 3))
 def test_shares_deal_every_batch_out(samples: int, batch_size: int, shares: list[int], seed: int) -> None:
     """Step k of all ranks together is step k of one process; no sample twice, none left out."""

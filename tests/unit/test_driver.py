@@ -408,6 +408,24 @@ class Told(Silent):
     silent = False
 
 
+def test_what_settles_a_flow_may_fail_and_leaves_nobody_waiting() -> None:
+    communicator, driver = Loopback(), ThreadDriver()
+    communicator.gate.clear()
+
+    def settled(_: Pending[float]) -> None:
+        raise OSError("out of memory")
+
+    first = driver.submit(Pending(flow(1), communicator, settled=settled))
+    second = driver.submit(Pending(flow(2), communicator, settled=settled))
+    communicator.gate.set()
+    until(lambda: first.done and second.done)
+    with pytest.raises(OSError, match="out of memory"):
+        second.wait()
+    with pytest.raises(OSError, match="out of memory"):
+        driver.submit(Pending(flow(3), communicator))
+    driver.close()
+
+
 class Broken(Silent):
     @property
     def shared(self) -> bool:  # type: ignore[override]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
+import time
 
 import pytest
 
@@ -48,6 +49,7 @@ def test_reductions_are_horovods_numbers() -> None:
 
 def test_the_environment() -> None:
     assert Settings.from_environment(30, 300, {}) == Settings()
+    assert Settings().limit == "HVDBRIDGE_TIMEOUT_SECONDS"
     env = {
         "HOROVOD_FUSION_THRESHOLD": "1024", "HOROVOD_CYCLE_TIME": "2.5", "HOROVOD_STALL_CHECK_TIME_SECONDS": "7",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20", "HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1",
@@ -55,8 +57,10 @@ def test_the_environment() -> None:
     assert Settings.from_environment(30, 300, env) == Settings(
         1024, 0.0025, 7.0, 20.0, "t.json", True, shutdown_seconds=20.0, bucket_bytes=1024
     )
+    assert Settings.from_environment(30, 300, env).limit == "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
     longer = Settings.from_environment(30, 10, env)
     assert (longer.timeout_seconds, longer.shutdown_seconds) == (10, 0)
+    assert longer.limit == "HVDBRIDGE_TIMEOUT_SECONDS"
     assert Settings.from_environment(30, 300, {"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_seconds == math.inf
     assert Settings.from_environment(30, 300, {"HOROVOD_TIMELINE": "DYNAMIC"}).timeline == ""
     assert unheeded({"HOROVOD_AUTOTUNE": "1", "HOROVOD_RANK": "0", "HOROVOD_CACHE_CAPACITY": "0"}) == [
@@ -95,14 +99,16 @@ def test_the_star_carries_decisions_and_lets_no_stranger_in() -> None:
     opened: list[Spoke] = []
 
     def join() -> None:
-        host, port, _ = monitor.store_get("star").decode().split(",")
+        while not (found := monitor.store_get("star")):
+            time.sleep(0.01)
+        host, port, _ = found.decode().split(",")
         with socket.create_connection((host, int(port))) as stranger:
             stranger.sendall(pack({"secret": "guess", "rank": 1}))
             assert stranger.recv(1) == b""
         opened.append(Spoke(boxes[1], monitor, 1, "star", 5.0))
 
     monitor.store_set("star", b"")
-    thread = threading.Timer(0.3, join)
+    thread = threading.Thread(target=join)
     thread.start()
     hub = Hub(Coordinator(2), boxes[0], monitor, "127.0.0.1", "star", 5.0)
     thread.join()

@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 import torch.utils.data
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdbridge.errors import ConfigurationError
@@ -21,6 +21,7 @@ def parts(count: int, size: int, epoch: int = 0, **options: bool) -> list[list[i
     return [list(sampler) for sampler in samplers]
 
 
+@settings(deadline=None)
 @given(COUNTS, SIZES, EPOCHS, st.booleans())
 def test_every_sample_is_used_once(count: int, size: int, epoch: int, shuffle: bool) -> None:
     dealt = parts(count, size, epoch, shuffle=shuffle)
@@ -28,6 +29,7 @@ def test_every_sample_is_used_once(count: int, size: int, epoch: int, shuffle: b
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 70), SIZES, EPOCHS, st.booleans())
 def test_padding_is_torchs_order(count: int, size: int, epoch: int, shuffle: bool) -> None:
     theirs = []
