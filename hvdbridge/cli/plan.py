@@ -6,8 +6,7 @@
     hvdbridge plan --model gpt2 --from bench.json     # network, computation, compression as `bench --json` found
 
 With --from, what was predicted is printed beside what was measured, for a computation as long as it was beside that
-policy; elsewhere all policies have the median. A policy that FILE does not have is timed on this
-machine alone.
+policy; elsewhere all policies have the median. A policy that FILE does not have is timed on this machine alone.
 """
 
 from __future__ import annotations
@@ -31,8 +30,10 @@ from hvdbridge.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from hvdbridge.bench.arithmetic import Arithmetic
     from hvdbridge.bench.network import Network
-    from hvdbridge.bench.predict import Planner
+    from hvdbridge.bench.predict import Planner, Prediction
+    from hvdbridge.policy import Policy
 
 RANKS = (2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 100_000)
 # From the simplest to those that ask most of a training's recipe: docs/policies.md
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch.optim import SGD
 
     from hvdbridge.bench import report
-    from hvdbridge.bench.arithmetic import kinds, measure_arithmetic, measure_copy
+    from hvdbridge.bench.arithmetic import measure_arithmetic, measure_copy
     from hvdbridge.bench.models import model
     from hvdbridge.bench.predict import Planner
     from hvdbridge.bucket import DDP_MB
@@ -128,25 +129,11 @@ def run(arguments: argparse.Namespace) -> int:
         shares = [row.compute_cpu / row.compute for row in job.rows.values()]
         busy = compute * statistics.median(shares) if shares else here * busy
         everywhere = Planner(  # one product in forward, two in backward
-            params,
-            products / 3,
-            products * 2 / 3,
-            job.network,
-            DDP_MB,
-            local_size,
-            cores,
-            copy,
-            unpack,
-            optimizer,
-            busy,
-        )
-        for spec in track(
-            sorted(specs, key=lambda spec: spec not in job.rows),  # those that tell the overhead of the others first
-            "arithmetic",
-            console=errors,
-            transient=True,
-            disable=not errors.is_terminal,
-        ):
+            params, products / 3, products * 2 / 3, job.network, DDP_MB, local_size, cores, copy, unpack,
+            optimizer, busy,
+        )  # fmt: skip
+        first = sorted(specs, key=lambda spec: not _settled(from_spec(spec), job.rows.get(spec)))
+        for spec in track(first, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal):
             if not errors.is_terminal:
                 errors.print(f"arithmetic of {spec}", highlight=False)
             policy, row = from_spec(spec), job.rows.get(spec)
@@ -154,21 +141,15 @@ def run(arguments: argparse.Namespace) -> int:
             planner = replace(everywhere, bucket_mb=bucket_mb)
             try:
                 arithmetic = measure_arithmetic(policy, params, bucket_mb, device=device, local_size=local_size)
-                factor, overhead = here, min(overheads, default=0.0)
-                if row and kinds(policy)[1] in (0, 1):  # a median step says all
-                    there = _as_measured(planner, row)
-                    alone = there.predict(spec, policy, row.ranks, arithmetic).compression
-                    factor = row.compression / alone if alone else here
-                    known = there.predict(spec, policy, row.ranks, arithmetic.scaled(factor))
-                    overhead = row.cpu - known.cpu
-                    if overhead < 0 and known.compression and there.cores < 2:  # it was interrupted while it was timed
-                        factor *= max(0.0, 1 + overhead / (known.compression * min(1, there.cores)))
-                        overhead = row.cpu - there.predict(spec, policy, row.ranks, arithmetic.scaled(factor)).cpu
+                if row and _settled(policy, row):
+                    arithmetic, overhead = _as_timed(_as_measured(planner, row), policy, row, arithmetic, here)
                     overheads.append(overhead)
+                else:
+                    arithmetic, overhead = arithmetic.scaled(here), min(overheads, default=0.0)
             except ConfigurationError as error:
                 console.print(f"{spec}: left out: {error}")
                 continue
-            planner, arithmetic = replace(planner, overhead=overhead), arithmetic.scaled(factor)
+            planner = replace(planner, overhead=overhead)
             for ranks in sorted({*arguments.ranks, *([row.ranks] if row else [])}):
                 try:
                     found.append(planner.predict(spec, policy, ranks, arithmetic))
@@ -228,6 +209,29 @@ def _as_measured(planner: Planner, row: Measured) -> Planner:
     network = planner.network
     cores = network.cores or planner.cores
     return replace(own, compute_cpu=row.compute_cpu, cores=cores, local_size=network.local_size)
+
+
+def _settled(policy: Policy, row: Measured | None) -> bool:
+    """Whether there is a row, whose median step says all."""
+    from hvdbridge.bench.arithmetic import kinds
+
+    return row is not None and kinds(policy)[1] in (0, 1)
+
+
+def _as_timed(
+    there: Planner, policy: Policy, row: Measured, arithmetic: Arithmetic, here: float
+) -> tuple[Arithmetic, float]:
+    """A policy's arithmetic and the overhead with which it comes to what was measured ``there``."""
+
+    def known(factor: float) -> Prediction:
+        return there.predict("", policy, row.ranks, arithmetic.scaled(factor))
+
+    alone = known(1.0).compression
+    factor = row.compression / alone if alone else here
+    found = known(factor)
+    if found.cpu > row.cpu and found.compression and there.cores < 2:  # backward interrupted it while it was timed
+        factor *= max(0.0, 1 - (found.cpu - row.cpu) / (found.compression * min(1, there.cores)))
+    return arithmetic.scaled(factor), row.cpu - known(factor).cpu
 
 
 @contextmanager
