@@ -87,6 +87,11 @@ def dry_run(
     dtypes = {name: p.dtype for name, p in given.items()}
     state = policy.init(given)
 
+    def clock() -> float:
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
     def run(start: Callable[[Bucket, State], Flow], layout: Layout, index: int, dtype: torch.dtype) -> Iterator[Any]:
         groups = {group: (0, n) for group, n in sizes.items() if group != "world"}
         flat = torch.empty(layout.numel, dtype=dtype, device=device)
@@ -94,7 +99,7 @@ def dry_run(
             flat.normal_(generator=torch.Generator(flat.device).manual_seed(index))
         bucket = Bucket(flat, layout, index, step, size=size, blocks=blocks, groups=groups, nodes=nodes, dtypes=dtypes)
         part, answer, spent = _part(state, layout), None, 0.0
-        since = time.perf_counter()
+        since = clock()
         flow = start(bucket, part)
         try:
             while True:
@@ -102,12 +107,12 @@ def dry_run(
                 answer = None
                 if not isinstance(request, Collective):
                     continue
-                spent += time.perf_counter() - since
+                spent += clock() - since
                 yield Asked(index, request, sizes[request.group], spent)
                 answer, spent = _answer(request, sizes[request.group]), 0.0
-                since = time.perf_counter()
+                since = clock()
         except StopIteration:
-            yield Ended(index, layout.numel, spent + time.perf_counter() - since)
+            yield Ended(index, layout.numel, spent + clock() - since)
 
     def widest(layout: Layout) -> torch.dtype:
         dtype = torch.float32

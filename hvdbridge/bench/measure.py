@@ -7,15 +7,19 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 
 import hvdbridge as hb
+from hvdbridge.bench.arithmetic import kinds
 from hvdbridge.bench.models import Loss
 from hvdbridge.bench.models import model as named_model
 from hvdbridge.bench.native import Way, alone, native
 from hvdbridge.bench.network import Network
+from hvdbridge.errors import ConfigurationError
+from hvdbridge.policies import from_spec
 
 WARM_UP = 5
 """Steps that are not counted: DDP rebuilds its buckets, policies warm up, caches fill."""
@@ -25,19 +29,27 @@ WARM_UP = 5
 class Row:
     """What one policy came to; times are medians in seconds, of the slowest rank in each step.
 
+    Where only some steps are :meth:`~hvdbridge.policy.Policy.due`, both kinds have their median, and their share in it.
+
     Attributes:
-        step: a whole step: forward, backward, synchronization, optimizer.
+        samples: as asked for; None: the model's default.
+        step: a whole step: forward, backward, synchronization, optimizer; or the transfer that goes on behind it, where
+            that takes longer, for the next step waits for it.
         compute: the same without synchronization.
         compression: what the policy computed in a step.
         communication: time in which at least one collective was under way.
-        exposed: the part of it that backward did not hide: step - compute - compression, at least 0.
+        exposed: what synchronization adds to ``compute`` beyond a ``compression`` that shares backward's core: step -
+            compute - compression, at least 0. Where a rank has two cores, step - compute.
         bytes_sent: per step and rank.
         bucket_mb: size of a bucket of ours, in MiB.
         cpu, compute_cpu: seconds that a rank's process kept cores busy in a step, and in one without synchronization;
             means over ranks.
         native: the step of the native way that ``against`` names.
         ratio: step / native, each step by the native one beside it: lower quartile, median, upper quartile.
-        limit: step / max(compute + compression, bytes_sent / the network's bandwidth).
+        limit: step / max(compute + compression, bytes_sent / the network's bandwidth); with two cores for a rank
+            compute and compression are floors of their own.
+        enqueued: collectives were only enqueued (NCCL). Then compression and communication are times of the host, and
+            count in nothing else.
     """
 
     backend: str
@@ -45,6 +57,7 @@ class Row:
     ranks: int
     model: str
     policy: str
+    samples: int | None
     against: str
     parameters: int
     steps: int
@@ -60,6 +73,7 @@ class Row:
     ratio: tuple[float, float, float]
     limit: float
     bucket_mb: float
+    enqueued: bool = False
 
     @property
     def bandwidth(self) -> float:
@@ -77,7 +91,12 @@ def measure(
     bucket_mb: float | Literal["auto"] | None = None,
     on_step: Callable[[], None] = lambda: None,
 ) -> Row:
-    """Train ``model`` for ``steps`` steps in each of the three ways. Collective, in the session that runs."""
+    """Train ``model`` for ``steps`` steps in each of the three ways. Collective, in the session that runs.
+
+    Raises:
+        ConfigurationError: no such model, or what :func:`check` says.
+    """
+    due, share = _due(policy, steps)
     torch.manual_seed(0)
     module, loss = named_model(model, samples)
     module.to(hb.device())
@@ -105,18 +124,59 @@ def measure(
         order = [*order[1:], order[0]]
         on_step()
     sync.close()
+
+    def typical(values: Sequence[float], statistic: Callable[[Sequence[float]], float] = statistics.median) -> float:
+        """Of our steps, in which those that are due have their share."""
+        parted = [[v for v, is_due in zip(values, due, strict=True) if is_due is which] for which in (False, True)]
+        return sum(weight * statistic(kind) for weight, kind in zip((1 - share, share), parted, strict=True) if kind)
+
     slowest = {way: _slowest(values) for way, values in seconds.items()}
-    step, compute, other = (statistics.median(slowest[way]) for way in ("ours", "alone", "native"))
-    compression, communication, sent = (statistics.median(part) for part in zip(*parts, strict=True))
-    cpu, compute_cpu = _mean([statistics.median(busy[way]) for way in ("ours", "alone")])
+    step = typical(slowest["ours"])
+    compute, other = (statistics.median(slowest[way]) for way in ("alone", "native"))
+    compression, communication, sent = (typical(part) for part in zip(*parts, strict=True))
+    cpu, compute_cpu = _mean([typical(busy["ours"]), statistics.median(busy["alone"])])
     ratios = [a / b for a, b in zip(slowest["ours"], slowest["native"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    floor = max(compute + compression, sent / network.bandwidth)
+    low, middle, high = (typical(ratios, quartile) for quartile in QUARTILES)
+    enqueued = not hb.current().communicator.capabilities.blocks_host
+    beside = compression if (network.cores or 2) < 2 and not enqueued else 0.0  # in the time of backward
+    floor = max(compute + beside, 0.0 if enqueued else compression, sent / network.bandwidth)
     return Row(
-        hb.backend(), hb.launcher(), hb.size(), model, policy, name, sum(p.numel() for p in mine.parameters()), steps,
-        step, compute, compression, communication, max(0.0, step - compute - compression), sent, cpu, compute_cpu,
-        other, (low, middle, high), step / floor, sync.bucket_mb,
+        hb.backend(), hb.launcher(), hb.size(), model, policy, samples, name, sum(p.numel() for p in mine.parameters()),
+        steps, step, compute, compression, communication, max(0.0, step - compute - beside), sent, cpu, compute_cpu,
+        other, (low, middle, high), step / floor, sync.bucket_mb, enqueued,
     )  # fmt: skip
+
+
+def check(policy: str, against: str | None, steps: int) -> None:
+    """What :func:`measure` would refuse on all ranks alike.
+
+    Raises:
+        ConfigurationError: the policy is not defined for so many ranks, the native way is not this backend's, or the
+            steps are too few to meet all kinds of the policy's steps.
+    """
+    from_spec(policy).check_size(hb.size(), len(set(hb.current().communicator.nodes)) or None)
+    native(hb.backend(), against)
+    _due(policy, steps)
+
+
+def _due(policy: str, steps: int) -> tuple[list[bool], float]:
+    """Which of the counted steps are due, and which share is in the long run."""
+    chosen = from_spec(policy)
+    share = kinds(chosen)[1]
+    due = [chosen.due(WARM_UP + step) for step in range(steps)]
+    if 0 < share < 1 and len(set(due)) < 2:
+        raise ConfigurationError(
+            f"{policy}: {share:.3g} of its steps end with another transfer, and steps {WARM_UP} to "
+            f"{WARM_UP + steps - 1}, which count here, are of one kind. Raise --steps."
+        )
+    return (due if 0 < share < 1 else [False] * steps), (share if 0 < share < 1 else 0.0)
+
+
+def _quartile(number: int, values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4)[number] if len(values) > 1 else values[0]
+
+
+QUARTILES = [partial(_quartile, number) for number in range(3)]
 
 
 def _optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
@@ -129,12 +189,13 @@ def _step(way: Way, loss: Loss) -> tuple[float, float]:
     started, before = time.perf_counter(), time.process_time()
     way.zero_grad()
     loss(way.model).backward()
+    handed_over = time.perf_counter()
     way.step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     spent = time.perf_counter() - started
     way.settle()
-    return spent, time.process_time() - before
+    return max(spent, time.perf_counter() - handed_over), time.process_time() - before
 
 
 def _mean(figures: Sequence[float]) -> list[float]:

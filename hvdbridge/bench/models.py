@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -181,6 +183,8 @@ def model(text: str, samples: int | None = None) -> tuple[nn.Module, Loss]:
         return LayerList(make(int(argument)) if argument else make()), lambda module: module(count)
     if not argument:
         raise ConfigurationError(f"unknown model {text!r}. {nearest(name, MODELS)} Your own: module:function")
+    if os.getcwd() not in sys.path:  # a console script has its own folder there
+        sys.path.insert(0, os.getcwd())
     try:
         module, loss = getattr(importlib.import_module(name), argument)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:

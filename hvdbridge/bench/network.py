@@ -170,7 +170,7 @@ def probe(communicator: Communicator, device: torch.device, repeats: int = 5, ki
         "ReduceScatter": lambda n: ReduceScatter(torch.ones(size, max(1, n // size), device=device)),
         "Broadcast": lambda n: Broadcast(torch.ones(n, device=device)),
     }
-    lines = {}
+    lines, unit = {}, Network.given(0.0, 1.0)
     for kind in sorted(kinds):
         small, small_busy = _median(communicator, make[kind](SMALL), device, 4 * repeats)  # brief, so easily disturbed
         elements, large, busy = SMALL, small, small_busy
@@ -178,7 +178,8 @@ def probe(communicator: Communicator, device: torch.device, repeats: int = 5, ki
             elements *= 8
             large, busy = _median(communicator, make[kind](elements), device, repeats)
         rounds = _rounds(kind, size)
-        sent = make[kind](elements).bytes_sent(size) - make[kind](SMALL).bytes_sent(size)
+        loads = [Load.of(make[kind](n), size) for n in (SMALL, elements)]
+        sent = unit.seconds(loads[1]) - unit.seconds(loads[0])  # as the prediction counts them
         longer = max(large - small, 1e-9)
         shares = (max(0.0, busy - small_busy) / longer, small_busy / small)
         lines[kind] = Line(small / rounds, max(sent, 1) / longer, *(min(1.0, share) for share in shares))

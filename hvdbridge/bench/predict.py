@@ -75,6 +75,7 @@ class Planner:
     Attributes:
         forward, backward, optimizer: seconds without synchronization; the last comes when all has arrived.
         cores: cores per rank; with less than two, a policy computes in the time of backward.
+        one_device: the policy computes where backward does, as on CUDA.
         compute_cpu: seconds of one core in forward, backward and the optimizer.
         overhead: seconds of one core that synchronization takes beyond arithmetic, sending and copies: hooks, Python;
             negative where those were overrated.
@@ -93,6 +94,7 @@ class Planner:
     optimizer: float = 0.0
     compute_cpu: float = 0.0
     overhead: float = 0.0
+    one_device: bool = False
 
     def scaled(self, factor: float) -> Planner:
         """On a machine that takes ``factor`` times as long."""
@@ -166,7 +168,7 @@ class Planner:
     def _simulate(self, buckets: Sequence[Bucket], local_size: int) -> float:
         """Event by event: whoever is ready first is served first, on the cores and on the network."""
         total = max(1, sum(bucket.numel for bucket in buckets))
-        core = "backward" if self.cores < 2 else "policy"
+        core = "backward" if self.cores < 2 or self.one_device else "policy"
         free = {"backward": self.forward, "policy": 0.0, "network": 0.0}  # from when on
         waiting: list[tuple[float, int, Leg, Callable[[float], None]]] = []
         order = itertools.count()

@@ -25,12 +25,15 @@ def measured(rows: Sequence[Row]) -> Table:
     table = Table(*names.split(), title="milliseconds per step")
     for row in rows:
         low, middle, high = row.ratio
-        times = (row.step, row.compute, row.compression, row.communication, row.exposed)
+        own = ("–", "–") if row.enqueued else (f"{1e3 * row.compression:.1f}", f"{1e3 * row.communication:.1f}")
+        rate = "–" if row.enqueued else f"{row.bandwidth / 1e6:.0f}"
         table.add_row(
-            row.backend, row.model, row.policy, *(f"{1e3 * each:.1f}" for each in times),
-            f"{row.bucket_mb:g}", f"{row.bytes_sent / 1e6:.2f}", f"{row.bandwidth / 1e6:.0f}",
+            row.backend, row.model, row.policy, f"{1e3 * row.step:.1f}", f"{1e3 * row.compute:.1f}", *own,
+            f"{1e3 * row.exposed:.1f}", f"{row.bucket_mb:g}", f"{row.bytes_sent / 1e6:.2f}", rate,
             f"{middle:.3f}", f"{low:.2f} .. {high:.2f}", f"{row.limit:.2f}",
         )  # fmt: skip
+    if any(row.enqueued for row in rows):
+        table.caption = "–: NCCL's work is only enqueued, so the host cannot time it"
     return table
 
 
@@ -76,7 +79,9 @@ def plot_measured(path: Path, rows: Sequence[Row]) -> None:
     labels = [f"{row.policy} · {row.model} · {row.backend}" for row in rows]
     left = [0.0] * len(rows)
     for part in ("compute", "compression", "exposed"):
-        values = [1e3 * getattr(row, part) for row in rows]
+        # Of compression what a step shows: all where it shares backward's core
+        shown = [row.step - row.compute - row.exposed if part == "compression" else getattr(row, part) for row in rows]
+        values = [1e3 * max(0.0, seconds) for seconds in shown]
         axes.barh(labels, values, left=left, label=part)
         left = [a + b for a, b in zip(left, values, strict=True)]
     native = [1e3 * row.native for row in rows]
@@ -113,9 +118,9 @@ def recommend(found: Sequence[Prediction], ranks: int) -> str:
     best = min(here, key=lambda one: one.step)
     simplest = next(one for one in here if one.step <= 1.05 * best.step)
     dense = here[0]
-    hidden = simplest.step <= 1.05 * (simplest.compute + simplest.compression)
+    hidden = simplest.step <= 1.05 * simplest.compute
     if hidden:
-        reason = "its communication hides behind backward"
+        reason = "all it does hides behind backward"
     else:
         busy = simplest.step <= 1.05 * simplest.working
         reason = f"{'cores are' if busy else 'the network is'} what the step waits for"

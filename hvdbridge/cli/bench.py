@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from rich.console import Console
@@ -46,8 +48,12 @@ def mib(text: str) -> float | str:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from hvdbridge.policies import from_spec
+
     if arguments.steps < 1 or arguments.ranks < 1:
         raise ConfigurationError(f"--steps {arguments.steps} and --ranks {arguments.ranks} must be positive")
+    for spec in arguments.policies:
+        from_spec(spec)  # a slip of the pen is told before anything is measured
     if World.from_environment().launcher != "none":
         return _measure(arguments)
     return _launch(arguments)
@@ -55,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _launch(arguments: argparse.Namespace) -> int:
     """Each backend under its own launcher, on this machine."""
-    names = arguments.backends.split(",") if arguments.backends != "auto" else ["torch", "horovod", "mpi"]
+    auto = arguments.backends == "auto"
+    names = ["torch", "horovod", "mpi"] if auto else arguments.backends.split(",")
     words = sys.argv[1:]
     status = 0
     for name in names:
@@ -73,24 +80,38 @@ def _launch(arguments: argparse.Namespace) -> int:
                 line += [f"--{option}", str(path.with_stem(f"{path.stem}-{name}"))]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         program = shutil.which(line[0], path=path)
+        if program is None and auto:
+            print(f"{name}: left out: {line[0]} is not here (hvdbridge doctor)", file=sys.stderr)
+            continue
         if program is None:
             raise ConfigurationError(f"{line[0]} is not here, which starts the {name} backend (hvdbridge doctor)")
-        status |= subprocess.run([program, *line[1:]], env=os.environ | {"PATH": path}, check=False).returncode
+        with subprocess.Popen([program, *line[1:]], env=os.environ | {"PATH": path}) as job:
+            while job.poll() is None:
+                try:
+                    job.wait()
+                except KeyboardInterrupt:  # the launcher has it, too: it ends the ranks, and they leave their rows
+                    names = []
+        if not names:
+            return 130
+        status |= job.returncode
     return status
 
 
 def _measure(arguments: argparse.Namespace) -> int:
     import hvdbridge as hb
     from hvdbridge.bench import network, report
-    from hvdbridge.bench.measure import WARM_UP, Row, measure
+    from hvdbridge.bench.measure import WARM_UP, Row, check, measure
 
     rows: list[Row] = []
+    left_out: list[str] = []
     link: network.Network | None = None
     models = arguments.models.split(",")
     console = Console(stderr=True)
     first = World.from_environment().rank == 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     interrupted = False
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # how horovodrun passes Ctrl-C on
     with Progress(*columns, console=console, disable=not first) as progress:
         try:
             for backend in arguments.backends.split(","):
@@ -98,6 +119,11 @@ def _measure(arguments: argparse.Namespace) -> int:
                 link = network.probe(hb.current().communicator, hb.device())
                 for model in models:
                     for policy in arguments.policies:
+                        try:
+                            check(policy, arguments.against, arguments.steps)
+                        except ConfigurationError as error:
+                            left_out.append(f"{hb.backend()} · {model} · {policy}: left out: {error}")
+                            continue
                         total = WARM_UP + arguments.steps
                         task = progress.add_task(f"{hb.backend()} · {model} · {policy}", total=total)
                         rows.append(
@@ -112,8 +138,13 @@ def _measure(arguments: argparse.Namespace) -> int:
                 hb.shutdown()
         except KeyboardInterrupt:
             interrupted = True
+    if first:
+        for line in left_out:
+            console.print(line, highlight=False)
     if first and rows and link is not None:
         Console(width=None if sys.stdout.isatty() else 150).print(report.measured(rows))
         if arguments.plot is not None:
             report.plot_measured(arguments.plot, rows)
-    return 130 if interrupted else 0
+    if interrupted:
+        return 130
+    return 0 if rows else 2

@@ -45,7 +45,7 @@ POLICIES = [
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = __doc__
-    parser.add_argument("--model", default="bert-base", help="as in hvdbridge bench")
+    parser.add_argument("--model", help="as in hvdbridge bench (default: FILE's, if it has one, else bert-base)")
     parser.add_argument("--policies", nargs="+", metavar="SPEC", help=f"default: {' '.join(POLICIES)}")
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), metavar="N")
     parser.add_argument("--local-size", type=int, help="ranks per node (default: 1, or as in FILE)")
@@ -81,6 +81,8 @@ class Measured:
     cpu: float
     compute_cpu: float
     bucket_mb: float
+    samples: int | None
+    enqueued: bool
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Job:
     """What is known of the job: from the command line, or from what ``hvdbridge bench`` wrote."""
 
     network: Network
+    model: str
+    samples: int | None
     compute: float | None = None
     rows: Mapping[str, Measured] = field(default_factory=dict)
 
@@ -107,18 +111,18 @@ def run(arguments: argparse.Namespace) -> int:
     given = (arguments.local_size, arguments.bucket_mb, arguments.cores, arguments.compute_ms)
     if not min([*arguments.ranks, *(n for n in given if n is not None)]) > 0:
         raise ConfigurationError("--ranks, --local-size, --bucket-mb, --cores and --compute-ms must be positive")
-    job = _job(arguments)
+    errors = Console(stderr=True)
+    job = _job(arguments, errors)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     local_size = arguments.local_size or job.network.local_size
     machine = os.cpu_count() or 1 if job.network.cores is None else job.network.cores * job.network.local_size
     cores = arguments.cores or machine / local_size
-    errors = Console(stderr=True)
     console = Console(width=None if Console().is_terminal else 170)
     found, beside = [], []
     overheads: list[float] = []
     specs = arguments.policies or list(dict.fromkeys([*POLICIES, *job.rows]))
     with _threads(cores):
-        module, loss = model(arguments.model, arguments.samples)
+        module, loss = model(job.model, job.samples)
         module.to(device)
         params = {name: tuple(p.shape) for name, p in module.named_parameters()}
         products, optimizer, busy = _compute(lambda: loss(module).backward(), SGD(module.parameters(), lr=1e-6))
@@ -130,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
         busy = compute * statistics.median(shares) if shares else here * busy
         everywhere = Planner(  # one product in forward, two in backward
             params, products / 3, products * 2 / 3, job.network, DDP_MB, local_size, cores, copy, unpack,
-            optimizer, busy,
+            optimizer, busy, one_device=device == "cuda",
         )  # fmt: skip
         first = sorted(specs, key=lambda spec: not _settled(from_spec(spec), job.rows.get(spec)))
         for spec in track(first, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal):
@@ -168,31 +172,43 @@ def run(arguments: argparse.Namespace) -> int:
         f"Computation {1e3 * compute:.1f} ms a step, {cores:g} cores per rank.", highlight=False,
     )  # fmt: skip
     if arguments.json is not None:
-        report.save(arguments.json, job.network, found, model=arguments.model)
+        report.save(arguments.json, job.network, found, model=job.model)
     if arguments.plot is not None:
         report.plot_predicted(arguments.plot, found)
     return 0
 
 
-def _job(arguments: argparse.Namespace) -> Job:
-    """Raises ConfigurationError: no network, or a file that is not what ``hvdbridge bench`` writes."""
+def _job(arguments: argparse.Namespace, errors: Console) -> Job:
+    """Raises ConfigurationError: no network; a file that is not what ``hvdbridge bench`` writes, or of another job."""
     from hvdbridge.bench.network import Network
 
     compute = None if arguments.compute_ms is None else arguments.compute_ms / 1e3
     if arguments.source is not None:
         try:
             saved = json.loads(arguments.source.read_text())
-            rows = [row for row in saved["rows"] if row["model"] == arguments.model]
-            rows = [row for row in rows if row["backend"] == saved["rows"][-1]["backend"]]  # whose network it is
-            if compute is None and rows:
-                compute = statistics.median(float(row["compute"]) for row in rows)
+            known = list(dict.fromkeys(row["model"] for row in saved["rows"]))
+            model = arguments.model or (known[0] if len(known) == 1 else None)
+            backend = saved["rows"][-1]["backend"]  # whose network it is
+            rows = [row for row in saved["rows"] if (row["model"], row["backend"]) == (model, backend)]
             names = [field.name for field in fields(Measured)]
             measured = {row["policy"]: Measured(**{name: row[name] for name in names}) for row in rows}
-            return Job(Network.from_dict(saved["network"]), compute, measured)
+            network = Network.from_dict(saved["network"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
                 f"--from {arguments.source}: not what hvdbridge bench --json writes: {type(error).__name__}: {error}"
             ) from error
+        if model is None:
+            raise ConfigurationError(f"--from {arguments.source} has {', '.join(known)}: say which by --model")
+        samples = {row.samples for row in measured.values()} or {arguments.samples}
+        if arguments.samples is not None and samples != {arguments.samples}:
+            raise ConfigurationError(
+                f"--samples {arguments.samples}: in {arguments.source} it was {samples.pop() or 'the default'}"
+            )
+        taken = f"rows of {model} with {backend}" if measured else f"the network alone: it has no row of {model}"
+        errors.print(f"{arguments.source}: {taken}", highlight=False)
+        if compute is None and measured:
+            compute = statistics.median(row.compute for row in measured.values())
+        return Job(network, model, samples.pop(), compute, measured)
     if arguments.gbits is None:
         raise ConfigurationError(
             "which network? --gbits 10 --latency-us 30, or --from what hvdbridge bench --json wrote"
@@ -200,7 +216,8 @@ def _job(arguments: argparse.Namespace) -> Job:
     local = None
     if arguments.local_gbits is not None:
         local = (arguments.local_latency_us / 1e6, arguments.local_gbits * 1e9 / 8)
-    return Job(Network.given(arguments.latency_us / 1e6, arguments.gbits * 1e9 / 8, local), compute)
+    network = Network.given(arguments.latency_us / 1e6, arguments.gbits * 1e9 / 8, local)
+    return Job(network, arguments.model or "bert-base", arguments.samples, compute)
 
 
 def _as_measured(planner: Planner, row: Measured) -> Planner:
@@ -212,10 +229,10 @@ def _as_measured(planner: Planner, row: Measured) -> Planner:
 
 
 def _settled(policy: Policy, row: Measured | None) -> bool:
-    """Whether there is a row, whose median step says all."""
+    """Whether there is a row that says what the policy computes in every step."""
     from hvdbridge.bench.arithmetic import kinds
 
-    return row is not None and kinds(policy)[1] in (0, 1)
+    return row is not None and not row.enqueued and kinds(policy)[1] in (0, 1)
 
 
 def _as_timed(

@@ -13,10 +13,11 @@ import torch
 
 from hvdbridge.bench import models, predict
 from hvdbridge.bench.arithmetic import Arithmetic, measure_arithmetic
+from hvdbridge.bench.measure import Row
 from hvdbridge.bench.native import WAYS, native
 from hvdbridge.bench.network import Line, Load, Network
 from hvdbridge.bench.predict import MOST, Planner, Prediction
-from hvdbridge.bench.report import recommend
+from hvdbridge.bench.report import measured, recommend
 from hvdbridge.bridges.compression import from_horovod_compression
 from hvdbridge.cli import main
 from hvdbridge.collectives import Broadcast
@@ -287,8 +288,9 @@ def test_the_recommendation_prefers_the_simple() -> None:
     mean = Prediction("mean", 8, 1.0, 0.5, 0.0, 0.9, 100)
     rows = [mean, replace(mean, policy="bf16", step=0.52), replace(mean, policy="topk", step=0.51)]
     text = recommend(rows, 8)
-    assert text.startswith("8 ranks: bf16: 520.0 ms a step, its communication hides behind backward")
+    assert text.startswith("8 ranks: bf16: 520.0 ms a step, all it does hides behind backward")
     assert "1.9 times as fast as mean" in text
+    assert "the network is what" in recommend([replace(mean, step=0.9, compression=0.4)], 8)
     assert "cores are what the step waits for" in recommend([replace(mean, working=0.98)], 8)
     assert "the network is what the step waits for" in recommend([replace(mean, working=0.5)], 8)
     assert "nothing is gained" in recommend([replace(mean, step=0.5)], 8)
@@ -313,7 +315,7 @@ def test_plan_takes_compression_as_it_was_measured(tmp_path: Path, capsys: pytes
     policies = {"int8": 0.125, "topk:ratio=0.01": 0.0, "local_sgd:every=8": 7.0}
     rows = [
         {"backend": "torch", "model": "small:4", "policy": spec, "ranks": 2, "step": 0.5, "compute": 0.25,
-         "compression": seconds, "cpu": 0.5, "compute_cpu": 0.25, "bucket_mb": 10.0}
+         "compression": seconds, "cpu": 0.5, "compute_cpu": 0.25, "bucket_mb": 10.0, "samples": None, "enqueued": False}
         for spec, seconds in policies.items()
     ]  # fmt: skip
     rows.append({**rows[0], "policy": "adasum", "ranks": 1000})  # more than its arithmetic is measured for
@@ -335,7 +337,8 @@ def test_plan_where_cores_are_what_lacks(tmp_path: Path, capsys: pytest.CaptureF
     """Two ranks share a core. What is compared has the computation of its own row; what was not measured has the least
     overhead of what was."""
     source, out = tmp_path / "bench.json", tmp_path / "plan.json"
-    row = {"backend": "torch", "model": "small:4", "ranks": 2, "compression": 0.0, "bucket_mb": 25.0}
+    row = {"backend": "torch", "model": "small:4", "ranks": 2, "compression": 0.0, "bucket_mb": 25.0,
+           "samples": None, "enqueued": False}  # fmt: skip
     rows = [
         {**row, "policy": "mean", "step": 11.0, "compute": 1.0, "compute_cpu": 0.5, "cpu": 5.5},
         {**row, "policy": "int8", "step": 6.5, "compute": 3.0, "compute_cpu": 1.5, "cpu": 6.5},
@@ -351,6 +354,40 @@ def test_plan_where_cores_are_what_lacks(tmp_path: Path, capsys: pytest.CaptureF
     assert (mean["step"], int8["step"]) == pytest.approx((12.0, 12.0), abs=0.25)  # copies are as slow as computing
     assert bf16["policy"] == "bf16"
     assert bf16["step"] > 11.5
+
+
+def written(path: Path, *rows: tuple[str, str, int | None]) -> list[str]:
+    """The words for a plan from a file of ``bench`` with rows of (backend, model, samples)."""
+    row = {"policy": "mean", "ranks": 2, "step": 2.0, "compute": 1.0, "compression": 0.5, "cpu": 1.0,
+           "compute_cpu": 0.5, "bucket_mb": 25.0, "enqueued": False}  # fmt: skip
+    content = [{**row, "backend": backend, "model": name, "samples": samples} for backend, name, samples in rows]
+    path.write_text(json.dumps({"network": Network.given(1e-4, 1e8).to_dict(), "rows": content}))
+    return ["plan", "--from", str(path), "--ranks", "2", "--policies", "mean"]
+
+
+def test_plan_is_of_the_files_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bench.json"
+    words = written(path, ("torch", "small:4", 4), ("mpi", "small:4", 4))
+    assert main(words) == 0
+    assert main([*words, "--samples", "4"]) == 0
+    printed = capsys.readouterr()
+    assert "rows of small:4 with mpi" in printed.err
+    assert "predicted" in printed.out
+    assert main([*words, "--samples", "5"]) == 2
+    assert "--samples 5" in capsys.readouterr().err
+    assert main([*words, "--model", "small:3"]) == 0
+    assert "the network alone: it has no row of small:3" in capsys.readouterr().err
+    assert main(written(path, ("torch", "small:4", None), ("torch", "small:3", None))) == 2
+    assert "has small:4, small:3: say which by --model" in capsys.readouterr().err
+
+
+def test_what_the_host_cannot_time_is_not_told() -> None:
+    row = Row("torch", "torchrun", 2, "small", "int8", None, "ddp", 8, 3, 2.0, 1.0, 0.125, 0.25, 1.0, 100.0, 1.0, 0.5,
+              2.0, (1.0, 1.0, 1.0), 1.5, 10.0, True)  # fmt: skip
+    cells = [next(iter(column.cells)) for column in measured([row]).columns]
+    assert cells[4:9] == ["1000.0", "–", "–", "1000.0", "10"]
+    assert cells.count("–") == 3
+    assert "–" not in [next(iter(column.cells)) for column in measured([replace(row, enqueued=False)]).columns]
 
 
 @pytest.mark.parametrize(
