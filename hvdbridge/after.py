@@ -26,7 +26,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from hvdbridge.aggregator import Aggregator
-from hvdbridge.bucket import Layout
+from hvdbridge.bucket import Layout, used_here
 from hvdbridge.driver import Pending, Task
 from hvdbridge.module_hook import BeforeForward
 from hvdbridge.policy import finish
@@ -171,6 +171,7 @@ class AfterStep:
 
     def _flow(self, flat: Tensor, layout: Layout, index: int, step: int) -> Task[Tensor | None]:
         aggregator = self.aggregator
+        used_here(flat)
         bucket = aggregator.bucket(flat, layout, index, step)
         if aggregator.skipped:
             if not aggregator.policy.switches(step):
@@ -190,6 +191,7 @@ class AfterStep:
             self.aggregator.driver.order()
             if update is None:
                 continue
+            used_here(update)
             parts = update.split(list(held.layout.sizes.values()))
             # By way of .data: should a backward be running (rule 3), it goes on with the values that it saved.
             torch._foreach_copy_(

@@ -14,9 +14,10 @@ Rules:
    others decode, and the next bucket is encoded. (In a flush where operations must be looked at, one waits instead.)
    If its last operation is under way, such a flow has no more turns: nobody waits for it before the end. Others may
    share what they like (the state of a user's hook): all of theirs runs at turns, in one order on all ranks.
-3. Where the backend blocks the host, one daemon thread runs the flows, one future per flow; ``no_grad`` and the CUDA
-   device are set inside the thread (both belong to a thread), and a flow begins behind an event of the stream that
-   submitted it.
+3. Where the backend blocks the host, one daemon thread runs the flows, one future per flow; ``no_grad``, the CUDA
+   device and a stream of its own are set inside the thread (all belong to a thread), so that a copy to the host waits
+   for what it copies and not for backward. A flow begins behind an event of the stream that submitted it; who has
+   waited for it lets his stream wait for the driver's (:meth:`Driver.order`).
 4. Where the backend enqueues (NCCL), flows run at once, on one side stream that waits for the current one;
    a future carries the stream's event and nobody waits on the host.
 5. The first failure poisons the driver: all pending and later flows fail with the same cause. A collective
@@ -45,6 +46,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from hvdbridge.bucket import used_here
 from hvdbridge.collectives import Collective, relay
 from hvdbridge.communicators.base import Answer, Communicator, Work
 from hvdbridge.errors import HvdbridgeError, NotInitialized
@@ -247,6 +249,7 @@ class Driver:
                 f"the policy says that its flows ask for {pending.rounds} collectives, and one asks for another: "
                 f"{request.signature()}. Correct its `rounds`, or leave it out."
             )
+        used_here(request.tensor)  # perhaps the user's, who may drop it
         steps = communicator.answer(request)
         yield next(steps)
         if self.failure is not None:
@@ -418,6 +421,7 @@ class ThreadDriver(Driver):
     def __init__(self, check: Check | None = None, device: torch.device | None = None) -> None:
         super().__init__(check)
         self._device = device if device is not None and device.type == "cuda" else None
+        self._stream = None if self._device is None else torch.cuda.Stream(self._device)
         self._mail: Mailbox[tuple[Pending[Any] | None, Any]] = Mailbox()
         self._inbox: deque[tuple[Pending[Any] | None, Any]] = deque()  # taken from there, not yet begun
         self._runs: list[Run] = []  # oldest first
@@ -442,6 +446,10 @@ class ThreadDriver(Driver):
     def flush(self) -> None:
         self._mail.put((None, None))
 
+    def order(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
     def fail(self, cause: BaseException) -> None:
         with self._lock:
             super().fail(cause)
@@ -465,8 +473,9 @@ class ThreadDriver(Driver):
 
     @torch.no_grad()
     def _serve(self) -> None:
-        if self._device is not None:
+        if self._stream is not None:
             torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(self._stream)
         while True:
             self._progress()
             pending, event = self._inbox[0] if self._inbox else (None, WAKE)
@@ -577,8 +586,6 @@ class StreamDriver(Driver):
 
 def open_driver(communicator: Communicator, device: torch.device, check: Check | None = None) -> Driver:
     """The driver that suits what the communicator declares."""
-    if communicator.capabilities.blocks_host:
+    if communicator.capabilities.blocks_host or device.type != "cuda":  # CPU tensors block the host with NCCL, too
         return ThreadDriver(check, device)
-    if device.type != "cuda":
-        raise HvdbridgeError(f"a communicator that enqueues needs a CUDA device, got {device}")
     return StreamDriver(device, check)

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Layout, Views, flatten
+from hvdbridge.bucket import Layout, Views, flatten, used_here
 from hvdbridge.errors import ConfigurationError, nearest
 from hvdbridge.policy import Policy, Slot, State
 
@@ -308,6 +308,8 @@ class StateStore:
             alike = {(node[name].dtype, node[name].device) for name in names}
             if len(alike) == 1 and all(node[name].shape == layout.shapes[name] for name in names):
                 own = layout.part(names)
+                for name in names:  # made on the user's stream, which has their memory back as soon as they are dropped
+                    used_here(node[name])
                 part: Mapping[str, Tensor] = Views(own, flatten(node, own))
             else:
                 part = {name: node[name] for name in names}

@@ -89,7 +89,7 @@ class _Normalize(torch.autograd.Function):
         n = flat.shape[1] if share > 0 else 0
         local_mean = flat.mean(1) if n else flat.new_zeros(channels)
         squares = (flat - local_mean[:, None]).square().sum(1) if n else flat.new_zeros(channels)
-        rows = comm.execute(AllGather(torch.cat([local_mean, squares, local_mean.new_tensor([n])])))
+        rows = comm.execute(AllGather(torch.cat([local_mean, squares, local_mean.new_full((1,), n)])))
         counts = rows[:, -1:]
         means, all_squares = rows[:, :channels], rows[:, channels:-1]
         count = counts.sum()

@@ -29,7 +29,7 @@ from hvdbridge import runtime
 from hvdbridge.aggregator import Piece
 from hvdbridge.agreement import trainable
 from hvdbridge.bridges.hook_state import HookState, join_torch
-from hvdbridge.bucket import Layout
+from hvdbridge.bucket import Layout, used_here
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
@@ -107,13 +107,13 @@ class AllReduceHookState(HookState):
             )
         if self._first is not None:
             self._first[index] = output
-        if output.is_cuda:  # of another stream, where FSDP may free it as soon as the hook has returned
-            output.record_stream(torch.cuda.current_stream(output.device))
+        used_here(output)  # of another stream, where FSDP may free it as soon as the hook has returned
         self._left.discard(index)
         ready: torch.futures.Future[None] = torch.futures.Future(devices=[output.device] if output.is_cuda else None)
 
         def deliver(update: Tensor | None) -> None:
             if update is not None:
+                used_here(output)
                 output.copy_(update)
             ready.set_result(None)
 

@@ -136,7 +136,8 @@ class HorovodCommunicator(Bridged):
         self, name: str, ranks: Sequence[int], members: Any, timeout_seconds: float, watch: Watch = unwatched
     ) -> None:
         super().__init__(name, list(ranks).index(hvd.rank()), len(ranks), timeout_seconds, watch)
-        self.capabilities = Capabilities(cuda=bool(hvd.nccl_built()))
+        # NCCL refuses ranks that share a GPU
+        self.capabilities = Capabilities(cuda=bool(hvd.nccl_built()) and hvd.local_size() <= torch.cuda.device_count())
         self._ranks = list(ranks)  # in Horovod's world
         self._members = members
         self._started: dict[str, int] = {}

@@ -116,8 +116,11 @@ class MpiCommunicator(Bridged):
 
 
 def cuda_aware() -> bool:
-    """Whether this MPI takes device pointers: it says so itself (Open MPI, MPICH), or its environment does (Cray)."""
-    if not torch.cuda.is_available():
+    """Whether this MPI takes device pointers: it says so itself (MPICH), or its environment does (Cray).
+
+    Open MPI says so, but for blocking operations only: those that do not block add on the host, and crash there.
+    """
+    if not torch.cuda.is_available() or MPI.get_vendor()[0] == "Open MPI":
         return False
     try:
         return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())

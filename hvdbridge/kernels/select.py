@@ -308,8 +308,8 @@ def shuffled(plan: Plan, seed: int, device: torch.device) -> Tensor:
 
     sizes, names, owner, size, number, start = plan.layout.derive(("shuffle", plan, device), make)
     # By round and parameter: 62 bits of pivot, 31 of salt.
-    rounds = torch.tensor([key(seed, round_) for round_ in range(ROUNDS + 1)], dtype=torch.int64, device=device)
-    drawn = _mixed(names ^ rounds[:, None])
+    # As numbers, not as a tensor: bringing one to a GPU would wait for its stream
+    drawn = _mixed(torch.stack([names ^ key(seed, round_) for round_ in range(ROUNDS + 1)]))
     pivots = ((drawn >> 1) & ((1 << 62) - 1)).remainder_(sizes).int()
     salts = (_mixed(drawn) & 0x7FFFFFFF).int()
     x = number + pivots[0].index_select(0, owner)

@@ -101,12 +101,12 @@ def gram(rows: Sequence[Tensor], cells: Cells) -> Exchange:
 
 def _symmetric(corners: Tensor, size: int) -> Tensor:
     """``[..., size (size+1)/2]`` as symmetric matrices ``[..., size, size]``."""
-    places = torch.tensor(_places(size), device=corners.device)
+    places = _places(size, corners.device)
     return corners[..., places].view(*corners.shape[:-1], size, size)
 
 
 @lru_cache
-def _places(size: int) -> tuple[int, ...]:
+def _places(size: int, device: torch.device) -> Tensor:
     """Where each element of a matrix, row by row, stands in its upper triangle."""
     number = {pair: i for i, pair in enumerate((a, b) for a in range(size) for b in range(a, size))}
-    return tuple(number[min(a, b), max(a, b)] for a in range(size) for b in range(size))
+    return torch.tensor([number[min(a, b), max(a, b)] for a in range(size) for b in range(size)], device=device)

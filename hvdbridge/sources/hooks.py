@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from hvdbridge.aggregator import Aggregator, Piece
-from hvdbridge.bucket import Layout, Views, cut_layouts
+from hvdbridge.bucket import Layout, Views, cut_layouts, used_here
 from hvdbridge.collectives import AllGather, AllReduce, Collective
 from hvdbridge.driver import Pending
 from hvdbridge.errors import StepError, Unsupported
@@ -236,6 +236,7 @@ class HookSource(Source):
         unused = set() if used is None else {p for p, flag in zip(self._slots, used, strict=True) if not flag}
         for bucket in self.buckets:
             assert bucket.update is not None
+            used_here(bucket.update)
             if bucket.update.data_ptr() != bucket.buffer.data_ptr():
                 bucket.buffer.copy_(bucket.update)
             if bucket.stays and not unused:  # nothing to decide or to copy; of many small parameters this is the cost
