@@ -191,11 +191,17 @@ def _step(way: Way, loss: Loss) -> tuple[float, float]:
     loss(way.model).backward()
     handed_over = time.perf_counter()
     way.step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    _catch_up()
     spent = time.perf_counter() - started
     way.settle()
+    _catch_up()
     return max(spent, time.perf_counter() - handed_over), time.process_time() - before
+
+
+def _catch_up() -> None:
+    """Wait for this thread's stream, but not for what goes on behind a step on others."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 def _mean(figures: Sequence[float]) -> list[float]:
