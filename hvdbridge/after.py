@@ -26,7 +26,8 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from hvdbridge.aggregator import Aggregator
-from hvdbridge.bucket import Layout, used_here
+from hvdbridge.bucket import Layout
+from hvdbridge.collectives import used_here
 from hvdbridge.driver import Pending, Task
 from hvdbridge.module_hook import BeforeForward
 from hvdbridge.policy import finish

@@ -92,12 +92,6 @@ class Views(Mapping[str, Tensor]):
         return f"Views({self.layout!r}, {self.flat.dtype})"
 
 
-def used_here(tensor: Tensor) -> None:
-    """Tell CUDA's allocator that the current stream uses memory of another one, so that it is not given out before."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
 def flatten(tensors: Mapping[str, Tensor], layout: Layout) -> Tensor:
     """``tensors`` as one flat tensor in the order of ``layout``; no copy where they already are one."""
     if isinstance(tensors, Views) and tensors.layout is layout:

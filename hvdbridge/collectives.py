@@ -156,3 +156,9 @@ def relay(flow: Generator[Collective, Tensor, T], answer: Callable[[Collective],
                 request = flow.send(tensor)
     except StopIteration as end:
         return end.value
+
+
+def used_here(tensor: Tensor) -> None:
+    """Tell CUDA's allocator that the current stream uses memory of another one, so that it is not given out before."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))

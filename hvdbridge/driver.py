@@ -46,8 +46,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import used_here
-from hvdbridge.collectives import Collective, relay
+from hvdbridge.collectives import Collective, relay, used_here
 from hvdbridge.communicators.base import Answer, Communicator, Work
 from hvdbridge.errors import HvdbridgeError, NotInitialized
 from hvdbridge.mailbox import Mailbox

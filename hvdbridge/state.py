@@ -22,7 +22,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Layout, Views, flatten, used_here
+from hvdbridge.bucket import Layout, Views, flatten
+from hvdbridge.collectives import used_here
 from hvdbridge.errors import ConfigurationError, nearest
 from hvdbridge.policy import Policy, Slot, State
 

@@ -29,7 +29,8 @@ from hvdbridge import runtime
 from hvdbridge.aggregator import Piece
 from hvdbridge.agreement import trainable
 from hvdbridge.bridges.hook_state import HookState, join_torch
-from hvdbridge.bucket import Layout, used_here
+from hvdbridge.bucket import Layout
+from hvdbridge.collectives import used_here
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from hvdbridge.aggregator import Aggregator, Piece
-from hvdbridge.bucket import Layout, Views, cut_layouts, used_here
-from hvdbridge.collectives import AllGather, AllReduce, Collective
+from hvdbridge.bucket import Layout, Views, cut_layouts
+from hvdbridge.collectives import AllGather, AllReduce, Collective, used_here
 from hvdbridge.driver import Pending
 from hvdbridge.errors import StepError, Unsupported
 from hvdbridge.module_hook import BeforeForward
