@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
             params, products / 3, products * 2 / 3, job.network, DDP_MB, local_size, cores, copy, unpack,
             optimizer, busy, one_device=device == "cuda",
         )  # fmt: skip
-        first = sorted(specs, key=lambda spec: not _settled(from_spec(spec), job.rows.get(spec)))
+        first = sorted(specs, key=lambda spec: not _is_telling(from_spec(spec), job.rows.get(spec)))
         for spec in track(first, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal):
             if not errors.is_terminal:
                 errors.print(f"arithmetic of {spec}", highlight=False)
@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
             planner = replace(everywhere, bucket_mb=bucket_mb)
             try:
                 arithmetic = measure_arithmetic(policy, params, bucket_mb, device=device, local_size=local_size)
-                if row and _settled(policy, row):
+                if row and _is_telling(policy, row):
                     arithmetic, overhead = _as_timed(_as_measured(planner, row), policy, row, arithmetic, here)
                     overheads.append(overhead)
                 else:
@@ -228,7 +228,7 @@ def _as_measured(planner: Planner, row: Measured) -> Planner:
     return replace(own, compute_cpu=row.compute_cpu, cores=cores, local_size=network.local_size)
 
 
-def _settled(policy: Policy, row: Measured | None) -> bool:
+def _is_telling(policy: Policy, row: Measured | None) -> bool:
     """Whether there is a row that says what the policy computes in every step."""
     from hvdbridge.bench.arithmetic import kinds
 

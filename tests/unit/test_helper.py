@@ -642,7 +642,9 @@ def test_no_segment_stays_under_mpiexec_whose_kvsname_we_do_not_know(ends, tmp_p
         + "with monitor.phase('MPI_Init'): from mpi4py import MPI\n"
         + "from hvdbridge.helper.processes import segments_of\nnames = ' '.join(segments_of(os.getpid()))\n"
         + "open(f'part{rank}', 'w').write(names); os.rename(f'part{rank}', f'up{rank}')\n"
-        + f"while rank and not os.path.exists('up0'): time.sleep(0.01)\nif rank: {ends}\n"
+        + "until = time.time() + 30\n"
+        + "while rank and not os.path.exists('up0') and time.time() < until: time.sleep(0.01)\n"
+        + f"if rank: {ends}\n"
         + "MPI.COMM_WORLD.barrier()"
     )
     (tmp_path / "address").write_text(f"{address}\n")
