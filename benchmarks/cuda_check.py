@@ -39,6 +39,7 @@ from torch import Tensor, nn
 import hvdbridge as hb
 from hvdbridge.bucket import Layout
 from hvdbridge.kernels import pack, select
+from hvdbridge.kernels.fused import differences
 from hvdbridge.kernels.quantise import Blocks, Linear, encode
 from hvdbridge.kernels.signs import ScaledSign
 from hvdbridge.policies.matrices import COLS, ROWS, aligned, project
@@ -50,6 +51,8 @@ SPECS = [
     "onebit", "powersgd:rank=2", "powersgd:rank=2,batched=true", "powersgd:rank=2,alternate=true", "adasum", "median",
     "trimmed_mean:f=1", "krum:f=0", "multi_krum:f=0", "geometric_median", "clipped_mean", "delayed(int8)",
     "hierarchical(int8)", "ef(bf16)", "clip(mean)", "partition(<100=mean, rest=powersgd(rank=2))",
+    "warmup(steps=1, then=int8)", "dp:norm=1,noise=0", "noop", "local_sgd:every=2", "post_local_sgd:start=1,every=2",
+    "diloco:every=2", "adasum_delta",
 ]  # fmt: skip
 IN_JOBS = ["mean", "bf16", "int8", "topk:ratio=0.05,select=exact", "onebit", "powersgd:rank=2"]
 SHAPES = {"conv.weight": (32, 16, 3, 3), "fc.weight": (300, 200), "fc.bias": (200,), "scale": ()}
@@ -57,6 +60,8 @@ WRONG = 1e-2
 """Relative error from which a result is wrong, see rule 2."""
 ELEMENTS = 26 * 2**20 // 4
 """Of a bucket of 26 MiB."""
+CYCLES = 4_000_000
+"""Of a GPU's clock, 2 to 4 ms: longer than the host takes to hand over a kernel row's operations."""
 SECONDS = 460
 """For all parts: the check takes less than eight minutes, whatever hangs."""
 
@@ -85,15 +90,17 @@ def policies(device: str) -> Iterator[Finding]:
 
 
 def run(spec: str, device: str, ranks: int = 4, steps: int = 3) -> list[dict[str, Tensor]]:
-    """The updates of each step, on the CPU."""
-    simulation = hb.Simulation(
-        spec, {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}, ranks, 2
-    )
-    found = []
+    """Rank 0's parameters after each step of plain descent from zeros, on the CPU."""
+    found, zeros = [], {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}
+    simulation = hb.Simulation(spec, zeros, ranks, 2)
+    params = [zeros] * ranks
     for step in range(steps):
         updates = simulation.step([gradients(rank, step, device) for rank in range(ranks)])
-        assert all(torch.equal(updates[0][name], other[name]) for other in updates for name in SHAPES), "ranks differ"
-        found.append({name: update.cpu() for name, update in updates[0].items()})
+        stepped = [{name: p - mine[name] for name, p in own.items()} for own, mine in zip(params, updates, strict=True)]
+        params = simulation.after_step(stepped)
+        if simulation.policy.replicas == "same":
+            assert all(torch.equal(params[0][name], other[name]) for other in params for name in SHAPES), "ranks differ"
+        found.append({name: p.cpu() for name, p in params[0].items()})
     return found
 
 
@@ -202,6 +209,8 @@ def reference(spec: str, ranks: int) -> dict[str, Tensor]:
 
 def kernels(device: str) -> Iterator[Finding]:
     """Bytes read and written per second, and elements per second, relative to a copy of 26 MiB; medians, in turn."""
+    if device == "cuda":
+        yield triton(torch.device(device, torch.cuda.current_device()))
     x = torch.randn(ELEMENTS, device=device)
     y, half = torch.empty_like(x), torch.empty_like(x, dtype=torch.bfloat16)
     starts = torch.arange(0, ELEMENTS, 1024)
@@ -234,12 +243,27 @@ def kernels(device: str) -> Iterator[Finding]:
         yield Finding("kernel", name, "ok", told, share)
 
 
+def triton(device: torch.device) -> Finding:
+    """Whether Triton's kernels give the CPU's bits; where they do not, policies use torch's operations."""
+    if not importlib.util.find_spec("triton"):
+        return Finding("kernel", "Triton", "missing", "triton is not installed: what follows are torch's operations")
+    from hvdbridge.kernels import cuda
+
+    try:
+        wrong = differences(cuda, device)
+    except Exception as error:  # of any compiler
+        wrong = f"{type(error).__name__}: {error}"
+    return Finding("kernel", "Triton", "WRONG" if wrong else "ok", wrong[:150] or "the CPU's bits")
+
+
 def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds; on a GPU those of the GPU, which waits until all of it was handed over."""
     if device.type != "cuda":
         started = time.perf_counter()
         work()
         return time.perf_counter() - started
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(CYCLES)
     begin.record()
     work()
     end.record()
@@ -250,6 +274,12 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 # ---------------------------------------------------------------------------------------------- waits
 
 
+def start_alone() -> None:
+    """A job of one rank."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    hb.init(backend="torch")
+
+
 def waits(device: str) -> Iterator[Finding]:
     """Host waits in a step with NCCL: the profiler's calls that block until the GPU is done. There should be none."""
     if device != "cuda":
@@ -257,8 +287,7 @@ def waits(device: str) -> Iterator[Finding]:
         return
     from torch.profiler import ProfilerActivity, profile
 
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29703")
-    hb.init(backend="torch")
+    start_alone()
     for spec in IN_JOBS:
         model = net("cuda")
         sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=spec)
@@ -285,10 +314,61 @@ def waits(device: str) -> Iterator[Finding]:
     hb.shutdown()
 
 
+# -------------------------------------------------------------------------------------------- overlap
+
+
+def overlap(device: str) -> Iterator[Finding]:
+    """How much of the policy's work on the GPU began before backward's last kernel had ended. All of what begins after
+    it, a step waits for."""
+    if device != "cuda":
+        yield Finding("overlap", "all", "missing", "only a GPU has streams")
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    start_alone()
+    for spec in IN_JOBS:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12))).cuda()  # 200 MB
+        sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=spec, bucket_mb=16)
+        x = torch.randn(4096, 2048, device="cuda")
+        for _ in range(12):
+            loss = sync.model(x).square().mean()
+            loss.backward()
+        loss = sync.model(x).square().mean()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            loss.backward()
+            torch.cuda.synchronize()
+        yield overlapped(spec, [
+            (event.device_resource_id(), event.name(), event.start_ns(), event.duration_ns())
+            for event in seen.profiler.kineto_results.events()
+            if event.device_type() == torch.autograd.DeviceType.CUDA
+        ])  # fmt: skip
+        sync.close()
+    hb.shutdown()
+
+
+def overlapped(spec: str, kernels: list[tuple[int, str, int, int]]) -> Finding:
+    """Of kernels as (stream, name, start, nanoseconds). The stream of backward is that of the matrix products that took
+    longest: a policy's are thin."""
+    products = [kernel for kernel in kernels if "gemm" in kernel[1].lower() or "cutlass" in kernel[1].lower()]
+    if not products:
+        return Finding("overlap", spec, "WRONG", f"no matrix product among {len(kernels)} kernels")
+    main = max(products, key=lambda kernel: kernel[3])[0]
+    end = max(start + spent for stream, _, start, spent in products if stream == main)
+    policy = [(start, spent) for stream, _, start, spent in kernels if stream != main]
+    total = sum(spent for _, spent in policy)
+    if not total:
+        return Finding("overlap", spec, "ok", "the policy has no kernels with one rank")
+    share = sum(spent for start, spent in policy if start < end) / total
+    told = f"{share:.0%} of {total / 1e6:.2f} ms on other streams began before backward's last product ended"
+    return Finding("overlap", spec, "ok" if share > 0 else "WRONG", told, share)
+
+
 # ----------------------------------------------------------------------------------------------- main
 
 PARTS: dict[str, Callable[[str], Iterator[Finding]]] = {
-    "policies": policies, "jobs": jobs, "kernels": kernels, "waits": waits,
+    "policies": policies, "jobs": jobs, "kernels": kernels, "waits": waits, "overlap": overlap,
 }  # fmt: skip
 
 

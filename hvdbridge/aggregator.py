@@ -36,11 +36,16 @@ Deliver = Callable[[Tensor | None], None]
 
 @dataclass(eq=False)
 class Piece:
-    """A source's bucket: flat ``buffer`` in, its update out through ``deliver`` (None after a failure)."""
+    """A source's bucket: flat ``buffer`` in, its update out through ``deliver`` (None after a failure).
+
+    Attributes:
+        scaled: the buffer has this rank's share of the mean already (:attr:`Bucket.scaled`).
+    """
 
     layout: Layout
     buffer: Tensor
     deliver: Deliver
+    scaled: bool = False
 
 
 class After(Protocol):
@@ -217,12 +222,15 @@ class Aggregator:
             self.weights = None  # should the last step have been skipped, this one is not
         return updates
 
-    def bucket(self, buffer: Tensor, layout: Layout, index: int, step: int, last: bool = True) -> Bucket:
+    def bucket(
+        self, buffer: Tensor, layout: Layout, index: int, step: int, last: bool = True, scaled: bool = False
+    ) -> Bucket:
         """A bucket of this rank."""
         communicator = self.communicator
         return Bucket(
             buffer, layout, index, step, self.seed, communicator.rank, communicator.size, self.weights,
-            blocks=self._blocks, groups=communicator.places(), nodes=communicator.nodes, dtypes=self._dtypes, last=last,
+            blocks=self._blocks, groups=communicator.places(), nodes=communicator.nodes, scaled=scaled,
+            dtypes=self._dtypes, last=last,
         )  # fmt: skip
 
     def _start_rest(self) -> None:
@@ -259,7 +267,8 @@ class Aggregator:
         layout, buffer = self._join(pieces)
         if self.joined:
             buffer.zero_()
-        flow = self.policy.aggregate(self.bucket(buffer, layout, index, step, last), self.store.part(layout))
+        scaled = pieces[0].scaled  # as all are
+        flow = self.policy.aggregate(self.bucket(buffer, layout, index, step, last, scaled), self.store.part(layout))
         end = yield from advance(flow)
         if isinstance(end, Early):
             self._unfinished.append((index, flow, layout))

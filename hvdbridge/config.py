@@ -30,7 +30,7 @@ class Config:
         cache: directory for built wheels and kernels (``HVDBRIDGE_CACHE``).
         timeout_seconds: a collective or a start-up that takes longer fails everywhere
             (``HVDBRIDGE_TIMEOUT_SECONDS``).
-        kernels: ``auto``, ``native`` or ``torch``: what computes codes on a CPU (``HVDBRIDGE_KERNELS``).
+        kernels: ``auto``, ``native`` or ``torch``: what computes codes (``HVDBRIDGE_KERNELS``).
         stall_seconds: report who is missing after this time (``HVDBRIDGE_STALL_SECONDS``).
     """
 

@@ -305,7 +305,7 @@ class Run:
         self._pending = pending
         self._steps = steps
         self._work: Work | None = None
-        self._announced = False  # somebody waits for the present operation, and will tell
+        self.announced = False  # somebody waits for the present operation, and will tell
         self.started = self.ended = False
         self.number = 0  # of its present operation, in the order of starts
         self._next()
@@ -343,17 +343,16 @@ class Run:
     def wants_looks(self) -> bool:
         """A look may let it go on, or is what moves its operation."""
         settled = self.ending and self._pending.communicator.capabilities.progresses
-        return self.travels and not (self._announced or settled)
+        return self.travels and not (self.announced or settled)
 
-    def announce(self, waiter: Waiter, hurry: bool) -> None:
-        """Have ``waiter`` tell, where it can, in the place of looks, where looks would not, or in a ``hurry``."""
-        work = self._work
-        if work is not None and work.shared and not self._announced and (work.silent or self.wants_looks or hurry):
-            waiter.watch(work)
-            self._announced = True
+    def announce(self, waiter: Waiter) -> None:
+        """Have ``waiter`` tell when its operation is over, where it can."""
+        if self._work is not None and self._work.shared and not self.announced:
+            waiter.watch(self._work)
+            self.announced = True
 
     def _next(self, error: Exception | None = None) -> None:
-        self._announced = False
+        self.announced = False
         try:
             self._work = next(self._steps) if error is None else self._steps.throw(error)
         except StopIteration:
@@ -549,11 +548,11 @@ class ThreadDriver(Driver):
             travelling[0].proceed(block=True)
             return
         for run in travelling:
-            run.announce(self._waiter, hurry=self._flushing)  # the caller waits
+            run.announce(self._waiter)
         timeout = None
         if any(run.wants_looks for run in travelling):
             timeout = self._pause
-        elif travelling:
+        elif not all(run.announced for run in travelling):
             timeout = self._patient_pause
             self._patient_pause = min(self._patient_pause * PATIENCE, LONGEST_PATIENT_POLL_SECONDS)
         given = self._mail.get(timeout)

@@ -222,6 +222,12 @@ class Policy:
         return False
 
     @property
+    def takes_shares(self) -> bool:
+        """Whether a flow of :meth:`aggregate` wants nothing but :meth:`Bucket.weighted`'s buffer, and no names: so a
+        source may have weighted it already (:attr:`Bucket.scaled`), and ``layout`` may call all of it one parameter."""
+        return False
+
+    @property
     def bucket_mb(self) -> float:
         """The size of a bucket in MiB where nobody says one: DDP's, or less where flows that run ahead of their turns
         (:attr:`rounds`) compute between collectives, so that one bucket is coded while another travels. Where it is

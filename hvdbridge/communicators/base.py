@@ -42,12 +42,10 @@ class Work(ABC):
         last: of its request.
         shared: :meth:`wait` may be called from several threads at once; then one may wait for it, and tell, which is
             sooner than looks and takes no core.
-        silent: shared, and :meth:`done` learns of the end only from :meth:`wait`: somebody has to.
     """
 
     last = False
     shared: ClassVar[bool] = False
-    silent = False
 
     @abstractmethod
     def done(self) -> bool:

@@ -38,14 +38,13 @@ WORLDS = count()
 
 
 class Works(Work):
-    """One or more of torch's works; ``silent``: sends and receives, of which Gloo says that they are complete to who
-    waits for them only, and waits for other ones if it is asked again."""
+    """One or more of torch's works. Of sends and receives Gloo says that they are complete to who waits for them only,
+    and waits for other ones if it is asked again."""
 
     shared = True
 
-    def __init__(self, *works: Any, silent: bool = False) -> None:
+    def __init__(self, *works: Any) -> None:
         self._works: tuple[Any, ...] = works
-        self.silent = silent
         self._lock = threading.Lock()
         self._over = False
         self._error: Exception | None = None
@@ -140,7 +139,7 @@ class TorchCommunicator(Bridged):
         works = [self._host.recv([answer[i]], i, 0) for i in others]
         works += [self._host.send([rows[i]], i, 0) for i in others]
         answer[self.rank].copy_(rows[self.rank])
-        return Works(*works, silent=True)
+        return Works(*works)
 
     def _send_to_all(self, data: Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()

@@ -5,7 +5,8 @@ Rules:
 1. The bits are those of the torch operations, which are what runs without a compiler, on other devices and for other
    types. So ranks need not agree on who has a compiler, and tests compare both. Products of a rank's own matrices have
    bits of their own: nobody else makes them again.
-2. ``HVDBRIDGE_KERNELS=torch`` leaves the compiler alone; ``native`` makes its failure an error; ``auto``, the default,
+2. What codes and packs is asked for by way of :mod:`.fused`, which has it for GPUs, too.
+3. ``HVDBRIDGE_KERNELS=torch`` leaves the compiler alone; ``native`` makes its failure an error; ``auto``, the default,
    warns if there is none.
 """
 

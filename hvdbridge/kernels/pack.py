@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hvdbridge.kernels.native import compiled
+from hvdbridge.kernels.fused import fused
 
 CHUNK = 1 << 18
 """Elements that a CPU handles at a time, so that temporaries stay in its cache."""
@@ -45,8 +45,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     packed = torch.empty((*codes.shape[:-1], codes.shape[-1] // 8 * bits), dtype=torch.uint8, device=codes.device)
     if not codes.numel():
         pass
-    elif native := compiled(codes, packed):
-        native.squeeze(codes.data_ptr(), codes.numel() // 8, bits, packed.data_ptr())
+    elif kernels := fused(codes, packed):
+        kernels.squeeze(codes, bits, packed)
     else:
         for words, out in _chunks(codes.view(torch.int64).view(-1), packed.view(-1, bits)):
             _squeeze(words, bits, out)
@@ -66,8 +66,8 @@ def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
     codes = torch.empty((*packed.shape[:-1], words * 8), dtype=torch.uint8, device=packed.device)
     if not codes.numel():
         pass
-    elif native := compiled(codes, packed):
-        native.spread(packed.data_ptr(), codes.numel() // 8, bits, codes.data_ptr())
+    elif kernels := fused(codes, packed):
+        kernels.spread(packed, bits, codes)
     else:
         for out, some in _chunks(codes.view(torch.int64).view(-1), packed.view(-1, bits)):
             _spread(some, bits, out)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from ctypes import CDLL
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,7 +23,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hvdbridge.kernels.native import compiled
+from hvdbridge.kernels.fused import Fused, fused
 from hvdbridge.kernels.pack import pack, packed_bytes, unpack
 from hvdbridge.kernels.random import hashed_bits
 
@@ -38,7 +37,7 @@ Rounding = Literal["nearest", "stochastic"]
 
 
 class Places:
-    """Where native.c finds blocks, on a CPU.
+    """Where :mod:`.fused` kernels find blocks.
 
     Args:
         starts, counts: int64 ``[blocks]``: of each block the first element in the vector, and how many it has.
@@ -55,15 +54,25 @@ class Places:
         self, starts: Tensor, counts: Tensor, rows: Tensor, codes: Tensor, scales: Tensor, height: int, width: int
     ) -> None:
         if width > 1024 or (codes.numel() and int(codes.max()) >= 2**31):
-            raise ValueError(f"native.c has no room for {starts.numel()} blocks of {width}, or rows of so many codes")
-        narrow = [column.to(torch.int32) for column in (counts, rows, codes, scales)]
-        self._table = torch.cat([starts.view(-1, 1).view(torch.int32), torch.stack(narrow, 1)], 1)
+            raise ValueError(f"kernels have no room for {starts.numel()} blocks of {width}, or rows of so many codes")
+        self._columns = torch.stack([starts, counts, rows, codes, scales])
         self.height, self.width = height, width
+
+    @cached_property
+    def _table(self) -> Tensor:
+        """A struct for each block: its start in 64 bits, then four numbers of 32."""
+        starts, *narrow = self._columns
+        return torch.cat([starts.view(-1, 1).view(torch.int32), torch.stack(narrow, 1).to(torch.int32)], 1)
 
     @property
     def given(self) -> tuple[int, int]:
-        """The table's address, and how many blocks it has."""
+        """For native.c: the table's address, and how many blocks it has."""
         return self._table.data_ptr(), self._table.shape[0]
+
+    def columns(self, device: torch.device) -> tuple[Tensor, int]:
+        """int64 ``[5, blocks]`` on ``device``, in the order of the arguments, and how many blocks it has."""
+        self._columns = self._columns.to(device)
+        return self._columns, self._columns.shape[1]
 
 
 class Blocks:
@@ -220,19 +229,19 @@ class Code(ABC):
         out.add_(spare, alpha=sign)
 
     @property
-    def encodes_in_c(self) -> bool:
-        """Whether native.c has a loop for it."""
+    def encodes_fused(self) -> bool:
+        """Whether :mod:`.fused` kernels know it."""
         return False
 
     @property
-    def decodes_in_c(self) -> bool:
-        """Whether native.c has a loop for it."""
+    def decodes_fused(self) -> bool:
+        """Whether :mod:`.fused` kernels know it."""
         return False
 
-    def c_encode(
-        self, native: CDLL, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False
+    def encode_fused(
+        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False
     ) -> None:
-        """All blocks in one loop.
+        """All blocks in one pass.
 
         Args:
             flat: float32; with ``keep_rest`` it becomes what the codes do not say.
@@ -241,8 +250,8 @@ class Code(ABC):
         """
         raise NotImplementedError
 
-    def c_decode(
-        self, native: CDLL, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
+    def decode_fused(
+        self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
     ) -> None:
         """The inverse, of one message or the sum of several, ``[messages * rows, n]``; see :func:`decode`."""
         raise NotImplementedError
@@ -258,12 +267,6 @@ class Code(ABC):
     def from_wire(self, packed: Tensor, n: int) -> Tensor:
         """The inverse of :meth:`to_wire`."""
         return unpack(packed, n, self.bits)
-
-
-def lie(rows: Tensor) -> tuple[int, int]:
-    """Where rows begin, and how many bytes they are apart, for native.c."""
-    assert rows.stride(1) == 1 or rows.shape[1] < 2, "what is in a row lies side by side"
-    return rows.data_ptr(), rows.stride(0) * rows.itemsize
 
 
 def encode(
@@ -285,9 +288,9 @@ def encode(
     scales = (
         torch.empty(blocks.count, dtype=torch.float32, device=flat.device) if code.scaled and given is None else given
     )
-    if code.encodes_in_c and scales is not None and flat.itemsize <= 4 and (native := compiled(codes)):
+    if code.encodes_fused and scales is not None and flat.itemsize <= 4 and (kernels := fused(codes)):
         x = flat.to(torch.float32).contiguous()
-        code.c_encode(native, x, blocks.places, codes.unsqueeze(0), scales.unsqueeze(0))
+        code.encode_fused(kernels, x, blocks.places, codes.unsqueeze(0), scales.unsqueeze(0))
         return codes, scales
     for at, first, count in blocks.pieces():
         these = slice(first, first + count)
@@ -331,10 +334,10 @@ def decode(
     direct = add is None and total.dtype == torch.float32  # the first row is written where it belongs
     if add is None:
         blocks.clear_padding(total)
-    if code.decodes_in_c and scales is not None and compiled(total):
+    if code.decodes_fused and scales is not None and total.dtype == torch.float32:
         lying = codes.contiguous(), scales.contiguous()
-        if native := compiled(*lying):
-            code.c_decode(native, *lying, blocks.places, total, add)
+        if kernels := fused(*lying, total):
+            code.decode_fused(kernels, *lying, blocks.places, total, add)
             return total
     for at, first, count in blocks.pieces():
         here = blocks.view(total, at, count)
@@ -437,28 +440,23 @@ class Linear(Code):
         self.read(codes, out).mul_(scales.unsqueeze(1))
 
     @property
-    def encodes_in_c(self) -> bool:
-        return self.decodes_in_c and not self.random and self.norm == "max"
+    def encodes_fused(self) -> bool:
+        return self.decodes_fused and not self.random and self.norm == "max"
 
     @property
-    def decodes_in_c(self) -> bool:
+    def decodes_fused(self) -> bool:
         return self.levels <= 127
 
-    def c_encode(
-        self, native: CDLL, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False
+    def encode_fused(
+        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False
     ) -> None:
-        native.linear_encode(
-            flat.data_ptr(), *places.given, self.levels, self._zero, (1 << self.bits) - 1, *lie(codes), *lie(scales),
-            keep_rest,
-        )  # fmt: skip
+        mask = (1 << self.bits) - 1
+        kernels.linear_encode(flat, places, self.levels, self._zero, mask, codes, scales, keep_rest)
 
-    def c_decode(
-        self, native: CDLL, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
+    def decode_fused(
+        self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
     ) -> None:
-        native.linear_decode(
-            *lie(codes), *lie(scales), codes.shape[0] // places.height, places.height, *places.given, self._zero,
-            out.data_ptr(), add or 0,
-        )  # fmt: skip
+        kernels.linear_decode(codes, scales, places, self._zero, out, add or 0)
 
     @property
     def _zero(self) -> int:

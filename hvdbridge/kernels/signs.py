@@ -11,15 +11,15 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import CDLL
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from hvdbridge.kernels.fused import Fused
 from hvdbridge.kernels.pack import pack_bits, unpack_bits
-from hvdbridge.kernels.quantise import CHUNK, Code, Places, lie, row_sums
+from hvdbridge.kernels.quantise import CHUNK, Code, Places, row_sums
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ScaledSign(Code):
     """
 
     bits = 1
-    encodes_in_c = decodes_in_c = True
+    encodes_fused = decodes_fused = True
 
     def encode(
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
@@ -46,18 +46,15 @@ class ScaledSign(Code):
         assert scales is not None
         out.copy_(codes).sub_(0.5).mul_((2 * scales).unsqueeze(1))
 
-    def c_encode(
-        self, native: CDLL, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False
+    def encode_fused(
+        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False
     ) -> None:
-        native.sign_encode(flat.data_ptr(), *places.given, places.width, *lie(codes), *lie(scales), keep_rest)
+        kernels.sign_encode(flat, places, codes, scales, keep_rest)
 
-    def c_decode(
-        self, native: CDLL, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
+    def decode_fused(
+        self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
     ) -> None:
-        messages = codes.shape[0] // places.height
-        native.sign_decode(
-            *lie(codes), *lie(scales), messages, places.height, *places.given, out.data_ptr(), add or 0
-        )  # fmt: skip
+        kernels.sign_decode(codes, scales, places, out, add or 0)
 
 
 def majority(votes: Tensor, ties: Tensor) -> Tensor:

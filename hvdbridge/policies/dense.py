@@ -47,6 +47,10 @@ class Mean(Policy):
     def in_place(self) -> bool:
         return not self.exact
 
+    @property
+    def takes_shares(self) -> bool:
+        return type(self) is Mean and not self.exact
+
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         flat, rest = bucket.weighted().buffer, None
         if bucket.needs_sent:

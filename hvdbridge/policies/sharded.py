@@ -31,7 +31,7 @@ from torch import Tensor
 from hvdbridge.bucket import BLOCK, Bucket, Layout, number_blocks
 from hvdbridge.collectives import AllGather, AllToAll, Collective
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.kernels.native import compiled
+from hvdbridge.kernels.fused import fused
 from hvdbridge.kernels.quantise import Blocks, Code, Places, decode, encode
 from hvdbridge.kernels.random import seed_of
 from hvdbridge.policy import Aggregated
@@ -348,8 +348,8 @@ def check_block(policy: object, block: int) -> None:
 class _Messages:
     """A vector in coded blocks as messages, one for each shard: its scales, then its codes, padded to the longest.
 
-    By native.c where that can, in one pass between vector and message; else codes and scales are made in the order of
-    the vector, and moved.
+    By fused kernels where these can, in one pass between vector and message; else codes and scales are made in the
+    order of the vector, and moved.
 
     Args:
         blocks: of the vector.
@@ -390,18 +390,22 @@ class _Messages:
     def encode(self, code: Code, flat: Tensor, seed: int, keep_rest: bool = False) -> Tensor:
         """uint8 ``[shards, bytes]``; with ``keep_rest`` ``flat`` becomes what these do not say."""
         head, rows = self._head(code), len(self._used)
-        if code.encodes_in_c and (native := compiled(flat)):
+        if code.encodes_fused and flat.dtype == torch.float32 and (kernels := fused(flat)):
             width = head + code.wire_bytes(self._length)
             messages = torch.empty((rows, width), dtype=torch.uint8, device=flat.device)
             scales, packed = messages[:, :head], messages[:, head:]
+            if kernels.aligned:
+                scales = torch.empty_like(scales, memory_format=torch.contiguous_format)
             direct = code.bits == 8
             codes = packed if direct else packed.new_empty((rows, self._length + -self._length % 8))
-            code.c_encode(native, flat, self._places, codes, scales, keep_rest)
+            code.encode_fused(kernels, flat, self._places, codes, scales, keep_rest)
             for i, (elements, blocks) in enumerate(self._used):
                 codes[i, elements:] = 0
                 scales[i, 4 * blocks :] = 0
             if not direct:
                 packed.copy_(code.to_wire(codes)[:, : packed.shape[1]])
+            if kernels.aligned:
+                messages[:, :head] = scales
             return messages
         codes, found = encode(code, flat, self._blocks, seed)
         if keep_rest:
@@ -419,8 +423,9 @@ class _Messages:
         of an only shard. They are for :meth:`decode` alone, to write ``dtype``."""
         head = self._head(code)
         codes = code.from_wire(messages[:, head:], self._length)
-        if code.decodes_in_c and dtype == torch.float32 and compiled(messages):
-            return codes, messages[:, :head]
+        if code.decodes_fused and dtype == torch.float32 and (kernels := fused(messages)):
+            scales = messages[:, :head]
+            return codes, scales.clone(memory_format=torch.contiguous_format) if kernels.aligned else scales
         floats = None
         if code.scaled:
             # Where their bytes lie aligned
@@ -437,9 +442,9 @@ class _Messages:
             return decode(code, codes, scales, self._blocks, out)
         total = torch.empty(self._blocks.numel, dtype=torch.float32, device=codes.device) if out is None else out
         total = total.contiguous()
-        native = compiled(total)
-        assert native is not None, "as it was read"
-        code.c_decode(native, codes, scales, self._places, total, None)
+        kernels = fused(total)
+        assert kernels is not None, "as it was read"
+        code.decode_fused(kernels, codes, scales, self._places, total, None)
         self._blocks.clear_padding(total)
         return total if out is None or total is out else out.copy_(total)
 

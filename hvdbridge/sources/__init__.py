@@ -49,8 +49,17 @@ def attach_torch(
     given["bucket_cap_mb"] = None if options.bucket_mb == DDP_MB else options.bucket_mb
     if "bucket_cap_mb_list" in known and aggregator.policy.bucket_mb != DDP_MB and not options.static_graph:
         given["bucket_cap_mb_list"] = [min(FIRST_BUCKET_BYTES / 2**20, options.bucket_mb), options.bucket_mb]
+    shares = (
+        aggregator.policy.takes_shares
+        and not (aggregator.weighted or options.find_unused_parameters or options.static_graph)
+        and not options.gradient_as_bucket_view  # DDP divides them by a pass of its own, and not by a product
+        # Elements tell which bucket is a step's last
+        and all(p.numel() for p in params.values())
+        and not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+    )
     wrapped = DistributedDataParallel(
         model,
+        shares,
         process_group=own_group,
         init_sync=False,
         find_unused_parameters=options.find_unused_parameters,

@@ -9,17 +9,22 @@ Rules:
    A failure leaves backward() through ours; DDP's futures get the raw buckets then, for it would make another error
    of them. Where DDP waits for traffic of its own, too, which ranks that failed never send, ours comes first.
 4. The driver is flushed with the last bucket: in the first step of a static graph DDP waits where it submits them.
+5. DDP divides by the number of ranks while it copies gradients into its buckets, unless it has a hook, which takes
+   another pass over memory. Where a policy needs no more (:attr:`~hvdbridge.policy.Policy.takes_shares`) and there are
+   no weights, it gets none: its reducer is given a process group whose all-reduce comes here. A hook can be registered
+   at any time, but not given back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Join
 from torch.nn import Parameter
 
@@ -29,8 +34,46 @@ from hvdbridge.errors import Unsupported
 from hvdbridge.sources.base import Source, at_end_of_backward, inside_backward, refuse_reentrant
 
 
+class ReducerGroup(dist.ProcessGroup):
+    """What DDP's reducer takes for its process group: ``shares`` gets buckets that it divided, ``group`` the rest."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        self._group = group
+        self.shares: Callable[[Tensor], torch.futures.Future[Tensor]] | None = None
+
+    # Of all operations a reducer asks for these two.
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        if self.shares is None:
+            return self._group.allreduce(tensors, opts)
+        return _create_work_from_future(self.shares(tensors[0]))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
+        return self._group.broadcast(tensors, opts)
+
+
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
-    """DDP whose ``state_dict()`` has the bare module's keys, so that checkpoints move between backends."""
+    """DDP whose ``state_dict()`` has the bare module's keys, so that checkpoints move between backends.
+
+    Attributes:
+        reducer_group: its reducer's process group, where that is not DDP's own.
+    """
+
+    reducer_group: ReducerGroup | None = None
+
+    def __init__(self, module: torch.nn.Module, shares: bool, **options: Any) -> None:
+        self.__dict__["_shares"] = shares
+        super().__init__(module, **options)
+
+    def _ddp_init_helper(self, *args: Any, **options: Any) -> Any:
+        group = self.process_group
+        if self._shares:
+            self.process_group = self.reducer_group = ReducerGroup(group)
+        try:
+            return super()._ddp_init_helper(*args, **options)  # type: ignore[no-untyped-call]
+        finally:
+            self.process_group = group
 
     @property
     def bare(self) -> torch.nn.Module:
@@ -41,7 +84,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         """As torch's, without our hook: torch registers none in a copy, either."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return state | {"_comm_hooks": []}
+        return state | {"_comm_hooks": [], "reducer_group": None, "_shares": False}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.bare.state_dict(*args, **kwargs)
@@ -64,14 +107,39 @@ class DdpSource(Source):
         self._own_group = own_group  # made for this model alone
         self._model: DistributedDataParallel | None = model
         self._names = {parameter: name for name, parameter in params.items()}
-        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}  # by parameters, or by place and size
         self._complete = True  # the step's last bucket came
+        self._numel = sum(p.numel() for p in params.values())
+        self._divided = 0  # elements of this step that came divided
+        self._begun = False  # a step whose first bucket has not come
         self._handles = [p.register_post_accumulate_grad_hook(self._touch) for p in params.values()]
+        self._undecided = model.reducer_group is not None
+        if model.reducer_group is None:
+            self._register()
+        else:
+            model.reducer_group.shares = self._share
+
+    def _register(self) -> None:
+        """From now on buckets come raw, through a hook."""
+        assert self._model is not None
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with its own types
             return self._bucket(bucket)
 
-        model.register_comm_hook(None, hook)
+        self._undecided = False
+        if self._model.reducer_group is not None:
+            self._model.reducer_group.shares = None
+        torch.nn.parallel.DistributedDataParallel.register_comm_hook(self._model, None, hook)  # a subclass has its own
+
+    def _decide(self) -> None:
+        """The first gradient of the first step that is aggregated: nothing was copied yet, and weights are set."""
+        self.begin()
+        self._undecided, self._begun = False, True
+        if inside_backward():
+            at_end_of_backward(self._without_buckets)
+        self.aggregator.wait()  # for the weights
+        if self.aggregator.weights is not None or not self.aggregator.policy.takes_shares:
+            self._register()
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -87,6 +155,8 @@ class DdpSource(Source):
     @contextmanager
     def join(self) -> Iterator[None]:
         assert self._model is not None, "hooks are on"
+        if self._model.reducer_group is not None and self._model.reducer_group.shares is not None:
+            self._register()  # a rank that is through weighs nothing
         with Join([self._model]):  # DDP shadows its own traffic and calls our hook with zeros
             yield
             self.aggregator.catch_up()
@@ -94,26 +164,61 @@ class DdpSource(Source):
         if self.running:
             self._finish()
 
+    def _without_buckets(self) -> None:
+        """The end of a backward that was taken for the first step's: there is none where DDP's forward was told so."""
+        if self._begun:
+            self.running = self._begun = False
+
     def _touch(self, parameter: Tensor) -> None:
         self.touched.append(parameter)
         if self.steps == 0:  # DDP's first hook may come too late to tell
             refuse_reentrant()
+        if self._undecided and self._model is not None and self._model.require_backward_grad_sync:
+            self._decide()
 
     def _bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """DDP's hook."""
         if bucket.index() == 0:
-            if inside_backward():
-                finds_unused = self._model is not None and self._model.find_unused_parameters
-                at_end_of_backward(self._finish if finds_unused else self._finish_after_ddp)
-            elif self.running:  # within join() hooks are called outside of backward: the step before ends here
-                self._finish()
-            self.begin()
+            self._first()
         buffer = bucket.buffer()
         if buffer.layout != torch.strided:
             raise Unsupported(
                 f"rank {self.aggregator.communicator.rank}: sparse gradients are taken by no policy. "
                 "Use sparse=False in the Embedding."
             )
-        devices = [buffer.device] if buffer.is_cuda else None
+        return self._submit(self._layout(bucket.parameters()), buffer, bucket.is_last())
+
+    def _share(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        """The all-reduce of DDP's reducer: a bucket that it has divided, the next one in order."""
+        if self._undecided:  # this rank shadows the others, by torch's own join
+            self._decide()
+        if self._divided == 0:
+            self._first()
+        key = (self._divided, buffer.numel())
+        layout = self._layouts.get(key)
+        if layout is None:  # the reducer does not say which parameters these are
+            layout = self._layouts[key] = Layout({f"elements from {self._divided}": buffer.shape})
+        self._divided += buffer.numel()
+        last = self._divided == self._numel
+        if last:
+            self._divided = 0
+        return self._submit(layout, buffer, last, scaled=True)
+
+    def _first(self) -> None:
+        """A step's first bucket is here."""
+        if inside_backward():
+            finds_unused = self._model is not None and self._model.find_unused_parameters
+            at_end_of_backward(self._finish if finds_unused else self._finish_after_ddp)
+        elif self.running and not self._begun:
+            self._finish()  # within join() buckets come outside of backward: the step before ends here
+        if not self._begun:
+            self.begin()
+        self._begun = False
+
+    def _submit(
+        self, layout: Layout, buffer: Tensor, last: bool, scaled: bool = False
+    ) -> torch.futures.Future[Tensor]:
+        devices: Any = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
 
         def deliver(update: Tensor | None) -> None:
@@ -122,9 +227,9 @@ class DdpSource(Source):
             if not future.done():  # by an update, and then another piece of its flow failed
                 future.set_result(buffer if update is None else update)
 
-        self._complete = bucket.is_last()
-        self.aggregator.submit(Piece(self._layout(bucket.parameters()), buffer, deliver), last=self._complete)
-        if self._complete:
+        self._complete = last
+        self.aggregator.submit(Piece(layout, buffer, deliver, scaled), last)
+        if last:
             self.aggregator.driver.flush()
             if self.aggregator.joined:
                 self.aggregator.end_ahead()

@@ -382,7 +382,7 @@ class Gated(Loopback):
 class Silent(Work):
     """Only who waits for it learns of its end."""
 
-    shared = silent = last = True
+    shared = last = True
 
     def __init__(self, free: threading.Event) -> None:
         self._free, self._waited = free, False
@@ -400,12 +400,6 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.001)
-
-
-class Told(Silent):
-    """As one that a look would find, but so late that nobody should wait for that."""
-
-    silent = False
 
 
 def test_what_settles_a_flow_may_fail_and_leaves_nobody_waiting() -> None:
@@ -442,10 +436,12 @@ def test_a_defect_in_the_thread_itself_leaves_nobody_waiting() -> None:
     driver.close()
 
 
-def test_in_a_flush_nobody_waits_for_looks() -> None:
-    communicator, driver = Gated(Told), ThreadDriver()
+@pytest.mark.parametrize("flush", [False, True])
+def test_nobody_waits_for_looks_where_somebody_can_tell(flush: bool) -> None:
+    communicator, driver = Gated(Silent), ThreadDriver()
     runs = [driver.submit(Pending(flow(value), communicator, True, rounds=1)) for value in (0.1, 1.1)]
-    driver.flush()
+    if flush:
+        driver.flush()
     communicator.let(0.1, 1.1)
     until(lambda: all(pending.done for pending in runs))
     driver.close()

@@ -1,0 +1,217 @@
+"""CUDA's kernels, in Triton: one pass over memory where torch's operations make five to eight.
+
+Rules:
+
+1. The bits are those of the torch operations, so ranks need not agree on who has Triton: additions in the same order,
+   divisions and roundings as IEEE 754 has them, nothing contracted (:data:`AS_WRITTEN`).
+2. One program handles one block of a code, or a row of words to pack.
+3. Nothing here is trusted before it has given the bits of torch's operations on the device at hand; see
+   :mod:`.fused`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hvdbridge.kernels.quantise import Places
+
+AS_WRITTEN = {"enable_fp_fusion": False}
+WORDS = 256
+"""That a program packs."""
+aligned = True
+
+
+@triton.jit
+def _place(places, blocks):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64)
+    start = tl.load(places + at)
+    count = tl.load(places + blocks + at)
+    row = tl.load(places + 2 * blocks + at)
+    code = tl.load(places + 3 * blocks + at)
+    scale = tl.load(places + 4 * blocks + at)
+    return start, count, row, code, scale
+
+
+@triton.jit
+def _linear_encode(  # type: ignore[no-untyped-def]
+    vector, places, blocks, levels, codes, code_stride, scales, scale_stride,
+    OFFSET: tl.constexpr, MASK: tl.constexpr, KEEP_REST: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    start, count, row, code, slot = _place(places, blocks)
+    i = tl.arange(0, WIDTH)
+    inside = i < count
+    x = tl.load(vector + start + i, mask=inside, other=0.0)
+    # As integers NaN is above inf, and inf above all numbers
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(top, levels)
+    scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
+    tl.store(scales + row * scale_stride + slot, scale)
+    y = x * tl.div_rn(1.0, scale)
+    below = tl.floor(y)
+    above = y - below
+    whole = below.to(tl.int32)
+    up = (above > 0.5) | ((above == 0.5) & ((whole & 1) == 1))  # half to even
+    whole = tl.where(up, whole + 1, whole)
+    tl.store(codes + row * code_stride + code + i, ((whole + OFFSET) & MASK).to(tl.uint8), mask=inside)
+    if KEEP_REST:
+        tl.store(vector + start + i, x - whole.to(tl.float32) * scale, mask=inside)
+
+
+@triton.jit
+def _linear_decode(  # type: ignore[no-untyped-def]
+    vector, places, blocks, messages, rows, codes, code_stride, scales, scale_stride,
+    OFFSET: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    start, count, row, code, slot = _place(places, blocks)
+    i = tl.arange(0, WIDTH)
+    inside = i < count
+    total = tl.zeros([WIDTH], tl.float32)
+    if ADD != 0:
+        total = tl.load(vector + start + i, mask=inside, other=0.0)
+    for message in range(messages):
+        at = message * rows + row
+        given = tl.load(codes + at * code_stride + code + i, mask=inside, other=0)
+        whole = given.to(tl.int8, bitcast=True).to(tl.int32) if OFFSET == 0 else given.to(tl.int32) - OFFSET
+        part = whole.to(tl.float32) * tl.load(scales + at * scale_stride + slot)
+        if ADD == 0:
+            total = tl.where(message == 0, part, total + part)  # a first -0 stays one
+        elif ADD == 1:
+            total = total + part
+        else:
+            total = total - part
+    tl.store(vector + start + i, total, mask=inside)
+
+
+@triton.jit
+def _sign_encode(  # type: ignore[no-untyped-def]
+    vector, places, blocks, codes, code_stride, scales, scale_stride,
+    KEEP_REST: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.constexpr,
+):  # fmt: skip
+    start, count, row, code, slot = _place(places, blocks)
+    i = tl.arange(0, WIDTH)
+    inside = i < count
+    x = tl.load(vector + start + i, mask=inside, other=0.0)
+    part = tl.abs(x)
+    for k in tl.static_range(HALVINGS):  # quantise.row_sums
+        part = tl.sum(tl.reshape(part, (2, WIDTH >> (k + 1))), 0)
+    scale = tl.div_rn(tl.sum(part, 0), count.to(tl.float32))
+    tl.store(scales + row * scale_stride + slot, scale)
+    bit = x >= 0.0
+    tl.store(codes + row * code_stride + code + i, bit.to(tl.uint8), mask=inside)
+    if KEEP_REST:
+        tl.store(vector + start + i, x - (bit.to(tl.float32) - 0.5) * (2.0 * scale), mask=inside)
+
+
+@triton.jit
+def _sign_decode(  # type: ignore[no-untyped-def]
+    vector, places, blocks, messages, rows, codes, code_stride, scales, scale_stride,
+    ADD: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    start, count, row, code, slot = _place(places, blocks)
+    i = tl.arange(0, WIDTH)
+    inside = i < count
+    total = tl.zeros([WIDTH], tl.float32)
+    if ADD != 0:
+        total = tl.load(vector + start + i, mask=inside, other=0.0)
+    for message in range(messages):
+        at = message * rows + row
+        given = tl.load(codes + at * code_stride + code + i, mask=inside, other=0)
+        part = (given.to(tl.float32) - 0.5) * (2.0 * tl.load(scales + at * scale_stride + slot))
+        if ADD == 0:
+            total = tl.where(message == 0, part, total + part)
+        elif ADD == 1:
+            total = total + part
+        else:
+            total = total - part
+    tl.store(vector + start + i, total, mask=inside)
+
+
+@triton.jit
+def _squeeze(words, count, out, BITS: tl.constexpr, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * EACH + tl.arange(0, EACH)
+    inside = i < count
+    word = tl.load(words + i, mask=inside, other=0)
+    packed = word & ((1 << BITS) - 1)
+    for k in tl.static_range(1, 8):
+        packed = packed | (((word >> (8 * k)) & ((1 << BITS) - 1)) << (BITS * k))
+    for k in tl.static_range(BITS):
+        tl.store(out + i * BITS + k, ((packed >> (8 * k)) & 255).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _spread(packed, count, words, BITS: tl.constexpr, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * EACH + tl.arange(0, EACH)
+    inside = i < count
+    bits = tl.load(packed + i * BITS, mask=inside, other=0).to(tl.int64)
+    for k in tl.static_range(1, BITS):
+        bits = bits | (tl.load(packed + i * BITS + k, mask=inside, other=0).to(tl.int64) << (8 * k))
+    word = bits & ((1 << BITS) - 1)
+    for k in tl.static_range(1, 8):
+        word = word | (((bits >> (BITS * k)) & ((1 << BITS) - 1)) << (8 * k))
+    tl.store(words + i, word, mask=inside)
+
+
+def linear_encode(
+    flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor, keep_rest: bool
+) -> None:
+    """See :class:`~hvdbridge.kernels.fused.Fused`, as for all below."""
+    table, blocks = places.columns(flat.device)
+    _launch(
+        _linear_encode, blocks, flat, table, blocks, float(levels), codes, codes.stride(0), *_floats(scales),
+        OFFSET=offset, MASK=mask, KEEP_REST=keep_rest, WIDTH=places.width,
+    )  # fmt: skip
+
+
+def linear_decode(codes: Tensor, scales: Tensor, places: Places, offset: int, out: Tensor, add: int) -> None:
+    table, blocks = places.columns(out.device)
+    _launch(
+        _linear_decode, blocks, out, table, blocks, codes.shape[0] // places.height, places.height, codes,
+        codes.stride(0), *_floats(scales), OFFSET=offset, ADD=add, WIDTH=places.width,
+    )  # fmt: skip
+
+
+def sign_encode(flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool) -> None:
+    table, blocks = places.columns(flat.device)
+    _launch(
+        _sign_encode, blocks, flat, table, blocks, codes, codes.stride(0), *_floats(scales), KEEP_REST=keep_rest,
+        WIDTH=places.width, HALVINGS=places.width.bit_length() - 1,
+    )  # fmt: skip
+
+
+def sign_decode(codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: int) -> None:
+    table, blocks = places.columns(out.device)
+    _launch(
+        _sign_decode, blocks, out, table, blocks, codes.shape[0] // places.height, places.height, codes,
+        codes.stride(0), *_floats(scales), ADD=add, WIDTH=places.width,
+    )  # fmt: skip
+
+
+def squeeze(codes: Tensor, bits: int, packed: Tensor) -> None:
+    words = codes.view(torch.int64).view(-1)
+    programs = triton.cdiv(words.numel(), WORDS)
+    _launch(_squeeze, programs, words, words.numel(), packed, BITS=bits, EACH=WORDS)
+
+
+def spread(packed: Tensor, bits: int, codes: Tensor) -> None:
+    words = codes.view(torch.int64).view(-1)
+    programs = triton.cdiv(words.numel(), WORDS)
+    _launch(_spread, programs, packed, words.numel(), words, BITS=bits, EACH=WORDS)
+
+
+def _launch(kernel: Any, programs: int, first: Tensor, *arguments: object, **constants: object) -> None:
+    """On the device and the current stream of ``first``."""
+    if programs:
+        with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+            kernel[(programs,)](first, *arguments, **constants, **AS_WRITTEN)
+
+
+def _floats(scales: Tensor) -> tuple[Tensor, int]:
+    """Scales as such, and how many a row is apart: a GPU reads no float that lies across two."""
+    floats = scales.view(torch.float32) if scales.numel() else scales.new_empty((1, 1), dtype=torch.float32)
+    return floats, floats.stride(0)

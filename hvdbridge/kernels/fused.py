@@ -1,0 +1,190 @@
+"""What codes and packs in one pass over memory: native.c on a CPU, Triton on CUDA; torch's operations where there is
+neither.
+
+Rules:
+
+1. All give the same bits (a block that is not finite may have any codes).
+2. Triton's kernels are used on a device after they have given there what the CPU gives, codes and all; else never.
+   ``HVDBRIDGE_KERNELS`` says what a failure is: ``native`` an error, ``auto`` a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from ctypes import CDLL
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hvdbridge.config import Config
+from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels.native import TYPES, compiled
+
+if TYPE_CHECKING:
+    from hvdbridge.kernels.quantise import Places
+
+logger = logging.getLogger("hvdbridge")
+
+
+class Fused(Protocol):
+    """Vectors are float32 and contiguous. Codes and scales are ``[rows, n]``, what is in a row lies side by side;
+    scales are float32 or its bytes.
+
+    Attributes:
+        aligned: scales must lie as floats do.
+    """
+
+    @property
+    def aligned(self) -> bool: ...
+
+    def linear_encode(
+        self, flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor,
+        keep_rest: bool,
+    ) -> None:  # fmt: skip
+        """:class:`~hvdbridge.kernels.quantise.Linear`, nearest, by the largest magnitude."""
+
+    def linear_decode(
+        self, codes: Tensor, scales: Tensor, places: Places, offset: int, out: Tensor, add: int
+    ) -> None: ...
+
+    def sign_encode(self, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool) -> None:
+        """:class:`~hvdbridge.kernels.signs.ScaledSign`."""
+
+    def sign_decode(self, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: int) -> None: ...
+
+    def squeeze(self, codes: Tensor, bits: int, packed: Tensor) -> None:
+        """Eight codes of a byte each -> ``bits`` bytes."""
+
+    def spread(self, packed: Tensor, bits: int, codes: Tensor) -> None: ...
+
+
+def fused(*tensors: Tensor) -> Fused | None:
+    """Who does it for such tensors, all on one device; None: torch's operations.
+
+    Raises:
+        ConfigurationError: ``HVDBRIDGE_KERNELS=native``, and there is none.
+    """
+    device = tensors[0].device
+    if device.type == "cpu":
+        native = compiled(*tensors)
+        return None if native is None else InC(native)
+    if device.type != "cuda" or any(not t.is_contiguous() or t.dtype not in TYPES for t in tensors):
+        return None
+    return _on_cuda(device)
+
+
+class InC:
+    """native.c's."""
+
+    aligned = False
+
+    def __init__(self, native: CDLL) -> None:
+        self._native = native
+
+    def linear_encode(
+        self, flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor,
+        keep_rest: bool,
+    ) -> None:  # fmt: skip
+        self._native.linear_encode(
+            flat.data_ptr(), *places.given, levels, offset, mask, *_lie(codes), *_lie(scales), keep_rest
+        )
+
+    def linear_decode(
+        self, codes: Tensor, scales: Tensor, places: Places, offset: int, out: Tensor, add: int
+    ) -> None:
+        messages = codes.shape[0] // places.height
+        self._native.linear_decode(
+            *_lie(codes), *_lie(scales), messages, places.height, *places.given, offset, out.data_ptr(), add
+        )
+
+    def sign_encode(self, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool) -> None:
+        self._native.sign_encode(
+            flat.data_ptr(), *places.given, places.width, *_lie(codes), *_lie(scales), keep_rest
+        )
+
+    def sign_decode(self, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: int) -> None:
+        messages = codes.shape[0] // places.height
+        self._native.sign_decode(
+            *_lie(codes), *_lie(scales), messages, places.height, *places.given, out.data_ptr(), add
+        )  # fmt: skip
+
+    def squeeze(self, codes: Tensor, bits: int, packed: Tensor) -> None:
+        self._native.squeeze(codes.data_ptr(), codes.numel() // 8, bits, packed.data_ptr())
+
+    def spread(self, packed: Tensor, bits: int, codes: Tensor) -> None:
+        self._native.spread(packed.data_ptr(), codes.numel() // 8, bits, codes.data_ptr())
+
+
+def _lie(rows: Tensor) -> tuple[int, int]:
+    """Where rows begin, and how many bytes they are apart."""
+    assert rows.stride(1) == 1 or rows.shape[1] < 2, "what is in a row lies side by side"
+    return rows.data_ptr(), rows.stride(0) * rows.itemsize
+
+
+@lru_cache
+def _on_cuda(device: torch.device) -> Fused | None:
+    kernels = Config.from_environment().kernels
+    if kernels == "torch":
+        return None
+    try:
+        import hvdbridge.kernels.cuda as cuda
+
+        wrong = differences(cuda, device)
+    except Exception as error:  # whatever a compiler of kernels, and of C below it, may raise
+        wrong = f"{type(error).__name__}: {error}"
+    if not wrong:
+        return cuda
+    if kernels == "native":
+        raise ConfigurationError(
+            f"HVDBRIDGE_KERNELS=native: Triton's kernels do not work on {device}: {wrong}. Install Triton and a C "
+            "compiler, or unset the variable: torch's operations do the same, more slowly."
+        )
+    logger.warning(
+        "compression on %s takes several times as long without Triton's kernels (install Triton and a C compiler, or "
+        "set HVDBRIDGE_KERNELS=torch): %s", device, wrong,
+    )  # fmt: skip
+    return None
+
+
+def differences(kernels: ModuleType | Any, device: torch.device) -> str:
+    """What ``kernels`` get wrong on ``device``, by name; compared with the CPU, whose bits all devices give. Waits."""
+    from hvdbridge.kernels import pack, signs
+    from hvdbridge.kernels.quantise import Blocks, Linear, decode, encode
+
+    draw = torch.Generator().manual_seed(0)
+    numel, width, wrong = 5000, 1024, []
+    x = torch.randn(numel, generator=draw) * torch.exp(8 * torch.randn(numel, generator=draw))
+    x[:1024] = (x[:1024] * 4).round().clamp(-254, 254) / 2  # halves, between two codes
+    x[0], x[2048:3072], x[3100] = 127.0, 0.0, 1e-40
+    starts = torch.arange(0, numel, width)
+    table = starts, (numel - starts).clamp(max=width), starts, width, numel
+    blocks, theirs = Blocks(*table, "cpu"), Blocks(*table, device)
+    for code in (Linear(127), Linear(7), signs.ScaledSign()):
+        codes, scales = encode(code, x, blocks)
+        assert scales is not None
+        rest = decode(code, codes.unsqueeze(0), scales.unsqueeze(0), blocks, x.clone(), add=-1)
+        vector = x.to(device, copy=True)
+        found = torch.zeros(1, numel, dtype=torch.uint8, device=device)
+        rates = torch.zeros(1, starts.numel(), device=device)
+        code.encode_fused(kernels, vector, theirs.places, found, rates, keep_rest=True)
+        same = torch.equal(found.cpu()[0], codes) and torch.equal(rates.cpu()[0], scales)
+        both, their_rates = found.expand(2, -1).contiguous(), rates.expand(2, -1).contiguous()
+        for add in (None, 1, -1):
+            expected = decode(code, both.cpu(), their_rates.cpu(), blocks, x.clone(), add)
+            out = x.to(device, copy=True)
+            code.decode_fused(kernels, both, their_rates, theirs.places, out, add)
+            same = same and torch.equal(out.cpu(), expected)
+        if not (same and torch.equal(vector.cpu(), rest)):
+            wrong.append(repr(code))
+    for bits in range(1, 8):
+        some = torch.randint(1 << bits, (8 * 321,), generator=draw).to(torch.uint8)
+        expected, packed = pack.pack(some, bits), torch.zeros(321 * bits, dtype=torch.uint8, device=device)
+        kernels.squeeze(some.to(device), bits, packed)
+        back = torch.zeros(some.shape, dtype=torch.uint8, device=device)
+        kernels.spread(packed, bits, back)
+        if not (torch.equal(packed.cpu(), expected) and torch.equal(back.cpu(), some)):
+            wrong.append(f"{bits} bits")
+    return f"other bits than the CPU's: {', '.join(wrong)}" if wrong else ""

@@ -1,0 +1,70 @@
+"""CUDA's kernels in Triton, without a GPU: its interpreter runs them on the CPU, its compiler makes machine code.
+
+What neither shows is whether they are fast, and what a GPU makes of them; ``benchmarks/cuda_check.py`` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def python(*arguments: object, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], env=os.environ | variables, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_interpreted() -> None:
+    tests = Path(__file__).with_name("interpreted.py")
+    print(python("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, TRITON_INTERPRET="1"))
+
+
+COMPILE = """
+import json, re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import hvdbridge.kernels.cuda as cuda
+place = {"vector": "*fp32", "places": "*i64", "blocks": "i32"}
+rows = {"codes": "*u8", "code_stride": "i32", "scales": "*fp32", "scale_stride": "i32"}
+several = {"messages": "i32", "rows": "i32"}
+kernels = {
+    "_linear_encode": (
+        {**place, "levels": "fp32", **rows}, {"OFFSET": 0, "MASK": 255, "KEEP_REST": True, "WIDTH": 1024},
+    ),
+    "_linear_decode": ({**place, **several, **rows}, {"OFFSET": 0, "ADD": -1, "WIDTH": 1024}),
+    "_sign_encode": ({**place, **rows}, {"KEEP_REST": True, "WIDTH": 1024, "HALVINGS": 10}),
+    "_sign_decode": ({**place, **several, **rows}, {"ADD": 0, "WIDTH": 1024}),
+    "_squeeze": ({"words": "*i64", "count": "i32", "out": "*u8"}, {"BITS": 5, "EACH": 256}),
+    "_spread": ({"packed": "*u8", "count": "i32", "words": "*i64"}, {"BITS": 5, "EACH": 256}),
+}
+found = {}
+for name, (types, constants) in kernels.items():
+    kernel = getattr(cuda, name)
+    signature = {**types, **dict.fromkeys(constants, "constexpr")}
+    fixed = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+    made = triton.compile(ASTSource(kernel, signature, fixed), GPUTarget("cuda", int(sys.argv[1]), 32), cuda.AS_WRITTEN)
+    words = ("fma.rn.f32", "div.rn.f32", "div.full.f32", "div.approx")
+    found[name] = {word: made.asm["ptx"].count(word) for word in words} | {"bytes": len(made.asm["cubin"])}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_they_compile_for_a_gpu_without_one(architecture: int, tmp_path: Path) -> None:
+    """To machine code (A100, H100), in which divisions are IEEE 754's and nothing is contracted."""
+    script = tmp_path / "compile.py"
+    script.write_text(COMPILE)
+    found = json.loads(python(script, architecture, TRITON_CACHE_DIR=str(tmp_path / "cache")))
+    for name, counts in found.items():
+        assert counts["bytes"] > 0, name
+        assert counts["fma.rn.f32"] == counts["div.full.f32"] == counts["div.approx"] == 0, name
+    assert {name for name, counts in found.items() if counts["div.rn.f32"]} == {"_linear_encode", "_sign_encode"}
