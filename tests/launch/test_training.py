@@ -19,6 +19,7 @@ ALIKE = [
     "error_feedback_bf16", "step_scope", "average_gradients", "unaggregated_gradients", "unreduced_gradients",
     "sync_batchnorm", "misuse", "static_graph", "default_buckets", "unfrozen_later", "nothing_stays_alive",
     "compiled_names", "join_with_sync_batchnorm", "evaluation_by_one_rank",
+    "divided_by_ddp",
 ]  # fmt: skip
 
 
@@ -46,3 +47,16 @@ def test_same_bits_as_ddp(scenario: str, ddp: dict[str, str], ours: list[dict[st
 def test_same_bits_on_every_backend(scenario: str, on_torch: dict[str, str], ours: list[dict[str, str]]) -> None:
     assert "Traceback" not in ours[0][scenario], ours[0][scenario]
     assert [rank[scenario] for rank in ours] == [on_torch[scenario]] * 2
+
+
+def test_same_bits_whoever_divides(ddp: dict[str, str], on_torch: dict[str, str]) -> None:
+    for rank in jobs.run("torchrun", "torch", 2, [SCRIPT, "copies"], LIMIT).check().records:
+        assert {name: rank[name] for name in LIKE_DDP} == {name: ddp[name] for name in LIKE_DDP}
+        assert {name: rank[name] for name in ALIKE} == {name: on_torch[name] for name in ALIKE}
+
+
+def test_same_bits_where_division_rounds() -> None:
+    names = set(LIKE_DDP) - {"bucket_by_measurement"}  # among three ranks, sums depend on where a bucket ends
+    plain = jobs.run("torchrun", None, 3, [SCRIPT, "plain"], LIMIT).check().records[0]
+    for rank in jobs.run("torchrun", "torch", 3, [SCRIPT, "copies"], LIMIT).check().records:
+        assert {name: rank[name] for name in names} == {name: plain[name] for name in names}

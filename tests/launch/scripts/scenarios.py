@@ -1,6 +1,7 @@
 """Trains small models in every way that users do, and records a digest of what came out, per scenario.
 
-With ``plain`` as argument it uses torch's own DistributedDataParallel: the reference for every backend.
+With ``plain`` as argument it uses torch's own DistributedDataParallel: the reference for every backend. With ``copies``
+gradients are no views of buckets, as in large models: on torch DDP divides them while it copies, where it may.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jobs import leave_torch, record
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-PLAIN = "plain" in sys.argv
+PLAIN, COPIES = "plain" in sys.argv, "copies" in sys.argv
 BUCKET_MB = 0.001  # a bucket per tensor or so: many flows in flight
 
 if PLAIN:
@@ -56,6 +57,8 @@ class Plain:
 def synchronize(model: nn.Module, optimizer: Any = None, bucket_mb: float = BUCKET_MB, **options: Any) -> Any:
     if PLAIN:
         return Plain(model, optimizer, bucket_mb, **options)
+    if COPIES:
+        options.setdefault("gradient_as_bucket_view", False)
     return hb.GradientSynchronizer(model, optimizer, bucket_mb=bucket_mb, **options)
 
 
@@ -603,6 +606,36 @@ def compiled_names() -> str:
     return "bare"
 
 
+def divided_by_ddp() -> str:
+    """Where nobody needs raw gradients, DDP has no hook of ours; weights in the first step and a join give it one."""
+
+    def has_hook(sync: Any) -> bool:
+        return bool(getattr(sync.model, "_comm_hooks", True))
+
+    on_torch, digests = hb.backend() == "torch", []
+    for case in ("no weights", "weights", "no weights in a closed block", "views"):
+        model = mlp()
+        sync = synchronize(model, sgd(model), gradient_as_bucket_view=case == "views")
+        if case == "weights":
+            sync.weight = RANK + 1.0
+        if case == "no weights in a closed block":
+            with sync.no_sync():
+                loss = sync.model(batch(0)[0]).sum()
+            loss.backward()  # aggregates nothing, says DDP, whose forward was told so; elsewhere it does
+            for p in model.parameters():
+                p.grad = None
+        train(sync, 3)
+        assert has_hook(sync) == (not on_torch or case in ("weights", "views")), case
+        if case == "no weights":
+            with sync.join():
+                train(sync, 1 + RANK)
+            assert has_hook(sync)
+        train(sync, 1)
+        digests.append(digest(model))
+        sync.close()
+    return " ".join(digests)
+
+
 def join_with_sync_batchnorm() -> str:
     model = nn.Sequential(nn.Linear(6, 8), hb.SyncBatchNorm(8))
     sync = synchronize(model)
@@ -639,12 +672,12 @@ OWN = [
     broadcast_from_rank_0, weighted, weight_zero_hides_nan, total_weight_zero_skips, nan_travels, error_feedback_bf16,
     step_scope, average_gradients, unaggregated_gradients, unreduced_gradients, sync_batchnorm, misuse,
     unfrozen_later, static_graph, default_buckets, nothing_stays_alive, compiled_names, join_with_sync_batchnorm,
-    evaluation_by_one_rank,
+    evaluation_by_one_rank, divided_by_ddp,
 ]  # fmt: skip
 
 if __name__ == "__main__":
     results = {}
-    chosen = [name for name in sys.argv[1:] if name != "plain"]
+    chosen = [name for name in sys.argv[1:] if name not in ("plain", "copies")]
     for scenario in REFERENCED if PLAIN else REFERENCED + OWN:
         if chosen and scenario.__name__ not in chosen:
             continue
