@@ -22,6 +22,8 @@ from torch import Tensor
 from hvdbridge.kernels.quantise import Places
 
 AS_WRITTEN = {"enable_fp_fusion": False}
+SIZES = ("blocks", "messages", "rows", "code_stride", "scale_stride", "count")
+"""Arguments by whose values no kernels of their own are made: what was proven is what runs."""
 WORDS = 256
 """That a program packs."""
 aligned = True
@@ -38,7 +40,7 @@ def _place(places, blocks):  # type: ignore[no-untyped-def]
     return start, count, row, code, scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _linear_encode(  # type: ignore[no-untyped-def]
     vector, places, blocks, levels, codes, code_stride, scales, scale_stride,
     OFFSET: tl.constexpr, MASK: tl.constexpr, KEEP_REST: tl.constexpr, WIDTH: tl.constexpr,
@@ -63,7 +65,7 @@ def _linear_encode(  # type: ignore[no-untyped-def]
         tl.store(vector + start + i, x - whole.to(tl.float32) * scale, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _linear_decode(  # type: ignore[no-untyped-def]
     vector, places, blocks, messages, rows, codes, code_stride, scales, scale_stride,
     OFFSET: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr,
@@ -88,7 +90,7 @@ def _linear_decode(  # type: ignore[no-untyped-def]
     tl.store(vector + start + i, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _sign_encode(  # type: ignore[no-untyped-def]
     vector, places, blocks, codes, code_stride, scales, scale_stride,
     KEEP_REST: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.constexpr,
@@ -108,7 +110,7 @@ def _sign_encode(  # type: ignore[no-untyped-def]
         tl.store(vector + start + i, x - (bit.to(tl.float32) - 0.5) * (2.0 * scale), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _sign_decode(  # type: ignore[no-untyped-def]
     vector, places, blocks, messages, rows, codes, code_stride, scales, scale_stride,
     ADD: tl.constexpr, WIDTH: tl.constexpr,
@@ -132,7 +134,7 @@ def _sign_decode(  # type: ignore[no-untyped-def]
     tl.store(vector + start + i, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _squeeze(words, count, out, BITS: tl.constexpr, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0).to(tl.int64) * EACH + tl.arange(0, EACH)
     inside = i < count
@@ -144,7 +146,7 @@ def _squeeze(words, count, out, BITS: tl.constexpr, EACH: tl.constexpr):  # type
         tl.store(out + i * BITS + k, ((packed >> (8 * k)) & 255).to(tl.uint8), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _spread(packed, count, words, BITS: tl.constexpr, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0).to(tl.int64) * EACH + tl.arange(0, EACH)
     inside = i < count

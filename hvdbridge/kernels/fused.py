@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import itertools
 import logging
 from ctypes import CDLL
 from functools import lru_cache
@@ -154,36 +155,35 @@ def differences(kernels: ModuleType | Any, device: torch.device) -> str:
     from hvdbridge.kernels import pack, signs
     from hvdbridge.kernels.quantise import Blocks, Linear, decode, encode
 
-    draw = torch.Generator().manual_seed(0)
-    numel, width, wrong = 5000, 1024, []
-    x = torch.randn(numel, generator=draw) * torch.exp(8 * torch.randn(numel, generator=draw))
+    numel, draw, wrong = 5000, torch.Generator("cpu").manual_seed(0), []
+    x = torch.empty(numel, dtype=torch.float32, device="cpu").normal_(generator=draw)
+    x *= torch.empty_like(x).normal_(generator=draw).mul_(8).exp_()
     x[:1024] = (x[:1024] * 4).round().clamp(-254, 254) / 2  # halves, between two codes
     x[0], x[2048:3072], x[3100] = 127.0, 0.0, 1e-40
-    starts = torch.arange(0, numel, width)
-    table = starts, (numel - starts).clamp(max=width), starts, width, numel
-    blocks, theirs = Blocks(*table, "cpu"), Blocks(*table, device)
-    for code in (Linear(127), Linear(7), signs.ScaledSign()):
+    for code, width in itertools.product((Linear(127), Linear(7), signs.ScaledSign()), (1024, 16)):
+        starts = torch.arange(0, numel, width, device="cpu")
+        table = starts, (numel - starts).clamp(max=width), starts, width, numel
+        blocks, theirs = Blocks(*table, "cpu"), Blocks(*table, device)
         codes, scales = encode(code, x, blocks)
-        assert scales is not None
+        assert scales is not None, "these codes have them"
         rest = decode(code, codes.unsqueeze(0), scales.unsqueeze(0), blocks, x.clone(), add=-1)
         vector = x.to(device, copy=True)
-        found = torch.zeros(1, numel, dtype=torch.uint8, device=device)
-        rates = torch.zeros(1, starts.numel(), device=device)
+        found, rates = (torch.zeros_like(t, device=device).unsqueeze(0) for t in (codes, scales))
         code.encode_fused(kernels, vector, theirs.places, found, rates, keep_rest=True)
         same = torch.equal(found.cpu()[0], codes) and torch.equal(rates.cpu()[0], scales)
-        both, their_rates = found.expand(2, -1).contiguous(), rates.expand(2, -1).contiguous()
+        two, their_rates = found.expand(2, -1).contiguous(), rates.expand(2, -1).contiguous()
         for add in (None, 1, -1):
-            expected = decode(code, both.cpu(), their_rates.cpu(), blocks, x.clone(), add)
+            expected = decode(code, two.cpu(), their_rates.cpu(), blocks, x.clone(), add)
             out = x.to(device, copy=True)
-            code.decode_fused(kernels, both, their_rates, theirs.places, out, add)
+            code.decode_fused(kernels, two, their_rates, theirs.places, out, add)
             same = same and torch.equal(out.cpu(), expected)
         if not (same and torch.equal(vector.cpu(), rest)):
-            wrong.append(repr(code))
+            wrong.append(f"{code} of {width}")
     for bits in range(1, 8):
-        some = torch.randint(1 << bits, (8 * 321,), generator=draw).to(torch.uint8)
-        expected, packed = pack.pack(some, bits), torch.zeros(321 * bits, dtype=torch.uint8, device=device)
+        some = torch.randint(1 << bits, (8 * 321,), generator=draw, dtype=torch.uint8, device="cpu")
+        expected = pack.pack(some, bits)
+        packed, back = (torch.zeros_like(t, device=device) for t in (expected, some))
         kernels.squeeze(some.to(device), bits, packed)
-        back = torch.zeros(some.shape, dtype=torch.uint8, device=device)
         kernels.spread(packed, bits, back)
         if not (torch.equal(packed.cpu(), expected) and torch.equal(back.cpu(), some)):
             wrong.append(f"{bits} bits")

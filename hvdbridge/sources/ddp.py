@@ -42,6 +42,9 @@ class ReducerGroup(dist.ProcessGroup):
         self._group = group
         self.shares: Callable[[Tensor], torch.futures.Future[Tensor]] | None = None
 
+    def getBackendName(self) -> str:  # DDP's logger asks, and looks into backends that it knows
+        return "hvdbridge"
+
     # Of all operations a reducer asks for these two.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
@@ -58,9 +61,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     Attributes:
         reducer_group: its reducer's process group, where that is not DDP's own.
+        expects_backward: the last forward told the reducer to aggregate in the next backward, whatever is said there.
     """
 
     reducer_group: ReducerGroup | None = None
+    expects_backward = False
 
     def __init__(self, module: torch.nn.Module, shares: bool, **options: Any) -> None:
         self.__dict__["_shares"] = shares
@@ -74,6 +79,21 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             return super()._ddp_init_helper(*args, **options)  # type: ignore[no-untyped-call]
         finally:
             self.process_group = group
+
+    def _post_forward(self, output: Any) -> Any:
+        self.expects_backward = torch.is_grad_enabled() and self.require_backward_grad_sync
+        return super()._post_forward(output)  # type: ignore[no-untyped-call]
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Refused: what aggregates here is a policy.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported(
+            "register_comm_hook on the model of a GradientSynchronizer, whose gradients its policy aggregates. Give it "
+            "policy=hb.from_comm_hook(state, hook)."
+        )
 
     @property
     def bare(self) -> torch.nn.Module:
@@ -173,7 +193,7 @@ class DdpSource(Source):
         self.touched.append(parameter)
         if self.steps == 0:  # DDP's first hook may come too late to tell
             refuse_reentrant()
-        if self._undecided and self._model is not None and self._model.require_backward_grad_sync:
+        if self._undecided and self._model is not None and self._model.expects_backward:
             self._decide()
 
     def _bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:

@@ -42,6 +42,16 @@ def test_the_bits_that_a_device_must_give() -> None:
     assert fused.differences(cuda, CPU) == ""
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_whatever_the_user_has_for_a_default(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            assert fused.differences(cuda, CPU) == ""
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @some
 @given(st.integers(0, 2**31), st.sampled_from(CODES), st.sampled_from([256, 1024]), st.integers(1, 4_000),
        st.sampled_from([0.0, 0.001, 0.3]))  # fmt: skip

@@ -613,10 +613,14 @@ def divided_by_ddp() -> str:
         return bool(getattr(sync.model, "_comm_hooks", True))
 
     on_torch, digests = hb.backend() == "torch", []
-    for case in ("no weights", "weights", "no weights in a closed block", "views"):
+    for case in ("no weights", "weights", "no weights in a closed block", "weights after another backward", "views"):
         model = mlp()
         sync = synchronize(model, sgd(model), gradient_as_bucket_view=case == "views")
-        if case == "weights":
+        if case == "weights after another backward" and on_torch and RANK == 0:  # elsewhere it would be a step
+            next(iter(model.children()))(batch(0)[0]).sum().backward()
+            for p in model.parameters():
+                p.grad = None
+        if case.startswith("weights"):
             sync.weight = RANK + 1.0
         if case == "no weights in a closed block":
             with sync.no_sync():
@@ -625,7 +629,7 @@ def divided_by_ddp() -> str:
             for p in model.parameters():
                 p.grad = None
         train(sync, 3)
-        assert has_hook(sync) == (not on_torch or case in ("weights", "views")), case
+        assert has_hook(sync) == (not on_torch or case.startswith("weights") or case == "views"), case
         if case == "no weights":
             with sync.join():
                 train(sync, 1 + RANK)
@@ -634,6 +638,24 @@ def divided_by_ddp() -> str:
         digests.append(digest(model))
         sync.close()
     return " ".join(digests)
+
+
+def backward_in_a_closed_block() -> str:
+    """What DDP does in a backward is decided by its forward; weights of the first step count, whoever divides."""
+    if hb.backend() != "torch":
+        return "equal"
+    digests = []
+    for views in (False, True):
+        model = mlp()
+        sync = synchronize(model, gradient_as_bucket_view=views)
+        sync.weight = 1.0 + 2 * RANK
+        loss = loss_of(sync.model, 0)
+        with sync.no_sync():
+            loss.backward()
+        digests.append(digest(nn.ParameterList(p.grad for p in model.parameters())))
+        sync.close()
+    assert digests[0] == digests[1]
+    return "equal"
 
 
 def join_with_sync_batchnorm() -> str:
@@ -672,7 +694,7 @@ OWN = [
     broadcast_from_rank_0, weighted, weight_zero_hides_nan, total_weight_zero_skips, nan_travels, error_feedback_bf16,
     step_scope, average_gradients, unaggregated_gradients, unreduced_gradients, sync_batchnorm, misuse,
     unfrozen_later, static_graph, default_buckets, nothing_stays_alive, compiled_names, join_with_sync_batchnorm,
-    evaluation_by_one_rank, divided_by_ddp,
+    evaluation_by_one_rank, divided_by_ddp, backward_in_a_closed_block,
 ]  # fmt: skip
 
 if __name__ == "__main__":
