@@ -55,24 +55,22 @@ class Places:
     ) -> None:
         if width > 1024 or (codes.numel() and int(codes.max()) >= 2**31):
             raise ValueError(f"kernels have no room for {starts.numel()} blocks of {width}, or rows of so many codes")
-        self._columns = torch.stack([starts, counts, rows, codes, scales])
+        narrow = [column.to(torch.int32) for column in (counts, rows, codes, scales)]
+        self._table = torch.cat([starts.view(-1, 1).view(torch.int32), torch.stack(narrow, 1)], 1)
+        self._columns: Tensor | None = None
         self.height, self.width = height, width
-
-    @cached_property
-    def _table(self) -> Tensor:
-        """A struct for each block: its start in 64 bits, then four numbers of 32."""
-        starts, *narrow = self._columns
-        return torch.cat([starts.view(-1, 1).view(torch.int32), torch.stack(narrow, 1).to(torch.int32)], 1)
 
     @property
     def given(self) -> tuple[int, int]:
-        """For native.c: the table's address, and how many blocks it has."""
+        """For native.c: the table's address, a struct for each block, and how many blocks it has."""
         return self._table.data_ptr(), self._table.shape[0]
 
     def columns(self, device: torch.device) -> tuple[Tensor, int]:
-        """int64 ``[5, blocks]`` on ``device``, in the order of the arguments, and how many blocks it has."""
-        self._columns = self._columns.to(device)
-        return self._columns, self._columns.shape[1]
+        """The same as int64 ``[5, blocks]``, in the order of the arguments, on the one GPU that they are for."""
+        if self._columns is None:
+            starts = self._table[:, :2].contiguous().view(torch.int64).view(1, -1)
+            self._columns = torch.cat([starts, self._table[:, 2:].t()]).to(device)
+        return self._columns, self._table.shape[0]
 
 
 class Blocks:
