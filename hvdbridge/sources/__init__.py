@@ -30,8 +30,8 @@ def attach_torch(
     ranks: list[int] | None,
     options: Options,
 ) -> Attached:
-    """DistributedDataParallel with our communication hook, or in its place our all-reduce for its reducer; what it sends
-    itself (buffers, the used-map) goes through the default process group, or one over ``ranks``."""
+    """DistributedDataParallel with our communication hook, or in its place our all-reduce for its reducer; what DDP
+    sends itself (buffers, the used-map) goes through the default process group, or one over ``ranks``."""
     from inspect import signature
 
     import torch
