@@ -23,7 +23,7 @@ from hvdbridge.kernels.quantise import Places
 
 AS_WRITTEN = {"enable_fp_fusion": False}
 SIZES = ("blocks", "messages", "rows", "code_stride", "scale_stride", "count")
-"""Arguments by whose values no kernels of their own are made: what was proven is what runs."""
+"""Arguments by whose values no kernels of their own are made."""
 WORDS = 256
 """That a program packs."""
 aligned = True

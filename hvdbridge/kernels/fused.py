@@ -155,12 +155,13 @@ def differences(kernels: ModuleType | Any, device: torch.device) -> str:
     from hvdbridge.kernels import pack, signs
     from hvdbridge.kernels.quantise import Blocks, Linear, decode, encode
 
-    numel, draw, wrong = 5000, torch.Generator("cpu").manual_seed(0), []
-    x = torch.empty(numel, dtype=torch.float32, device="cpu").normal_(generator=draw)
-    x *= torch.empty_like(x).normal_(generator=draw).mul_(8).exp_()
-    x[:1024] = (x[:1024] * 4).round().clamp(-254, 254) / 2  # halves, between two codes
-    x[0], x[2048:3072], x[3100] = 127.0, 0.0, 1e-40
+    draw, wrong = torch.Generator("cpu").manual_seed(0), []
     for code, width in itertools.product((Linear(127), Linear(7), signs.ScaledSign()), (1024, 16)):
+        numel = 4 * width + width // 2 + 1
+        x = torch.empty(numel, dtype=torch.float32, device="cpu").normal_(generator=draw)
+        x *= torch.empty_like(x).normal_(generator=draw).mul_(8).exp_()
+        x[:width] = (x[:width] * 4).round().clamp(-254, 254) / 2  # halves, between two codes
+        x[0], x[2 * width : 3 * width], x[-1] = 127.0, 0.0, 1e-40
         starts = torch.arange(0, numel, width, device="cpu")
         table = starts, (numel - starts).clamp(max=width), starts, width, numel
         blocks, theirs = Blocks(*table, "cpu"), Blocks(*table, device)

@@ -373,6 +373,11 @@ def largest(x: Tensor) -> Tensor:
     return torch.maximum(x.amax(1), x.amin(1).neg_())
 
 
+def divide(x: Tensor, number: float, out: Tensor) -> None:
+    """``x / number`` as IEEE 754 has it: by a plain number CUDA multiplies, with its rounded reciprocal."""
+    torch.div(x, x.new_full((), number), out=out)
+
+
 def row_sums(x: Tensor) -> Tensor:
     """The sum of each row, added in halves; overwrites ``x``. The width is a power of two.
 
@@ -428,7 +433,7 @@ class Linear(Code):
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
     ) -> None:
         assert scales is not None
-        torch.div(largest(x) if self.norm == "max" else norms(x), self.levels, out=scales)
+        divide(largest(x) if self.norm == "max" else norms(x), self.levels, scales)
         y = x * scales.clamp_(min=TINY).reciprocal().unsqueeze(1)
         round_(y, noise, self.levels)
         self.write(y, codes)
@@ -535,7 +540,7 @@ class Float8(Code):
         assert scales is not None
         kind = torch.float8_e4m3fn if self.format == "e4m3" else torch.float8_e5m2
         top = torch.finfo(kind).max
-        torch.div(largest(x), top, out=scales)
+        divide(largest(x), top, scales)
         y = x * scales.clamp_(min=TINY).reciprocal().unsqueeze(1)
         if noise is not None:
             digits, smallest = (3, 2.0**-6) if self.format == "e4m3" else (2, 2.0**-14)

@@ -313,7 +313,7 @@ class ClippedMean(_Whole):
     def coefficients(self, products: Tensor, good: Tensor, weights: Sequence[float]) -> Tensor:
         share, lost = _shares(good[:-1], weights, self.f)
         point = torch.zeros_like(products[0])
-        point[-1] = 1.0
+        point[-1:] = 1.0
         for _ in range(self.iterations):
             distance = _distances(products, point)[:-1]
             pull = share * (self.radius / distance.clamp(min=TINY)).clamp(max=1.0)

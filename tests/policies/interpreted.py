@@ -23,7 +23,7 @@ from policies.test_native import bits, cut, vector
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which interprets, tells of NaN
 CPU = torch.device("cpu")
 CODES = [Linear(127), Linear(7), Linear(63), ScaledSign()]
-some = settings(max_examples=40, deadline=None)
+some = settings(max_examples=25, deadline=None)
 
 
 def both(work: Any) -> tuple[Any, Any]:
