@@ -65,6 +65,17 @@ def _linear_encode(  # type: ignore[no-untyped-def]
         tl.store(vector + start + i, x - whole.to(tl.float32) * scale, mask=inside)
 
 
+@triton.jit
+def _and(total, part, message, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
+    if ADD == 0:
+        total = tl.where(message == 0, part, total + part)  # a first -0 stays one
+    elif ADD == 1:
+        total = total + part
+    else:
+        total = total - part
+    return total
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _linear_decode(  # type: ignore[no-untyped-def]
     vector, places, blocks, messages, rows, codes, code_stride, scales, scale_stride,
@@ -81,12 +92,7 @@ def _linear_decode(  # type: ignore[no-untyped-def]
         given = tl.load(codes + at * code_stride + code + i, mask=inside, other=0)
         whole = given.to(tl.int8, bitcast=True).to(tl.int32) if OFFSET == 0 else given.to(tl.int32) - OFFSET
         part = whole.to(tl.float32) * tl.load(scales + at * scale_stride + slot)
-        if ADD == 0:
-            total = tl.where(message == 0, part, total + part)  # a first -0 stays one
-        elif ADD == 1:
-            total = total + part
-        else:
-            total = total - part
+        total = _and(total, part, message, ADD)
     tl.store(vector + start + i, total, mask=inside)
 
 
@@ -125,12 +131,7 @@ def _sign_decode(  # type: ignore[no-untyped-def]
         at = message * rows + row
         given = tl.load(codes + at * code_stride + code + i, mask=inside, other=0)
         part = (given.to(tl.float32) - 0.5) * (2.0 * tl.load(scales + at * scale_stride + slot))
-        if ADD == 0:
-            total = tl.where(message == 0, part, total + part)
-        elif ADD == 1:
-            total = total + part
-        else:
-            total = total - part
+        total = _and(total, part, message, ADD)
     tl.store(vector + start + i, total, mask=inside)
 
 
