@@ -7,7 +7,9 @@ Rules:
    leave by itself, then the process ends with the cause on stderr and status 1. Nothing cancels that.
 3. ``watch`` costs less than a microsecond; only a wait of some length is told to the helper, which decides
    about stalls and timeouts for all ranks alike.
-4. A job of one has the same interface, without helper, sockets and threads.
+4. The rank whose failure it is ends first, if it does within ORIGIN_SECONDS: a launcher reports the status of
+   the first, and may end the others at once.
+5. A job of one has the same interface, without helper, sockets and threads.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from hvdbridge.helper.start import HelperAddress
 from hvdbridge.helper.wire import VALUE, Message, pack
 
 UNWIND = 2.0
+ORIGIN_SECONDS = 1.0
 CAUSE_SECONDS = 1.0
 log = logging.getLogger("hvdbridge")
 OnFailure = Callable[[HvdbridgeError], None]
@@ -115,6 +118,7 @@ class Monitor:
         self._tokens = itertools.count(1)
         self._told_after = min(1.0, config.stall_seconds / 2, config.timeout_seconds / 4)
         self._failed = threading.Event()
+        self._origin_gone = threading.Event()
         self._failing = threading.Lock()
         self._said = False
         self._failed_at = 0.0
@@ -279,8 +283,13 @@ class Monitor:
                 return self.failure or error
             self._fail(getattr(errors, reply["kind"])(reply["text"]))
             if reply["origin"] == self.rank:
+                self._origin_gone.set()  # there is nobody to wait for
                 return error
         return self.failure or error
+
+    def let_origin_end(self) -> None:
+        """Called by a rank that ends for another's failure, as its last act: rule 4."""
+        self._origin_gone.wait(max(0.0, self._failed_at + ORIGIN_SECONDS - time.monotonic()))
 
     def cause_of(self, error: BaseException) -> BaseException:
         """The job's first cause where ``error`` is its consequence, else ``error``; waits a second to learn it."""
@@ -340,9 +349,13 @@ class Monitor:
 
     def _hear(self, message: Message) -> None:
         if message["op"] == "failure":
+            if message["origin"] is None:
+                self._origin_gone.set()
             failure = getattr(errors, message["kind"])(message["text"])
             self._say(failure)
             self._fail(failure)
+        elif message["op"] == "origin gone":
+            self._origin_gone.set()
         elif message["op"] == "stalled":
             log.warning("rank %d: %s", self.rank, message["text"])
 
@@ -367,6 +380,7 @@ class Monitor:
                 os.write(2, f"hvdbridge: rank {self.rank} {verb}: {failure}\n".encode())
 
     def _helper_gone(self) -> None:
+        self._origin_gone.set()
         self._fail(RankFailed("hvdbridge's helper process, on rank 0's host, ended before the job did (killed?)"))
 
     # The end -----------------------------------------------------------------------------------------
@@ -392,6 +406,7 @@ class Monitor:
         try:
             self._link.ask({"op": "leave"})
         except (HvdbridgeError, OSError) as error:
+            self.let_origin_end()
             end_process(1, f"rank {self.rank} ends: {self.failure or error}")
         self._close()
 

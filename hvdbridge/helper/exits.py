@@ -110,6 +110,7 @@ class ExitHooks:
 
     def _fail(self, error: BaseException, status: int = 1) -> NoReturn:
         first = self._monitor.report(error)
+        self._monitor.let_origin_end()
         shown = isinstance(error, HvdbridgeError) and str(first) == str(error)
         end_process(status, "" if first is error or shown else f"rank {self._monitor.rank} ends: {first}")
 

@@ -9,6 +9,7 @@ Rules:
 5. To leave without shutdown is a failure only if another rank waits for LEFT_GRACE afterwards: a script in
    which all ranks just end is fine.
 6. Nothing grows with the length of a job: an answered request is forgotten.
+7. The ranks are told when the one whose failure it was has gone: launchers blame the rank that ends first.
 """
 
 from __future__ import annotations
@@ -118,6 +119,10 @@ class Job:
         member.connected = False
         member.waits.clear()
         self._getters = [g for g in self._getters if g.rank != rank]
+        if self.failure and self.failure["origin"] == rank:
+            self.failure = {**self.failure, "origin": None}
+            for other in self.members:
+                self._send(other, {"op": "origin gone"})
         if member.state == "here":
             member.state = "dead"
             self.fail(f"{member} died without a word (killed, or crashed?)", now)

@@ -569,6 +569,24 @@ def test_sys_exit_with_a_status(call):
     assert "left with sys.exit(3)" in outputs[0]
 
 
+SLOWLY = """
+from hvdbridge.helper import exits
+client.UNWIND = 5
+at_once = exits.end_process
+exits.end_process = lambda *words: (time.sleep(0.5), at_once(*words))
+"""
+
+
+@pytest.mark.parametrize("other", ["monitor.store_get('never')", "pass"])
+def test_the_rank_whose_failure_it_is_ends_first(other):
+    """mpiexec kills the others when the first has ended, and torchrun names the first as the cause."""
+    ranks = Ranks("client.UNWIND = 5; " + other, SLOWLY + "sys.exit(3)")
+    while ranks.processes[0].poll() is None:
+        time.sleep(0.001)
+    assert ranks.processes[1].poll() == 3
+    assert ranks.end()[0] == [1, 3]
+
+
 def test_sys_exit_with_a_text():
     statuses, outputs = Ranks("collective()", "sys.exit('no data')").end()
     assert statuses == [1, 1]
