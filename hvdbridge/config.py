@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hvdbridge.errors import ConfigurationError, nearest
 
@@ -24,7 +25,7 @@ class Config:
     Attributes:
         backend: ``auto``, ``torch``, ``horovod`` or ``mpi`` (``HVDBRIDGE_BACKEND``).
         policy: a policy spec string (``HVDBRIDGE_POLICY``).
-        bucket_mb: size of a gradient bucket in MiB (``HVDBRIDGE_BUCKET_MB``); None: the policy's.
+        bucket_mb: size of a gradient bucket in MiB, or "auto" (``HVDBRIDGE_BUCKET_MB``); None: the policy's.
         debug: compare the signature of each collective across ranks before it starts (``HVDBRIDGE_DEBUG``).
         log_level: level of the ``hvdbridge`` logger (``HVDBRIDGE_LOG_LEVEL``).
         cache: directory for built wheels and kernels (``HVDBRIDGE_CACHE``).
@@ -36,7 +37,7 @@ class Config:
 
     backend: str = "auto"
     policy: str = "mean"
-    bucket_mb: float | None = None
+    bucket_mb: float | Literal["auto"] | None = None
     debug: bool = False
     log_level: str = "WARNING"
     cache: Path = Path("~/.cache/hvdbridge")
@@ -76,7 +77,7 @@ class Config:
         return cls(
             backend=_choice(given, "BACKEND", "auto", BACKENDS),
             policy=given.get("POLICY", "mean"),
-            bucket_mb=_positive(given, "BUCKET_MB", 25.0) if "BUCKET_MB" in given else None,
+            bucket_mb=_bucket_mb(given),
             debug=_flag(given, "DEBUG"),
             log_level=_choice(given, "LOG_LEVEL", "WARNING", LOG_LEVELS, fold=str.upper),
             cache=Path(given.get("CACHE") or Path(home) / "hvdbridge").expanduser(),
@@ -84,6 +85,25 @@ class Config:
             stall_seconds=_positive(given, "STALL_SECONDS", 30.0),
             kernels=_choice(given, "KERNELS", "auto", KERNELS),
         )
+
+    def fixed_bucket_mb(self, otherwise: float, where: str) -> float:
+        """The size of a bucket in MiB where none is measured; ``otherwise`` if nothing is said.
+
+        Raises:
+            ConfigurationError: it says "auto".
+        """
+        if self.bucket_mb == "auto":
+            raise ConfigurationError(
+                f"{PREFIX}BUCKET_MB=auto: only a GradientSynchronizer measures it, {where} does not. "
+                f"Set a number of MiB, or unset {PREFIX}BUCKET_MB."
+            )
+        return self.bucket_mb or otherwise
+
+
+def _bucket_mb(given: Mapping[str, str]) -> float | Literal["auto"] | None:
+    if "BUCKET_MB" not in given:
+        return None
+    return "auto" if given["BUCKET_MB"].lower() == "auto" else _positive(given, "BUCKET_MB", 25.0)
 
 
 def _choice(given: Mapping[str, str], name: str, default: str, known: tuple[str, ...], fold: Fold = str.lower) -> str:

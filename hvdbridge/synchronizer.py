@@ -349,7 +349,8 @@ def average_gradients(
         policy: one without state (there is nobody to keep it), and that does nothing after the optimizer's step.
 
     Raises:
-        ConfigurationError: the policy has state, acts after the optimizer's step, or is not defined for so few ranks.
+        ConfigurationError: the policy has state, acts after the optimizer's step, or is not defined for so few ranks;
+            ``HVDBRIDGE_BUCKET_MB=auto``.
         WeightError: a bad weight, or one on some ranks only.
     """
     session = runtime.current()
@@ -361,11 +362,12 @@ def average_gradients(
         raise ConfigurationError(
             f"average_gradients: {label(chosen)} acts after the optimizer's step. Use a GradientSynchronizer."
         )
+    bucket_mb = session.config.fixed_bucket_mb(chosen.bucket_mb, "average_gradients")
     communicator, control, driver = averaging(session, group, next(iter(params.values())).device)
     chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
     aggregator = Aggregator(chosen, params, communicator, control, driver)
     aggregator.weight = weight
-    options = Options(session.config.bucket_mb or chosen.bucket_mb, gradient_as_bucket_view=False)
+    options = Options(bucket_mb, gradient_as_bucket_view=False)
     HookSource(params, aggregator, options, hooked=()).run()
 
 

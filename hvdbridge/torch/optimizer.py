@@ -147,15 +147,10 @@ class Opening:
         for name, p in self.params.items():
             if p.grad is not None and p.grad.is_sparse and not self.settings.sparse_as_dense:
                 sparse[name] = p.grad.sparse_dim()
-        return mine, sparse, [*self.settings.lines(), f"buckets of {self.bucket_mb:g} MB"]
+        return mine, sparse, [*self.settings.lines(), f"buckets of {self.bucket_mb():g} MB"]
 
-    @property
     def bucket_mb(self) -> float:
-        """``HOROVOD_FUSION_THRESHOLD``, or the session's, or the policy's."""
-        given = self.operations.settings.bucket_bytes
-        if given is not None:
-            return given / 2**20
-        return self.operations.session.config.bucket_mb or self.settings.policy.bucket_mb
+        return bucket_mb(self.operations, self.settings.policy)
 
     @property
     def stale(self) -> bool:
@@ -189,6 +184,14 @@ class Opening:
             raise self._error
         assert self._reducer is not None, "it is open"
         return self._reducer
+
+
+def bucket_mb(operations: Operations, policy: Policy) -> float:
+    """``HOROVOD_FUSION_THRESHOLD`` in MiB, or the session's size, or the policy's."""
+    given = operations.settings.bucket_bytes
+    if given is not None:
+        return given / 2**20
+    return operations.session.config.fixed_bucket_mb(policy.bucket_mb, "hvdbridge.torch.DistributedOptimizer")
 
 
 def differences(offers: Sequence[tuple[dict[str, str], dict[str, int], list[str]]]) -> str:
@@ -232,7 +235,7 @@ class Reducer:
         self.aggregator = Aggregator(
             settings.policy, self.dense, communicator, self.channel.control, self.driver, weighted=False
         )
-        self.buckets = self._cut(settings, Options(opening.bucket_mb))
+        self.buckets = self._cut(settings, Options(opening.bucket_mb()))
         self.slots: dict[Tensor, Slot] = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self.running = False
         self.begun = 0
@@ -778,6 +781,7 @@ def DistributedOptimizer(
     if delta and process_set is not global_process_set:
         raise NotImplementedError("Adasum takes the global process set only")
     chosen = from_spec("adasum") if delta else choose_policy(policy, op, compression, gradient_predivide_factor)
+    bucket_mb(mpi_ops._current(), chosen)  # refused here rather than within backward
     names = names_of(optimizer.param_groups, named_parameters)
     parent = _DistributedAdasumOptimizer if delta else _DistributedOptimizer
     kind: Any = type(type(optimizer).__name__, (parent, type(optimizer)), {"__module__": type(optimizer).__module__})

@@ -42,6 +42,23 @@ def test_gradients_are_views_where_parameters_are_small(sizes: list[int], views:
     sync.close()
 
 
+def test_buckets_that_are_measured_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hvdbridge.torch as hvd
+
+    monkeypatch.setenv("HVDBRIDGE_BUCKET_MB", "Auto")
+    hb.init("torch")
+    model = torch.nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    sync = hb.GradientSynchronizer(model, policy="int8")
+    assert sync.bucket_mb == 10  # alone there is nothing to measure
+    sync.close()
+    with pytest.raises(hb.ConfigurationError, match=r"HVDBRIDGE_BUCKET_MB=auto: only a .* average_gradients does not"):
+        hb.average_gradients(model)
+    hvd.init()
+    with pytest.raises(hb.ConfigurationError, match=r"hvdbridge.torch.DistributedOptimizer does not\. Set a number"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+
+
 def test_every_public_name_is_there_and_typed() -> None:
     lines = Path(hb.__file__).read_text()
     for name in hb.__all__:

@@ -32,9 +32,10 @@ rank = seen[0][1]
 mine = torch.tensor([rank + 1.0])
 if name == "torch":
     dist.all_reduce(mine)
-    leave_torch()
 elif name == "horovod":
     mine = hvd.allreduce(mine, op=hvd.Sum)
 else:
     mine = torch.tensor([MPI.COMM_WORLD.allreduce(mine.item())])
 record(rank, {"seen": seen, "sum": mine.item()})
+if name == "torch":
+    leave_torch()

@@ -202,5 +202,4 @@ if chosen:
     print(results)
 if PLAIN:
     leave_torch()
-else:
-    hb.shutdown()
+hb.shutdown()

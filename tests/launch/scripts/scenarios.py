@@ -708,9 +708,8 @@ if __name__ == "__main__":
         except Exception:
             results[scenario.__name__] = traceback.format_exc()
         record(RANK, results)
-    if PLAIN:
-        leave_torch()
-    else:
-        hb.shutdown()
     if chosen:
         print(results)
+    if PLAIN:
+        leave_torch()
+    hb.shutdown()
