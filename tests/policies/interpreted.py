@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvdbridge.kernels
-from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels import cuda, fused, native
-from hvdbridge.kernels.quantise import Code, Linear, decode, encode
+from hvdbridge.kernels.quantise import Code, Linear
 from hvdbridge.kernels.signs import ScaledSign
-from hvdbridge.policies.sharded import _code_plan
-from policies.test_native import bits, cut, vector
+from policies.test_native import same_codes, same_messages
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which interprets, tells of NaN
 CPU = torch.device("cpu")
@@ -56,36 +54,14 @@ def test_whatever_the_user_has_for_a_default(dtype: torch.dtype) -> None:
 @given(st.integers(0, 2**31), st.sampled_from(CODES), st.sampled_from([256, 1024]), st.integers(1, 4_000),
        st.sampled_from([0.0, 0.001, 0.3]))  # fmt: skip
 def test_codes(seed: int, code: Code, width: int, numel: int, special: float) -> None:
-    blocks, x = cut(numel, width), vector(seed, numel, special)
-    (codes, scales), (their_codes, their_scales) = both(lambda: encode(code, x, blocks, seed))
-    assert bits(scales) == bits(their_scales)
-    finite = scales.isfinite().repeat_interleave(width)[:numel]  # elsewhere any code comes back non-finite
-    assert torch.equal(codes[finite], their_codes[finite])
-    rows, rates = torch.stack([codes, codes.flip(0)]), torch.stack([scales, scales.flip(0)])
-    for add in (None, 1, -1):
-        ours, theirs = both(lambda add=add: decode(code, rows, rates, blocks, x.flip(0).contiguous(), add))
-        assert bits(ours) == bits(theirs)
+    same_codes(both, seed, code, width, numel, special)
 
 
 @some
 @given(st.integers(0, 2**31), st.sampled_from(CODES), st.sampled_from([256, 1024]), st.integers(1, 3),
        st.lists(st.sampled_from([0, 1, 7, 1000, 1025, 2048]), min_size=1, max_size=3), st.booleans())  # fmt: skip
 def test_messages(seed: int, code: Code, width: int, size: int, numels: list[int], keep_rest: bool) -> None:
-    """To owners, there added up, and back: messages, what they say, and what they leave."""
-    layout = Layout({str(i): (numel,) for i, numel in enumerate(numels)})
-    x, y = (vector(seed + i, layout.numel, 0.0) for i in range(2))
-
-    def run() -> list[torch.Tensor]:
-        plan = _code_plan(Bucket(x, layout, rank=seed % size, size=size), width)
-        rests = [x.clone(), y.clone()]
-        sent = [plan.everyone.encode(code, rest, seed, keep_rest) for rest in rests]
-        theirs = torch.stack([messages[seed % size] for messages in sent])
-        total = plan.own.decode(code, *plan.own.read(code, theirs))
-        update = plan.everyone.decode(code, *plan.everyone.read(code, sent[0]))
-        return [total, update, *rests, *sent]
-
-    ours, theirs = both(run)
-    assert all(map(torch.equal, ours, theirs))
+    same_messages(both, seed, code, width, size, numels, 0.0, keep_rest)
 
 
 def wrong(name: str) -> Any:

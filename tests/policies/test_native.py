@@ -46,6 +46,7 @@ SPECIAL = [
     -math.inf,
     math.nan,
 ]
+Both = Callable[[Callable[[], Any]], tuple[Any, Any]]
 
 
 def both(work: Callable[[], Any]) -> tuple[Any, Any]:
@@ -76,10 +77,8 @@ def cut(numel: int, width: int) -> Blocks:
     return Blocks(starts, (numel - starts).clamp(max=width), starts, width, numel, "cpu")
 
 
-@several
-@given(st.integers(0, 2**31), st.sampled_from(CODES), st.sampled_from([16, 64, 256, 1024]), st.integers(1, 20_000),
-       st.sampled_from([0.0, 0.001, 0.3]))  # fmt: skip
-def test_codes(seed: int, code: Code, width: int, numel: int, special: float) -> None:
+def same_codes(both: Both, seed: int, code: Code, width: int, numel: int, special: float) -> None:
+    """Coded, and decoded in each way; ``both`` computes with the kernels that are judged and with torch's."""
     blocks, x = cut(numel, width), vector(seed, numel, special)
     (codes, scales), (their_codes, their_scales) = both(lambda: encode(code, x, blocks, seed))
     assert bits(scales) == bits(their_scales)
@@ -91,12 +90,8 @@ def test_codes(seed: int, code: Code, width: int, numel: int, special: float) ->
         assert bits(ours) == bits(theirs)
 
 
-@several
-@given(st.integers(0, 2**31), st.sampled_from(CODES), st.sampled_from([16, 64, 256, 1024]), st.integers(1, 5),
-       st.lists(st.sampled_from([0, 1, 7, 16, 1000, 1024, 1025, 4096, 9000]), min_size=1, max_size=6),
-       st.sampled_from([0.0, 0.001, 0.3]), st.booleans())  # fmt: skip
-def test_messages(
-    seed: int, code: Code, width: int, size: int, numels: list[int], special: float, keep_rest: bool
+def same_messages(
+    both: Both, seed: int, code: Code, width: int, size: int, numels: list[int], special: float, keep_rest: bool
 ) -> None:
     """To owners, there added up, and back: messages, what they say, and what they leave."""
     layout = Layout({str(i): (numel,) for i, numel in enumerate(numels)})
@@ -118,6 +113,23 @@ def test_messages(
         assert bits(mine[finite]) == bits(other[finite])
     if x.isfinite().all() and y.isfinite().all():
         assert all(map(torch.equal, ours[4:], theirs[4:]))
+
+
+@several
+@given(st.integers(0, 2**31), st.sampled_from(CODES), st.sampled_from([16, 64, 256, 1024]), st.integers(1, 20_000),
+       st.sampled_from([0.0, 0.001, 0.3]))  # fmt: skip
+def test_codes(seed: int, code: Code, width: int, numel: int, special: float) -> None:
+    same_codes(both, seed, code, width, numel, special)
+
+
+@several
+@given(st.integers(0, 2**31), st.sampled_from(CODES), st.sampled_from([16, 64, 256, 1024]), st.integers(1, 5),
+       st.lists(st.sampled_from([0, 1, 7, 16, 1000, 1024, 1025, 4096, 9000]), min_size=1, max_size=6),
+       st.sampled_from([0.0, 0.001, 0.3]), st.booleans())  # fmt: skip
+def test_messages(
+    seed: int, code: Code, width: int, size: int, numels: list[int], special: float, keep_rest: bool
+) -> None:
+    same_messages(both, seed, code, width, size, numels, special, keep_rest)
 
 
 def test_blocks_that_c_has_no_room_for() -> None:
