@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
+LEAVE_SECONDS = 10.0
 SSH = """#!{python}
 import os, sys
 hosts = {hosts}
@@ -81,6 +82,11 @@ class Hosts:
         try:
             for process in typed:
                 output += process.communicate(timeout=timeout)[0] or ""
+        except KeyboardInterrupt:  # the ranks have it, too, and leave what they have so far
+            for process in typed:
+                with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                    process.communicate(timeout=LEAVE_SECONDS)
+            raise
         finally:
             for process in typed:
                 process.kill()
@@ -102,7 +108,7 @@ class Hosts:
 def sh(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{shlex.join(words)}: {done.stderr.strip()}")
+        raise NoHosts(f"this machine makes no such hosts: {shlex.join(words)}: {done.stderr.strip()}")
 
 
 @contextmanager
@@ -110,8 +116,11 @@ def hosts(count: int, mbits: float | None = None, delay_ms: float = 0.0) -> Iter
     """``count`` hosts on one bridge.
 
     Raises:
-        NoHosts: not root, no iproute2, or a kernel that makes no bridge.
+        NoHosts: not root, no iproute2, or a kernel that makes no bridge, namespace or such links.
+        ValueError: a number that cannot be.
     """
+    if not 1 <= count <= 26 or (mbits is not None and mbits <= 0) or delay_ms < 0:
+        raise ValueError(f"{count} hosts (1 to 26), {mbits} Mbit/s (above 0), {delay_ms} ms (not below 0)")
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NoHosts("hosts of one's own need root and iproute2 (ip, tc), to make network namespaces")
     tag = f"hb{os.getpid() % 100000}"
@@ -121,10 +130,7 @@ def hosts(count: int, mbits: float | None = None, delay_ms: float = 0.0) -> Iter
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) if main else None
     folder = Path(tempfile.mkdtemp(prefix="hvdbridge-"))
     try:
-        try:
-            sh("ip", "link", "add", tag, "type", "bridge")
-        except RuntimeError as error:
-            raise NoHosts(f"this machine makes no network bridge: {error}") from error
+        sh("ip", "link", "add", tag, "type", "bridge")
         sh("ip", "link", "set", tag, "up")
         for name, address in zip(names, addresses, strict=True):
             etc = Path("/etc/netns") / name  # `ip netns exec` lays it over /etc

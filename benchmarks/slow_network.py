@@ -32,7 +32,7 @@ def main() -> int:
             words = ["-m", "hvdbridge", "bench", *arguments.bench]
             lines = made.commands(arguments.launcher, arguments.ranks_per_host, words)
             statuses, _ = made.run(lines, env, quiet=False)
-    except NoHosts as error:
+    except (NoHosts, ValueError) as error:
         print(f"benchmarks/slow_network.py: {error}", file=sys.stderr)
         return 2
     return max(map(abs, statuses))

@@ -58,6 +58,8 @@ Check = Callable[[int, str], None]
 
 POLL_SECONDS, LONGEST_POLL_SECONDS = 5e-5, 3e-4
 """Between looks at what travels, while the thread has nothing else to do."""
+SETTLE_SECONDS = 5e-3
+"""Between looks at what is under way when a script has ended."""
 PATIENT_POLL_SECONDS, PATIENCE, LONGEST_PATIENT_POLL_SECONDS = 2e-3, 1.125, 0.1
 """The same where nothing starts or progresses by a look: only so that what is done is not taken for waited for. Each
 pause is so many times the one before, so an eighth of a long wait is the most by which it is overrated; a look costs a
@@ -207,6 +209,9 @@ class Driver:
 
     def flush(self) -> None:
         """No more flows follow for now: let those that were submitted come to their ends."""
+
+    def settle(self) -> None:
+        """Return when all that was submitted is over, or the driver has failed."""
 
     def order(self) -> None:
         """Let what the caller enqueues from now on see the results of the flows that were waited for."""
@@ -443,6 +448,11 @@ class ThreadDriver(Driver):
 
     def flush(self) -> None:
         self._mail.put((None, None))
+
+    def settle(self) -> None:
+        self.flush()
+        while self.failure is None and any(not pending.done for pending in list(self._open)):
+            time.sleep(SETTLE_SECONDS)
 
     def order(self) -> None:
         if self._stream is not None:

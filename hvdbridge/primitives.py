@@ -285,7 +285,7 @@ def _start(group: Group, steps: Steps, what: str, async_op: bool, timeout: timed
     if group._driver is None:
         check = session.check() if group.number == 0 else None
         group._driver = open_driver(group.communicator, session.device, check)
-        session.monitor.on_failure(group._driver.fail)
+        session.monitor.guard(group._driver)
     pending = group._driver.submit(Pending(steps, group.communicator))
     handle = _Collective(pending, group._driver, what, group.timeout if timeout is None else timeout)
     if async_op:

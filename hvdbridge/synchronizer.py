@@ -110,7 +110,7 @@ class GradientSynchronizer:
         device = next(iter(params.values())).device
         self._monitor = session.monitor
         self._driver = open_driver(self._communicator, device, session.check(ranks))
-        self._monitor.on_failure(self._driver.fail)
+        self._monitor.guard(self._driver)
         self._aggregator = Aggregator(
             self.policy, params, self._communicator, self._control, self._driver, seed, weighted
         )
@@ -282,7 +282,7 @@ class GradientSynchronizer:
                 norm.communicator.close()
             norm.communicator = norm.synchronizer = None
         runtime.forget_at_shutdown(self.close)
-        self._monitor.remove_on_failure(self._driver.fail)
+        self._monitor.unguard(self._driver)
         failed = self._driver.failure is not None
         self._driver.close()
         if not failed:  # else a rank may be gone, and freeing what it shares may wait for it
@@ -378,7 +378,7 @@ def averaging(session: runtime.Session, group: Any, device: torch.device) -> tup
     if key not in session.opened:
         communicator, control, ranks = open_group(session.communicator, group)
         driver = open_driver(communicator, device, session.check(ranks))
-        session.monitor.on_failure(driver.fail)
+        session.monitor.guard(driver)
         session.opened[key] = (communicator, control, driver)
         for close in (communicator.close, control.close, driver.close):
             runtime.at_shutdown(close)

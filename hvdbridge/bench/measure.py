@@ -13,13 +13,16 @@ from typing import Literal
 import torch
 
 import hvdbridge as hb
-from hvdbridge.bench.arithmetic import kinds
+from hvdbridge.agreement import trainable
+from hvdbridge.bench.arithmetic import SETTLED, kinds
 from hvdbridge.bench.models import Loss
 from hvdbridge.bench.models import model as named_model
 from hvdbridge.bench.native import Way, alone, native
-from hvdbridge.bench.network import Network
+from hvdbridge.bench.network import Network, ranks_per_node
+from hvdbridge.dry_run import Asked, dry_run
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies import from_spec
+from hvdbridge.policy import Policy
 
 WARM_UP = 5
 """Steps that are not counted: DDP rebuilds its buckets, policies warm up, caches fill."""
@@ -97,14 +100,15 @@ def measure(
         ConfigurationError: no such model, or what :func:`check` says.
     """
     due, share = _due(policy, steps)
-    torch.manual_seed(0)
+    torch.manual_seed(hb.rank())  # ranks that send the same gradients would flatter what picks some of them
     module, loss = named_model(model, samples)
     module.to(hb.device())
     name, make = native(hb.backend(), against)
     theirs, mine, plain = module, copy.deepcopy(module), copy.deepcopy(module)
+    opposite = make(theirs, _optimizer(theirs))
     sync = hb.GradientSynchronizer(mine, _optimizer(mine), policy=policy, bucket_mb=bucket_mb)
     ways = {
-        "native": make(theirs, _optimizer(theirs)),
+        "native": opposite,
         "ours": Way(sync.model, sync.optimizer.zero_grad, sync.optimizer.step, sync.stats),
         "alone": alone(plain, _optimizer(plain)),
     }
@@ -140,8 +144,9 @@ def measure(
     enqueued = not hb.current().communicator.capabilities.blocks_host
     beside = compression if (network.cores or 2) < 2 and not enqueued else 0.0  # in the time of backward
     floor = max(compute + beside, 0.0 if enqueued else compression, sent / network.bandwidth)
+    numel = sum(p.numel() for p in trainable(mine).values())
     return Row(
-        hb.backend(), hb.launcher(), hb.size(), model, policy, samples, name, sum(p.numel() for p in mine.parameters()),
+        hb.backend(), hb.launcher(), hb.size(), model, policy, samples, name, numel,
         steps, step, compute, compression, communication, max(0.0, step - compute - beside), sent, cpu, compute_cpu,
         other, (low, middle, high), step / floor, sync.bucket_mb, enqueued,
     )  # fmt: skip
@@ -151,12 +156,31 @@ def check(policy: str, against: str | None, steps: int) -> None:
     """What :func:`measure` would refuse on all ranks alike.
 
     Raises:
-        ConfigurationError: the policy is not defined for so many ranks, the native way is not this backend's, or the
-            steps are too few to meet all kinds of the policy's steps.
+        ConfigurationError: the policy is not defined for so many ranks, the native way is not this backend's, the
+            steps are too few to meet all kinds of the policy's steps, or it still warms up in them.
     """
-    from_spec(policy).check_size(hb.size(), len(set(hb.current().communicator.nodes)) or None)
+    chosen = from_spec(policy)
+    chosen.check_size(hb.size(), len(set(hb.current().communicator.nodes)) or None)
     native(hb.backend(), against)
     _due(policy, steps)
+    for step in (WARM_UP, WARM_UP + steps - 1):
+        sent = _asks(chosen, step)
+        if all(_asks(chosen, SETTLED + later) != sent for later in range(PERIOD)):
+            raise ConfigurationError(
+                f"{policy}: in steps {WARM_UP} to {WARM_UP + steps - 1}, which count here, it does not yet send "
+                "what it sends in the long run. Give what follows its warm-up."
+            )
+
+
+PERIOD = 256
+"""Steps after which a policy has done all that it does now and then."""
+
+
+def _asks(policy: Policy, step: int) -> list[str]:
+    """What its flows ask for in a step, for a matrix that any policy finds worth its while."""
+    local_size = ranks_per_node(hb.current().communicator)
+    events = dry_run(policy, {"weight": (1024, 1024)}, hb.size(), step, local_size=local_size)
+    return [event.request.signature() for event in events if isinstance(event, Asked)]
 
 
 def _due(policy: str, steps: int) -> tuple[list[bool], float]:

@@ -166,23 +166,40 @@ class _Product(torch.autograd.Function):
         return upstream, None, None, (grad.T @ x).view_as(weight), *(torch.randn_like(v) for v in vectors)
 
 
+def check_name(text: str, samples: int | None = None) -> None:
+    """What :func:`model` refuses without a look into the user's module.
+
+    Raises:
+        ConfigurationError: no such name, or a number of samples or layers that cannot be.
+    """
+    name, _, argument = text.partition(":")
+    if name not in MODELS and not argument:
+        raise ConfigurationError(f"unknown model {text!r}. {nearest(name, MODELS)} Your own: module:function")
+    if name in MODELS and argument and (name != "small" or not argument.isdigit() or int(argument) < 1):
+        raise ConfigurationError(f"unknown model {text!r}: only small takes a number, of layers, as in small:3000")
+    if samples is not None and (samples < 1 or name not in MODELS):
+        raise ConfigurationError(
+            f"--samples {samples} with {text}: a positive number, for the models that are known by name. "
+            "The loss of your own module:function says how many samples a step has."
+        )
+
+
 def model(text: str, samples: int | None = None) -> tuple[nn.Module, Loss]:
     """A model and its loss by name: ``resnet50``, ``bert-base``, ``gpt2``, ``small``, ``small:3000``, or
     ``module:function``, whose function returns ``(module, loss)`` and ``loss(module)`` a scalar to differentiate.
 
     Raises:
-        ConfigurationError: no such name, module or function.
+        ConfigurationError: no such name, module or function, or ``samples`` for the user's own.
 
     >>> module, loss = model("small:2")
     >>> loss(module).backward()
     """
+    check_name(text, samples)
     name, _, argument = text.partition(":")
-    if name in MODELS and (not argument or argument.isdigit()):
+    if name in MODELS:
         make, default = MODELS[name]
         count = samples or default
         return LayerList(make(int(argument)) if argument else make()), lambda module: module(count)
-    if not argument:
-        raise ConfigurationError(f"unknown model {text!r}. {nearest(name, MODELS)} Your own: module:function")
     if os.getcwd() not in sys.path:  # a console script has its own folder there
         sys.path.insert(0, os.getcwd())
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdbridge.agreement import trainable
 from hvdbridge.errors import ConfigurationError, nearest
 
 
@@ -103,6 +104,8 @@ def horovod(model: nn.Module, optimizer: Optimizer) -> Way:
     """Plain ``hvd.DistributedOptimizer``."""
     import horovod.torch as hvd
 
+    if any(p.dtype == torch.bfloat16 for p in trainable(model).values()):
+        raise ConfigurationError("horovod.torch takes no bfloat16")
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     return Way(model, wrapped.zero_grad, wrapped.step)
 
@@ -110,10 +113,10 @@ def horovod(model: nn.Module, optimizer: Optimizer) -> Way:
 def mpi(model: nn.Module, optimizer: Optimizer) -> Way:
     """By hand, after backward: all gradients in one flat Allreduce."""
     comm, params = _mpi(model)
-    flat = torch.empty(sum(p.numel() for p in params))
+    flat = torch.empty(sum(p.numel() for p in params), dtype=params[0].dtype)
 
     def step() -> None:
-        grads = [p.grad for p in params]
+        grads = _gradients(params)
         torch.cat([grad.reshape(-1) for grad in grads], out=flat)
         flat.div_(comm.size)
         comm.Allreduce(_in_place(), flat.numpy())
@@ -129,9 +132,9 @@ def mpi_loop(model: nn.Module, optimizer: Optimizer) -> Way:
     comm, params = _mpi(model)
 
     def step() -> None:
-        for param in params:
-            comm.Allreduce(_in_place(), param.grad.numpy())
-            param.grad.div_(comm.size)
+        for grad in _gradients(params):
+            comm.Allreduce(_in_place(), grad.numpy())
+            grad.div_(comm.size)
         optimizer.step()
 
     return Way(model, optimizer.zero_grad, step)
@@ -140,10 +143,21 @@ def mpi_loop(model: nn.Module, optimizer: Optimizer) -> Way:
 def _mpi(model: nn.Module) -> tuple[Any, list[Any]]:
     from mpi4py import MPI
 
-    params = list(model.parameters())
-    if params[0].device.type != "cpu":
-        raise ConfigurationError("the hand-written loops over MPI are for CPU tensors")
+    params = list(trainable(model).values())
+    found = {f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}" for p in params}
+    if found not in ({"float32 on cpu"}, {"float64 on cpu"}):
+        raise ConfigurationError(
+            f"the hand-written loops over MPI are for models of float32 or of float64 on the CPU, not {sorted(found)}"
+        )
     return MPI.COMM_WORLD.Dup(), params
+
+
+def _gradients(params: Sequence[nn.Parameter]) -> list[Any]:
+    """Zeros where this rank's backward left none: ranks must send alike."""
+    for param in params:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    return [param.grad for param in params]
 
 
 def _in_place() -> Any:

@@ -74,7 +74,7 @@ def save(path: Path, network: Network, rows: Sequence[Row | Prediction], **more:
 
 def plot_measured(path: Path, rows: Sequence[Row]) -> None:
     """Stacked bars: compute, compression, what is exposed; beside each the native step as a line."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 1.5 + 0.35 * len(rows)), layout="constrained")
     labels = [f"{row.policy} · {row.model} · {row.backend}" for row in rows]
     left = [0.0] * len(rows)
@@ -89,13 +89,14 @@ def plot_measured(path: Path, rows: Sequence[Row]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds per step")
     axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
 def plot_predicted(path: Path, found: Sequence[Prediction]) -> None:
     """Step time over the number of ranks, a line per policy."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
     for policy in dict.fromkeys(one.policy for one in found):
         mine = [one for one in found if one.policy == policy]
@@ -105,6 +106,7 @@ def plot_predicted(path: Path, found: Sequence[Prediction]) -> None:
     axes.set_xlabel("ranks")
     axes.set_ylabel("milliseconds per step")
     axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -133,7 +135,8 @@ def recommend(found: Sequence[Prediction], ranks: int) -> str:
     return text + "."
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Raises BackendUnavailable: matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:

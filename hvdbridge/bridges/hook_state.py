@@ -99,7 +99,7 @@ class HookState:
         self._closed = True
         aggregator, driver = self._aggregator, self._aggregator.driver
         runtime.forget_at_shutdown(self.close)
-        self._monitor.remove_on_failure(driver.fail)
+        self._monitor.unguard(driver)
         failed = driver.failure is not None
         driver.close()
         if not failed:  # else a rank may be gone, and freeing what it shares may wait for it
@@ -130,7 +130,7 @@ class HookState:
         self.policy.check_size(communicator.size, len(set(communicator.nodes)) or None)
         driver = open_driver(communicator, device, session.check(ranks))
         self._monitor = session.monitor
-        self._monitor.on_failure(driver.fail)
+        self._monitor.guard(driver)
         runtime.at_shutdown(self.close)
         self._aggregator = Aggregator(self.policy, params, communicator, control, driver, self._seed, self._weighted)
         self._aggregator.loss_scale = self._aggregator._held_scale = self._loss_scale

@@ -2,7 +2,7 @@
 
 ::
 
-    torchrun --nproc-per-node 2 -m hvdbridge bench --models bert-base --policies mean,bf16,int8
+    torchrun --nproc-per-node 2 -m hvdbridge bench --models bert-base --policies mean bf16 int8
     horovodrun -np 4 hvdbridge bench --backends horovod
     hvdbridge bench                                        # no launcher: 2 ranks here, each backend by its own
 """
@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -48,12 +49,18 @@ def mib(text: str) -> float | str:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from hvdbridge.bench.models import check_name
+    from hvdbridge.bench.report import pyplot
     from hvdbridge.policies import from_spec
 
     if arguments.steps < 1 or arguments.ranks < 1:
         raise ConfigurationError(f"--steps {arguments.steps} and --ranks {arguments.ranks} must be positive")
     for spec in arguments.policies:
         from_spec(spec)  # a slip of the pen is told before anything is measured
+    for model in arguments.models.split(","):
+        check_name(model, arguments.samples)
+    if arguments.plot is not None:
+        pyplot()
     if World.from_environment().launcher != "none":
         return _measure(arguments)
     return _launch(arguments)
@@ -112,7 +119,19 @@ def _measure(arguments: argparse.Namespace) -> int:
     interrupted = False
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # how horovodrun passes Ctrl-C on
-    with Progress(*columns, console=console, disable=not first) as progress:
+
+    def show() -> None:
+        for line in left_out:
+            console.print(line, highlight=False)
+        if rows and link is not None:
+            Console(width=None if sys.stdout.isatty() else 150).print(report.measured(rows))
+            if arguments.plot is not None:
+                report.plot_measured(arguments.plot, rows)
+
+    with ExitStack() as stack:
+        if first:
+            stack.callback(show)  # whatever ends it: rows that were measured are not lost
+        progress = stack.enter_context(Progress(*columns, console=console, disable=not first))
         try:
             for backend in arguments.backends.split(","):
                 hb.init(backend=backend)
@@ -121,30 +140,23 @@ def _measure(arguments: argparse.Namespace) -> int:
                     for policy in arguments.policies:
                         try:
                             check(policy, arguments.against, arguments.steps)
+                            total = WARM_UP + arguments.steps
+                            task = progress.add_task(f"{hb.backend()} · {model} · {policy}", total=total)
+                            rows.append(
+                                measure(
+                                    model, policy, arguments.against, link, arguments.steps, arguments.samples,
+                                    arguments.bucket_mb,
+                                    lambda task=task: progress.advance(task),  # type: ignore[misc]
+                                )
+                            )  # fmt: skip
                         except ConfigurationError as error:
                             left_out.append(f"{hb.backend()} · {model} · {policy}: left out: {error}")
                             continue
-                        total = WARM_UP + arguments.steps
-                        task = progress.add_task(f"{hb.backend()} · {model} · {policy}", total=total)
-                        rows.append(
-                            measure(
-                                model, policy, arguments.against, link, arguments.steps, arguments.samples,
-                                arguments.bucket_mb,
-                                lambda task=task: progress.advance(task),  # type: ignore[misc]
-                            )
-                        )  # fmt: skip
                         if first and arguments.json is not None:  # after every row: Ctrl-C leaves those so far
                             report.save(arguments.json, link, rows)
                 hb.shutdown()
         except KeyboardInterrupt:
             interrupted = True
-    if first:
-        for line in left_out:
-            console.print(line, highlight=False)
-    if first and rows and link is not None:
-        Console(width=None if sys.stdout.isatty() else 150).print(report.measured(rows))
-        if arguments.plot is not None:
-            report.plot_measured(arguments.plot, rows)
     if interrupted:
         return 130
     return 0 if rows else 2

@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local-size", type=int, help="ranks per node (default: 1, or as in FILE)")
     parser.add_argument("--from", type=Path, dest="source", metavar="FILE", help="what hvdbridge bench --json wrote")
     parser.add_argument("--gbits", type=float, help="the network's rate between nodes, Gbit/s")
-    parser.add_argument("--latency-us", type=float, default=25.0, help="of one message (default: %(default)s)")
+    parser.add_argument("--latency-us", type=float, help="of one message (default: 25)")
     parser.add_argument("--local-gbits", type=float, help="inside a node (default: as between them)")
-    parser.add_argument("--local-latency-us", type=float, default=5.0, help="(default: %(default)s)")
+    parser.add_argument("--local-latency-us", type=float, help="(default: 5)")
     parser.add_argument(
         "--compute-ms",
         type=float,
@@ -100,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
     from torch.optim import SGD
 
+    from hvdbridge.agreement import trainable
     from hvdbridge.bench import report
     from hvdbridge.bench.arithmetic import measure_arithmetic, measure_copy
     from hvdbridge.bench.models import model
@@ -124,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _threads(cores):
         module, loss = model(job.model, job.samples)
         module.to(device)
-        params = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        params = {name: p.detach() for name, p in trainable(module).items()}
         products, optimizer, busy = _compute(lambda: loss(module).backward(), SGD(module.parameters(), lr=1e-6))
         compute = products + optimizer if job.compute is None else job.compute
         here = compute / (products + optimizer)  # another machine, or other ranks beside: all it computes scales alike
@@ -184,6 +185,15 @@ def _job(arguments: argparse.Namespace, errors: Console) -> Job:
 
     compute = None if arguments.compute_ms is None else arguments.compute_ms / 1e3
     if arguments.source is not None:
+        network_of_its_own = [
+            f"--{name.replace('_', '-')}"
+            for name in ("gbits", "latency_us", "local_gbits", "local_latency_us")
+            if getattr(arguments, name) is not None
+        ]
+        if network_of_its_own:
+            raise ConfigurationError(
+                f"{', '.join(network_of_its_own)} and --from {arguments.source}: which network? FILE has one"
+            )
         try:
             saved = json.loads(arguments.source.read_text())
             known = list(dict.fromkeys(row["model"] for row in saved["rows"]))
@@ -193,10 +203,15 @@ def _job(arguments: argparse.Namespace, errors: Console) -> Job:
             names = [field.name for field in fields(Measured)]
             measured = {row["policy"]: Measured(**{name: row[name] for name in names}) for row in rows}
             network = Network.from_dict(saved["network"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            alone = max(row["ranks"] for row in saved["rows"]) == 1
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigurationError(
                 f"--from {arguments.source}: not what hvdbridge bench --json writes: {type(error).__name__}: {error}"
             ) from error
+        if alone:
+            raise ConfigurationError(
+                f"--from {arguments.source}: one rank alone has measured no network. Start hvdbridge bench on several."
+            )
         if model is None:
             raise ConfigurationError(f"--from {arguments.source} has {', '.join(known)}: say which by --model")
         samples = {row.samples for row in measured.values()} or {arguments.samples}
@@ -205,7 +220,7 @@ def _job(arguments: argparse.Namespace, errors: Console) -> Job:
                 f"--samples {arguments.samples}: in {arguments.source} it was {samples.pop() or 'the default'}"
             )
         taken = f"rows of {model} with {backend}" if measured else f"the network alone: it has no row of {model}"
-        errors.print(f"{arguments.source}: {taken}", highlight=False)
+        errors.print(f"{arguments.source}: {taken}", highlight=False, soft_wrap=True)
         if compute is None and measured:
             compute = statistics.median(row.compute for row in measured.values())
         return Job(network, model, samples.pop(), compute, measured)
@@ -215,9 +230,13 @@ def _job(arguments: argparse.Namespace, errors: Console) -> Job:
         )
     local = None
     if arguments.local_gbits is not None:
-        local = (arguments.local_latency_us / 1e6, arguments.local_gbits * 1e9 / 8)
-    network = Network.given(arguments.latency_us / 1e6, arguments.gbits * 1e9 / 8, local)
+        local = (_seconds(arguments.local_latency_us, 5.0), arguments.local_gbits * 1e9 / 8)
+    network = Network.given(_seconds(arguments.latency_us, 25.0), arguments.gbits * 1e9 / 8, local)
     return Job(network, arguments.model or "bert-base", arguments.samples, compute)
+
+
+def _seconds(microseconds: float | None, otherwise: float) -> float:
+    return (otherwise if microseconds is None else microseconds) / 1e6
 
 
 def _as_measured(planner: Planner, row: Measured) -> Planner:

@@ -215,7 +215,9 @@ class Bridged(Communicator):
             raise ConfigurationError(f"groups {wanted} must be disjoint and hold ranks below {self.size}")
         self._children += 1
         mine = next((i for i, group in enumerate(wanted) if self.rank in group), None)
-        child = self._split(f"{self.name}.{self._children}", wanted, mine)
+        name = f"{self.name}.{self._children}"
+        with self.watch(f"the opening of {name}"):
+            child = self._split(name, wanted, mine)
         if child is not None and mine is not None and self.nodes:
             child.set_nodes([self.nodes[rank] for rank in wanted[mine]])
         return child

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
+from typing import Protocol
 
 from hvdbridge import errors
 from hvdbridge.config import Config
@@ -49,6 +50,17 @@ ORIGIN_SECONDS = 1.0
 CAUSE_SECONDS = 1.0
 log = logging.getLogger("hvdbridge")
 OnFailure = Callable[[HvdbridgeError], None]
+
+
+class Guarded(Protocol):
+    """What has collectives under way in threads of its own (a driver)."""
+
+    def fail(self, cause: BaseException) -> None:
+        """The job failed; must not block."""
+
+    def settle(self) -> None:
+        """Return when all that was started is over."""
+
 
 SECONDARY = re.compile(
     r"connection (was )?(reset|refused|closed|aborted|lost)|(closed|reset) by (remote )?peer|broken pipe|timed? ?out|"
@@ -124,6 +136,7 @@ class Monitor:
         self._failed_at = 0.0
         self._spared = False
         self._callbacks: list[OnFailure] = []
+        self._guarded: list[Guarded] = []
         self._hooks: ExitHooks | None = None
 
     @classmethod
@@ -313,6 +326,17 @@ class Monitor:
         with self._failing:
             self._callbacks = [c for c in self._callbacks if c != callback]
 
+    def guard(self, work: Guarded) -> None:
+        """It fails when the job does, and is settled before this rank leaves without shutdown."""
+        self._guarded.append(work)
+        self.on_failure(work.fail)
+
+    def unguard(self, work: Guarded) -> None:
+        """Undo :meth:`guard`; harmless when repeated."""
+        if work in self._guarded:
+            self._guarded.remove(work)
+        self.remove_on_failure(work.fail)
+
     def spare(self) -> None:
         """From now on a failure does not end this process: the caller starts it anew (elastic training)."""
         self._spared = True
@@ -399,11 +423,15 @@ class Monitor:
     def leave(self) -> None:
         """Normal exit without shutdown: returns when ALL ranks have left or shut down, so MPI_Finalize cannot hang.
 
-        Called by the exit hooks. If the job fails meanwhile this process ends with status 1.
+        Called by the exit hooks. What was started ends before: later nobody would notice that another rank never starts
+        its part. If the job fails meanwhile this process ends with status 1.
         """
         if self._closed:
             return
         try:
+            for work in list(self._guarded):
+                with self.watch("what was started before the end of the script"):
+                    work.settle()
             self._link.ask({"op": "leave"})
         except (HvdbridgeError, OSError) as error:
             self.let_origin_end()

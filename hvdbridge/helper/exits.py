@@ -11,8 +11,9 @@ Rules:
 
 What is ugly: no hook of Python's tells the exit status. ``sys.exit`` (and site's ``exit``, ``quit``) is
 replaced by one that raises a SystemExit of our own; the interpreter drops that object when no frame is left,
-which tells an exit from one that was caught. A bare ``raise SystemExit(3)`` is not seen: the rank then leaves
-as if by 3., with its own status.
+which tells an exit from one that was caught. A bare ``raise SystemExit(3)`` is not seen, nor the status in
+``sys.exit(main())`` where main calls hb.init: Python looks sys.exit up before. The rank then leaves as if by 3., with
+its own status unless others wait for it.
 """
 
 from __future__ import annotations

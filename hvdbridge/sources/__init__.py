@@ -60,6 +60,7 @@ def attach_torch(
     wrapped = DistributedDataParallel(
         model,
         shares,
+        aggregator.communicator.watch,
         process_group=own_group,
         init_sync=False,
         find_unused_parameters=options.find_unused_parameters,

@@ -18,7 +18,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from hvdbridge.aggregator import Aggregator, Piece
 from hvdbridge.bucket import Layout
 from hvdbridge.errors import Unsupported
 from hvdbridge.sources.base import Source, at_end_of_backward, inside_backward, refuse_reentrant
+
+Watch = Callable[[str], AbstractContextManager[None]]
 
 
 class ReducerGroup(dist.ProcessGroup):
@@ -67,8 +69,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     reducer_group: ReducerGroup | None = None
     expects_backward = False
 
-    def __init__(self, module: torch.nn.Module, shares: bool, **options: Any) -> None:
-        self.__dict__["_shares"] = shares
+    _watch: Watch
+
+    def __init__(self, module: torch.nn.Module, shares: bool, watch: Watch, **options: Any) -> None:
+        self.__dict__.update(_shares=shares, _watch=watch)
         super().__init__(module, **options)
 
     def _ddp_init_helper(self, *args: Any, **options: Any) -> Any:
@@ -79,6 +83,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             return super()._ddp_init_helper(*args, **options)  # type: ignore[no-untyped-call]
         finally:
             self.process_group = group
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._watch("what DDP itself sends before a forward (buffers, the order of buckets)"):
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, output: Any) -> Any:
         self.expects_backward = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -104,7 +112,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         """As torch's, without our hook: torch registers none in a copy, either."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return state | {"_comm_hooks": [], "reducer_group": None, "_shares": False}
+        return state | {"_comm_hooks": [], "reducer_group": None, "_shares": False, "_watch": nullcontext}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.bare.state_dict(*args, **kwargs)

@@ -230,7 +230,7 @@ class Reducer:
         communicator = self.channel.communicator
         self.driver: Driver = open_driver(communicator, device, self.channel.check)
         self._monitor = self.operations.session.monitor
-        self._monitor.on_failure(self.driver.fail)
+        self._monitor.guard(self.driver)
         self.operations.on_failure.append(self.driver.fail)
         self.aggregator = Aggregator(
             settings.policy, self.dense, communicator, self.channel.control, self.driver, weighted=False
@@ -391,7 +391,7 @@ class Reducer:
             return
         self._closed = True
         runtime.forget_at_shutdown(self.close)
-        self._monitor.remove_on_failure(self.driver.fail)
+        self._monitor.unguard(self.driver)
         self.operations.on_failure.remove(self.driver.fail)
         failed = self.driver.failure is not None
         self.driver.close()

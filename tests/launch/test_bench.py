@@ -83,7 +83,7 @@ def test_without_a_launcher_each_backend_has_its_own(tmp_path: Path) -> None:
 
 def test_what_is_due_in_some_steps_has_its_share_and_what_cannot_be_is_left_out(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    policies = ["local_sgd:every=2", "krum:f=1", "local_sgd:every=100", "mean"]
+    policies = ["local_sgd:every=2", "krum:f=1", "local_sgd:every=100", "warmup(steps=9, then=int8)", "mean"]
     words = ["-m", "hvdbridge", "bench", *SMALL, "--policies", *policies, "--json", str(out)]
     job = jobs.run("torchrun", "torch", 2, words)
     assert job.status == 0, job.output
@@ -96,6 +96,7 @@ def test_what_is_due_in_some_steps_has_its_share_and_what_cannot_be_is_left_out(
     assert "krum:f=1: left out: " in job.output
     assert "local_sgd:every=100: left out: " in job.output
     assert "Raise --steps" in job.output
+    assert "warmup(steps=9, then=int8): left out: " in job.output
 
 
 def test_a_model_of_ones_own_lies_where_one_stands(tmp_path: Path) -> None:
@@ -113,14 +114,59 @@ def test_a_wrong_policy_ends_the_job_with_its_reason() -> None:
     assert "int9" in job.output
 
 
-@pytest.mark.parametrize("launcher", [*jobs.LAUNCHERS, None])
-def test_ctrl_c_leaves_the_rows_so_far(launcher: str | None, tmp_path: Path) -> None:
+OWN = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.used, self.frozen = torch.nn.Linear(64, 64, dtype=dtype), torch.nn.Linear(64, 64, dtype=dtype)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    def forward(self, x):
+        return self.frozen(self.used(x))
+def make(dtype=torch.float64): return Net(dtype), lambda module: module(torch.ones(2, 64, dtype=dtype)).sum()
+def half(): return make(torch.bfloat16)
+"""
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_frozen_parameters_and_other_types(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What bench sends, plan predicts: of frozen parameters nothing, of others their own bytes."""
+    (tmp_path / "other_types.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    out, planned = tmp_path / "bench.json", tmp_path / "plan.json"
+    words = ["--models", "other_types:make,other_types:half", "--policies", "mean", "--steps", "2"]
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])}
+    line = ["-m", "hvdbridge", "bench", *words, "--json", str(out)]
+    job = jobs.run(jobs.NATIVE[backend], backend, 2, line, env=env)
+    assert job.status == 0, job.output
+    sent = {row["model"]: row["bytes_sent"] for row in read(out)}
+    numel = 64 * 64 + 64
+    used_map = 0 if backend == "torch" else 8  # at most: DDP sends its own, beside what is counted
+    assert numel * 8 <= sent["other_types:make"] <= numel * 8 + used_map
+    if backend == "torch":
+        assert sent["other_types:half"] == numel * 2
+    else:
+        reason = {"mpi": "the hand-written loops over MPI are for", "horovod": "horovod.torch takes no bfloat16"}
+        assert f"other_types:half · mean: left out: {reason[backend]}" in job.output
+    plan = ["plan", "--model", "other_types:make", "--gbits", "1", "--ranks", "2", "--policies", "mean"]
+    assert main([*plan, "--json", str(planned)]) == 0
+    capsys.readouterr()
+    assert [row["bytes_sent"] for row in read(planned)] == [numel * 8]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [*((launcher, "torch") for launcher in (*jobs.LAUNCHERS, None)), ("mpiexec", "mpi")]
+)
+def test_ctrl_c_leaves_the_rows_so_far(launcher: str | None, backend: str, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     models = "small:8,resnet50"  # the first row comes soon, the second takes a minute and is interrupted
     words = ["bench", "--models", models, "--samples", "4", "--policies", "mean", "--json", str(out)]
     line = jobs.command(launcher, 2, ["-m", "hvdbridge", *words])
     job = subprocess.Popen(
-        line, env=jobs.environment("torch"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        line, env=jobs.environment(backend), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:

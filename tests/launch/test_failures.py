@@ -130,6 +130,24 @@ def test_sys_exit_has_its_own_status() -> None:
     assert ended.job.status == 3
 
 
+@pytest.mark.parametrize("kind", ["barrier", "backward", "forward"])
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_a_script_that_ends_while_others_wait(backend: str, kind: str) -> None:
+    job = jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "left.py"), kind])
+    assert job.status not in (0, -1), job.output
+    assert re.search(r"rank 1 \(.*left without hb\.shutdown\(\) while rank 0 waits in ", job.output), job.output
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_a_rank_that_is_late_for_the_first_operation(backend: str, tmp_path: Path) -> None:
+    """A channel is opened for it: that wait has a limit, too."""
+    late = tmp_path / "late.py"
+    late.write_text("import hvdbridge as hb, time; hb.init(); time.sleep(30 * hb.rank()); hb.barrier()")
+    job = jobs.run(jobs.NATIVE[backend], backend, 2, [str(late)], env={"HVDBRIDGE_TIMEOUT_SECONDS": "3"})
+    assert job.status not in (0, -1), job.output
+    assert re.search(r"after 3\.\d s .*rank 0 waits in .*not in it: rank 1 \(.*busy elsewhere", job.output), job.output
+
+
 @pytest.mark.parametrize("cell", [("torchrun", "horovod"), ("horovodrun", "mpi"), ("mpiexec", "torch")])
 def test_nonsense_while_the_job_starts(cell: tuple[str, str]) -> None:
     records = jobs.run(*cell, 2, [NONSENSE]).check().records

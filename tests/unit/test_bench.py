@@ -381,6 +381,19 @@ def test_plan_is_of_the_files_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "has small:4, small:3: say which by --model" in capsys.readouterr().err
 
 
+def test_plan_refuses_two_networks_and_files_without_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bench.json"
+    words = written(path, ("torch", "small:4", None))
+    assert main([*words, "--gbits", "1", "--local-latency-us", "1"]) == 2
+    assert "--gbits, --local-latency-us and --from" in capsys.readouterr().err
+    content = json.loads(path.read_text())
+    for wrong in ({"rows": []}, {"network": {"lines": []}}, {"rows": [content["rows"][0] | {"ranks": 1}]}):
+        path.write_text(json.dumps(content | wrong))
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert ("one rank alone has measured no network" if "ranks" in str(wrong) else "not what hvdbridge") in said
+
+
 def test_what_the_host_cannot_time_is_not_told() -> None:
     row = Row("torch", "torchrun", 2, "small", "int8", None, "ddp", 8, 3, 2.0, 1.0, 0.125, 0.25, 1.0, 100.0, 1.0, 0.5,
               2.0, (1.0, 1.0, 1.0), 1.5, 10.0, True)  # fmt: skip
@@ -406,6 +419,11 @@ def test_what_the_host_cannot_time_is_not_told() -> None:
         ),
         (["plan", "--from", __file__], "not what hvdbridge bench --json writes: JSONDecodeError"),
         (["bench", "--steps", "0"], "must be positive"),
+        (["bench", "--models", "small,smal"], "unknown model 'smal'"),
+        (["bench", "--models", "bert-base:12"], "only small takes a number"),
+        (["bench", "--models", "small:0"], "only small takes a number"),
+        (["bench", "--models", "json:loads", "--samples", "3"], "--samples 3 with json:loads"),
+        (["bench", "--samples", "0"], "a positive number"),
         (["bench", "--backends", "nccl"], "known are torch, horovod, mpi"),
     ],
 )
