@@ -4,7 +4,7 @@
     python benchmarks/cuda_check.py --device cpu          # every part that needs no GPU, to check the check
 
 Needs this repository and torch; mpi4py and Horovod if they are there. What is missing is named, row by row, and
-fails nothing; what gives a wrong result fails the whole (exit status 1).
+fails nothing, nor does what is "slow"; what gives a wrong result fails the whole (exit status 1).
 
 Rules:
 
@@ -245,7 +245,7 @@ def kernels(device: str) -> Iterator[Finding]:
         share = rate / rates["copy"]
         elements = share * ways["copy"][1] / ways[name][1]
         told = f"{rate / 1e9:.1f} GB/s, {share:.2f} of the copy, and {elements:.2f} of its elements per second"
-        slow = device == "cuda" and share < GOAL and name != "P and Q of rank 4"  # products are bound by arithmetic, too
+        slow = device == "cuda" and share < GOAL and name != "P and Q of rank 4"  # which arithmetic binds, too
         yield Finding("kernel", name, "slow" if slow else "ok", told, share)
 
 
@@ -410,7 +410,7 @@ def alone(part: str, device: str, seconds: float) -> list[Finding]:
 def environment(device: str) -> Iterator[Finding]:
     """What is here, and what is not."""
     yield Finding("environment", "torch", "ok", torch.__version__)
-    for library in ("mpi4py", "horovod"):
+    for library in ("triton", "mpi4py", "horovod"):
         here = importlib.util.find_spec(library) is not None
         yield Finding("environment", library, "ok" if here else "missing", "")
     if device == "cuda":
