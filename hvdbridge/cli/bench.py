@@ -16,14 +16,19 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.world import World
+
+SHOW_SECONDS = 2.0
+"""In which rank 0 shows its rows after Ctrl-C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,8 +122,20 @@ def _measure(arguments: argparse.Namespace) -> int:
     first = World.from_environment().rank == 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    def stepped(task: TaskID) -> None:
+        progress.advance(task)
+        if interrupted:  # in a place from which Python lets no exception out
+            raise KeyboardInterrupt
+
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # how horovodrun passes Ctrl-C on
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, interrupt)  # how horovodrun passes Ctrl-C on
 
     def show() -> None:
         for line in left_out:
@@ -146,7 +163,7 @@ def _measure(arguments: argparse.Namespace) -> int:
                                 measure(
                                     model, policy, arguments.against, link, arguments.steps, arguments.samples,
                                     arguments.bucket_mb,
-                                    lambda task=task: progress.advance(task),  # type: ignore[misc]
+                                    partial(stepped, task),
                                 )
                             )  # fmt: skip
                         except ConfigurationError as error:
@@ -158,5 +175,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             interrupted = True
     if interrupted:
-        return 130
+        if not first:
+            time.sleep(SHOW_SECONDS)  # launchers end all ranks with the first
+        sys.exit(130)  # said here, hb.init's exit hooks see it: a rank that is stuck in the native way ends, too
     return 0 if rows else 2

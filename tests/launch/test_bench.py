@@ -179,7 +179,9 @@ def test_ctrl_c_leaves_the_rows_so_far(launcher: str | None, backend: str, tmp_p
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
     assert [row["model"] for row in read(out)] == ["small:8"]
-    assert "milliseconds per step" in output
+    assert job.returncode != 0
+    if backend != "mpi":  # where rank 0 may be stuck in MPI, in which no signal is heard: then the file has the rows
+        assert "milliseconds per step" in output
 
 
 def test_a_slow_network_is_what_the_step_waits_for(tmp_path: Path) -> None:
