@@ -35,6 +35,8 @@ def main() -> int:
     except (NoHosts, ValueError) as error:
         print(f"benchmarks/slow_network.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return max(map(abs, statuses))
 
 

@@ -35,3 +35,11 @@ def test_two_hosts(launcher: str, backend: str, hosts: Hosts, tmp_path: Path) ->
         assert (seen["local_rank"], seen["local_size"]) == (rank % 2, 2)
         assert (seen["node_rank"], seen["num_nodes"]) == (rank // 2, 2)
         assert (seen["backend"], seen["launcher"]) == (backend, launcher)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"count": 0}, {"count": 27}, {"count": 2, "mbits": 0.0}, {"count": 2, "delay_ms": -1.0}]
+)
+def test_hosts_that_cannot_be(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="hosts"), make(**wrong):  # type: ignore[arg-type]
+        pass
