@@ -26,6 +26,8 @@ from hvdbridge.policy import Policy
 
 WARM_UP = 5
 """Steps that are not counted: DDP rebuilds its buckets, policies warm up, caches fill."""
+PERIOD = 256
+"""Steps after which a policy has done all that it does now and then."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +172,6 @@ def check(policy: str, against: str | None, steps: int) -> None:
                 f"{policy}: in steps {WARM_UP} to {WARM_UP + steps - 1}, which count here, it does not yet send "
                 "what it sends in the long run. Give what follows its warm-up."
             )
-
-
-PERIOD = 256
-"""Steps after which a policy has done all that it does now and then."""
 
 
 def _asks(policy: Policy, step: int) -> list[str]:

@@ -168,7 +168,6 @@ def _measure(arguments: argparse.Namespace) -> int:
                             )  # fmt: skip
                         except ConfigurationError as error:
                             left_out.append(f"{hb.backend()} · {model} · {policy}: left out: {error}")
-                            continue
                         if first and arguments.json is not None:  # after every row: Ctrl-C leaves those so far
                             report.save(arguments.json, link, rows)
                 hb.shutdown()

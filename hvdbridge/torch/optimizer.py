@@ -147,10 +147,8 @@ class Opening:
         for name, p in self.params.items():
             if p.grad is not None and p.grad.is_sparse and not self.settings.sparse_as_dense:
                 sparse[name] = p.grad.sparse_dim()
-        return mine, sparse, [*self.settings.lines(), f"buckets of {self.bucket_mb():g} MB"]
-
-    def bucket_mb(self) -> float:
-        return bucket_mb(self.operations, self.settings.policy)
+        size = bucket_mb(self.operations, self.settings.policy)
+        return mine, sparse, [*self.settings.lines(), f"buckets of {size:g} MB"]
 
     @property
     def stale(self) -> bool:
@@ -235,7 +233,7 @@ class Reducer:
         self.aggregator = Aggregator(
             settings.policy, self.dense, communicator, self.channel.control, self.driver, weighted=False
         )
-        self.buckets = self._cut(settings, Options(opening.bucket_mb()))
+        self.buckets = self._cut(settings, Options(bucket_mb(self.operations, settings.policy)))
         self.slots: dict[Tensor, Slot] = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self.running = False
         self.begun = 0

@@ -21,7 +21,6 @@ def main() -> int:
     if hb.rank() == 0 and kind == "barrier":
         hb.barrier()
     elif hb.rank() == 0:
-        model[0].register_forward_pre_hook(lambda *_: print("a step begins", flush=True))
         if kind == "backward":  # the last bucket never comes, as after Ctrl-C
             model[0].weight.register_hook(interrupt)
         try:
