@@ -8,7 +8,8 @@ Rules:
 3. ``watch`` costs less than a microsecond; only a wait of some length is told to the helper, which decides
    about stalls and timeouts for all ranks alike.
 4. The rank whose failure it is ends first, if it does within ORIGIN_SECONDS: a launcher reports the status of
-   the first, and may end the others at once.
+   the first, and may end the others at once. The kernel closes a process's connections some moments before its
+   parent can collect its status (up to 12 ms on busy cores), so the others stay REAP_SECONDS longer.
 5. A job of one has the same interface, without helper, sockets and threads.
 """
 
@@ -47,6 +48,7 @@ from hvdbridge.helper.wire import VALUE, Message, pack
 
 UNWIND = 2.0
 ORIGIN_SECONDS = 1.0
+REAP_SECONDS = 0.1
 CAUSE_SECONDS = 1.0
 log = logging.getLogger("hvdbridge")
 OnFailure = Callable[[HvdbridgeError], None]
@@ -130,6 +132,7 @@ class Monitor:
         self._tokens = itertools.count(1)
         self._told_after = min(1.0, config.stall_seconds / 2, config.timeout_seconds / 4)
         self._failed = threading.Event()
+        self._origin = False  # is the failure this rank's own?
         self._origin_gone = threading.Event()
         self._failing = threading.Lock()
         self._said = False
@@ -296,13 +299,14 @@ class Monitor:
                 return self.failure or error
             self._fail(getattr(errors, reply["kind"])(reply["text"]))
             if reply["origin"] == self.rank:
-                self._origin_gone.set()  # there is nobody to wait for
+                self._origin = True
                 return error
         return self.failure or error
 
     def let_origin_end(self) -> None:
-        """Called by a rank that ends for another's failure, as its last act: rule 4."""
-        self._origin_gone.wait(max(0.0, self._failed_at + ORIGIN_SECONDS - time.monotonic()))
+        """Called by a rank that ends for a failure, as its last act: rule 4."""
+        if not self._origin and self._origin_gone.wait(max(0.0, self._failed_at + ORIGIN_SECONDS - time.monotonic())):
+            time.sleep(REAP_SECONDS)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """The job's first cause where ``error`` is its consequence, else ``error``; waits a second to learn it."""
