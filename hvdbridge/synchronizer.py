@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -182,12 +183,13 @@ class GradientSynchronizer:
             raise Unsupported("join() with SyncBatchNorm: a rank without data makes no forward. Give it padding.")
         aggregator = self._aggregator
         aggregator.joining = True
+        before = self._source.steps
         try:
             with self._source.join():
                 yield
             self._after.catch_up()
             self._aggregator.settle()
-            steps = self._control.all_gather_object(self._source.steps)
+            steps = self._control.all_gather_object(self._source.steps - before)
             last = steps.index(max(steps))
             tensors = [*self._params.values(), *self.model.buffers()]
             self._driver.run(broadcast_tensors(tensors, last), self._communicator)
@@ -363,26 +365,30 @@ def average_gradients(
             f"average_gradients: {label(chosen)} acts after the optimizer's step. Use a GradientSynchronizer."
         )
     bucket_mb = session.config.fixed_bucket_mb(chosen.bucket_mb, "average_gradients")
-    communicator, control, driver = averaging(session, group, next(iter(params.values())).device)
+    communicator, control, driver, calls = averaging(session, group, next(iter(params.values())).device)
     chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
     aggregator = Aggregator(chosen, params, communicator, control, driver)
     aggregator.weight = weight
+    aggregator.step = next(calls)  # random policies throw other dice in each
     options = Options(bucket_mb, gradient_as_bucket_view=False)
     HookSource(params, aggregator, options, hooked=()).run()
 
 
-def averaging(session: runtime.Session, group: Any, device: torch.device) -> tuple[Communicator, Communicator, Driver]:
-    """The channels and the driver of :func:`average_gradients` for one group; opened once, closed with the session."""
+def averaging(
+    session: runtime.Session, group: Any, device: torch.device
+) -> tuple[Communicator, Communicator, Driver, Iterator[int]]:
+    """The channels and the driver of :func:`average_gradients` for one group, opened once, closed with the session;
+    and the number of its next call."""
     ranks = None if group is None else session.communicator.ranks_of(group)
     key = f"average_gradients {ranks} {device}"
     if key not in session.opened:
         communicator, control, ranks = open_group(session.communicator, group)
         driver = open_driver(communicator, device, session.check(ranks))
         session.monitor.guard(driver)
-        session.opened[key] = (communicator, control, driver)
+        session.opened[key] = (communicator, control, driver, itertools.count())
         for close in (communicator.close, control.close, driver.close):
             runtime.at_shutdown(close)
-    opened: tuple[Communicator, Communicator, Driver] = session.opened[key]
+    opened: tuple[Communicator, Communicator, Driver, Iterator[int]] = session.opened[key]
     return opened
 
 

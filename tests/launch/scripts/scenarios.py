@@ -340,11 +340,12 @@ def gan() -> str:
 def uneven_join() -> str:
     model = mlp()
     sync = synchronize(model, sgd(model, momentum=0.0))
-    with sync.join():
-        for step in range(2 + 3 * RANK):
-            sync.optimizer.zero_grad()
-            loss_of(sync.model, step).backward()
-            sync.optimizer.step()
+    for steps in (2 + 3 * RANK, max(1, 4 - 2 * RANK)):  # in each epoch another rank has most
+        with sync.join():
+            for step in range(steps):
+                sync.optimizer.zero_grad()
+                loss_of(sync.model, step).backward()
+                sync.optimizer.step()
     return digest(model)
 
 
@@ -487,7 +488,15 @@ def average_gradients() -> str:
     model = mlp()
     loss_of(model, 0).backward()
     hb.average_gradients(model, weight=1.0 + RANK)
-    return hashlib.sha256(b"".join(p.grad.numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
+    found = hashlib.sha256(b"".join(p.grad.numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
+    chosen = []
+    for _ in range(2):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        hb.average_gradients(model, policy="randomk:ratio=0.1,ef=false")
+        chosen.append(torch.cat([p.grad.flatten() for p in model.parameters()]).nonzero().flatten().tolist())
+    assert chosen[0] != chosen[1]
+    return found + str(chosen)
 
 
 def unaggregated_gradients() -> str:
