@@ -21,6 +21,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -108,8 +109,9 @@ def library(folder: Path) -> ctypes.CDLL:
     if target.exists():
         return ctypes.CDLL(str(target))
     with tempfile.TemporaryDirectory(prefix="hvdbridge-") as place:
-        made = Path(place) / target.name
+        made, started = Path(place) / target.name, time.perf_counter()
         subprocess.run([*words, "-o", str(made)], check=True, capture_output=True, text=True, timeout=60)
+        logger.info("native.c took %.1f s to compile", time.perf_counter() - started)
         found = ctypes.CDLL(str(made))
         with suppress(OSError):  # a home that cannot be written: then everybody compiles
             target.parent.mkdir(parents=True, exist_ok=True)

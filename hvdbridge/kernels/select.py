@@ -7,6 +7,7 @@ Rules:
 3. Magnitudes are compared as integers: the bits of a float without its sign grow with it, inf is above all
    numbers and NaN above inf. So NaN and inf are chosen first, and travel.
 4. Vectors of several ranks are added in rank order.
+5. Indices travel as int32: a vector that has larger ones is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.bucket import Layout
+from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.native import compiled
 from hvdbridge.kernels.random import generator, key
 
@@ -35,6 +37,8 @@ TAIL = 400
 """Elements of a sample that lie among the k largest, where the parameter is large enough."""
 ROUNDS = 20
 """Of the shuffle; each halves the chance that an element has not moved."""
+INDICES = 2**31
+"""That an int32 tells apart."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,12 @@ def _large(name: str, start: int, size: int, count: int, slot: int, device: torc
     return Large(start, size, count, slot, None, 0)
 
 
+def check_indices(numel: int, what: str, remedy: str) -> None:
+    """By the size alone, so that all ranks refuse alike."""
+    if numel > INDICES:
+        raise ConfigurationError(f"{what} of {numel:,} elements: more than 32-bit indices can tell apart. {remedy}")
+
+
 def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """The elements of largest magnitude of each parameter, as many as the plan says.
 
@@ -160,11 +170,15 @@ def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     Returns:
         ``(indices, values)``: int64 into ``flat``, and of its type (float32 for half types), ``[plan.total]``.
 
+    Raises:
+        ConfigurationError: indices into ``flat`` would not fit into the int32 that they travel as.
+
     >>> layout = Layout({"a": (4,), "b": (3,)})
     >>> plan = Plan.of(layout, {"a": 2, "b": 1}, torch.device("cpu"))
     >>> largest(torch.tensor([1., -5., 0., 2., 0., -1., 0.]), plan)
     (tensor([1, 3, 5]), tensor([-5.,  2., -1.]))
     """
+    check_indices(flat.numel(), "a bucket", "Make buckets smaller (bucket_mb), or partition(...) a parameter out")
     if flat.element_size() < 4:
         flat = flat.float()
     bits, mask = _bits(flat)
@@ -297,6 +311,7 @@ def shuffled(plan: Plan, seed: int, device: torch.device) -> Tensor:
 
     def make() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         layout = plan.layout
+        check_indices(max(layout.sizes.values(), default=0), "a parameter", "partition(...) it out")
         sizes = torch.tensor([max(1, layout.sizes[name]) for name in layout.names], dtype=torch.int64, device=device)
         names = torch.tensor([key(name) for name in layout.names], dtype=torch.int64, device=device)
         counts = torch.tensor([plan.counts[name] for name in layout.names], dtype=torch.int64, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -275,8 +276,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     native._load.cache_clear()
 
 
-def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(native._load(), ctypes.CDLL)
+def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hvdbridge"):
+        assert isinstance(native._load(), ctypes.CDLL)
+    assert re.search(r"native\.c took [\d.]+ s to compile", caplog.text)
     (made,) = (fresh / "cache" / "kernels").iterdir()
     before = made.stat().st_mtime_ns
     native._load.cache_clear()

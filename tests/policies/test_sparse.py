@@ -129,6 +129,23 @@ def test_few_and_equal_elements() -> None:
     assert (largest(some, plan)[1] == 2.0).sum() == 900
 
 
+def test_indices_that_no_int32_holds_are_refused() -> None:
+    """By the size: no such tensor is here."""
+    meta = torch.device("meta")
+    for numel, refused in ((2**31, False), (2**31 + 5, True)):
+        layout = Layout({"w": (numel - 7,), "bias": (7,)})
+        plan = Plan.of(layout, {"w": 3, "bias": 1}, meta)
+        flat = torch.empty(numel, device="meta")
+        if refused:
+            with pytest.raises(ConfigurationError, match=r"bucket of 2,147,483,653 elements: .*bucket_mb"):
+                largest(flat, plan)
+        else:
+            assert largest(flat, plan)[0].shape == (4,)
+    plan = Plan.of(Layout({"w": (2**31 + 5,)}), {"w": 3}, meta)
+    with pytest.raises(ConfigurationError, match="a parameter of 2,147,483,653 elements: "):
+        shuffled(plan, 0, meta)
+
+
 def test_a_sample_is_large_enough() -> None:
     """The chance that a candidate is lacking, exactly: P(Binomial(m, k/n) >= tail) < 1e-5 by its terms."""
     for n in (40_000, 100_000, 1_000_000, 10_000_000):
