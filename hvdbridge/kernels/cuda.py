@@ -26,7 +26,7 @@ SIZES = ("blocks", "messages", "rows", "code_stride", "scale_stride", "count")
 """Arguments by whose values no kernels of their own are made."""
 WORDS = 256
 """That a program packs."""
-aligned = True
+aligned = packs = True
 
 
 @triton.jit
@@ -96,10 +96,24 @@ def _linear_decode(  # type: ignore[no-untyped-def]
     tl.store(vector + start + i, total, mask=inside)
 
 
+@triton.jit
+def _or_bits(words, first, bit, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    # A block need not begin or end with a word, so neighbours may share one
+    EACH: tl.constexpr = min(WIDTH, 32)
+    each = tl.reshape(bit.to(tl.int32), (WIDTH // EACH, EACH)) << tl.arange(0, EACH)[None, :]
+    word = tl.sum(each, 1).to(tl.uint32, bitcast=True)
+    at = first + EACH * tl.arange(0, WIDTH // EACH)
+    shift = (at & 31).to(tl.uint32)
+    low = word << shift
+    high = (word >> 1) >> (31 - shift)
+    tl.atomic_or(words + (at >> 5), low.to(tl.int32, bitcast=True), mask=low != 0, sem="relaxed")
+    tl.atomic_or(words + (at >> 5) + 1, high.to(tl.int32, bitcast=True), mask=high != 0, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _sign_encode(  # type: ignore[no-untyped-def]
     vector, places, blocks, codes, code_stride, scales, scale_stride,
-    KEEP_REST: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.constexpr,
+    KEEP_REST: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     start, count, row, code, slot = _place(places, blocks)
     i = tl.arange(0, WIDTH)
@@ -111,7 +125,10 @@ def _sign_encode(  # type: ignore[no-untyped-def]
     scale = tl.div_rn(tl.sum(part, 0), count.to(tl.float32))
     tl.store(scales + row * scale_stride + slot, scale)
     bit = x >= 0.0
-    tl.store(codes + row * code_stride + code + i, bit.to(tl.uint8), mask=inside)
+    if PACK:
+        _or_bits(codes + row * code_stride, code, bit & inside, WIDTH)
+    else:
+        tl.store(codes + row * code_stride + code + i, bit.to(tl.uint8), mask=inside)
     if KEEP_REST:
         tl.store(vector + start + i, x - (bit.to(tl.float32) - 0.5) * (2.0 * scale), mask=inside)
 
@@ -183,7 +200,8 @@ def sign_encode(flat: Tensor, places: Places, codes: Tensor, scales: Tensor, kee
     table, blocks = places.columns(flat.device)
     _launch(
         _sign_encode, blocks, flat, table, blocks, codes, codes.stride(0), *_floats(scales), KEEP_REST=keep_rest,
-        WIDTH=places.width, HALVINGS=places.width.bit_length() - 1,
+        WIDTH=places.width, HALVINGS=places.width.bit_length() - 1, PACK=codes.dtype == torch.int32,
+        num_warps=1,  # of 4 each halving would wait for the others
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from ctypes import CDLL
 from functools import lru_cache
 from types import ModuleType
@@ -36,10 +37,14 @@ class Fused(Protocol):
 
     Attributes:
         aligned: scales must lie as floats do.
+        packs: ``sign_encode`` takes int32 codes, too: zeros, that become words of 32 signs each, packed.
     """
 
     @property
     def aligned(self) -> bool: ...
+
+    @property
+    def packs(self) -> bool: ...
 
     def linear_encode(
         self, flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor,
@@ -80,7 +85,7 @@ def fused(*tensors: Tensor) -> Fused | None:
 class InC:
     """native.c's."""
 
-    aligned = False
+    aligned = packs = False
 
     def __init__(self, native: CDLL) -> None:
         self._native = native
@@ -130,12 +135,14 @@ def _on_cuda(device: torch.device) -> Fused | None:
     kernels = Config.from_environment().kernels
     if kernels == "torch":
         return None
+    started = time.perf_counter()
     try:
         import hvdbridge.kernels.cuda as cuda
 
         wrong = differences(cuda, device)
     except Exception as error:  # whatever a compiler of kernels, and of C below it, may raise
         wrong = f"{type(error).__name__}: {error}"
+    logger.info("Triton's kernels took %.1f s to compile and to compare on %s", time.perf_counter() - started, device)
     if not wrong:
         return cuda
     if kernels == "native":
@@ -172,6 +179,11 @@ def differences(kernels: ModuleType | Any, device: torch.device) -> str:
         found, rates = (torch.zeros_like(t, device=device).unsqueeze(0) for t in (codes, scales))
         code.encode_fused(kernels, vector, theirs.places, found, rates, keep_rest=True)
         same = torch.equal(found.cpu()[0], codes) and torch.equal(rates.cpu()[0], scales)
+        room = code.room(kernels, 1, numel, device)
+        if room.dtype == torch.int32:
+            code.encode_fused(kernels, x.to(device), theirs.places, room, rates)
+            packed = code.to_wire(room)[0, : code.wire_bytes(numel)]
+            same = same and torch.equal(packed.cpu(), code.to_wire(codes)) and torch.equal(rates.cpu()[0], scales)
         two, their_rates = found.expand(2, -1).contiguous(), rates.expand(2, -1).contiguous()
         for add in (None, 1, -1):
             expected = decode(code, two.cpu(), their_rates.cpu(), blocks, x.clone(), add)

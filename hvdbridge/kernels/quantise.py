@@ -248,6 +248,11 @@ class Code(ABC):
         """
         raise NotImplementedError
 
+    def room(self, kernels: Fused, rows: int, n: int, device: torch.device) -> Tensor:
+        """For what :meth:`encode_fused` makes of ``[rows, n]`` elements, and :meth:`to_wire` turns into bytes, of which
+        some more than :meth:`wire_bytes` may come: codes in whole words, or packed already."""
+        return torch.empty((rows, n + -n % 8), dtype=torch.uint8, device=device)
+
     def decode_fused(
         self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
     ) -> None:

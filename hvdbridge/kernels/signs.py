@@ -51,6 +51,14 @@ class ScaledSign(Code):
     ) -> None:
         kernels.sign_encode(flat, places, codes, scales, keep_rest)
 
+    def room(self, kernels: Fused, rows: int, n: int, device: torch.device) -> Tensor:
+        if kernels.packs:
+            return torch.zeros((rows, -(-n // 32)), dtype=torch.int32, device=device)
+        return super().room(kernels, rows, n, device)
+
+    def to_wire(self, codes: Tensor) -> Tensor:
+        return codes.view(torch.uint8) if codes.dtype == torch.int32 else super().to_wire(codes)
+
     def decode_fused(
         self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
     ) -> None:

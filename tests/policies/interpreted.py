@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from typing import Any
 
@@ -12,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvdbridge.kernels
+from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.kernels import cuda, fused, native
+from hvdbridge.kernels import cuda, fused, native, pack
 from hvdbridge.kernels.quantise import Code, Linear
 from hvdbridge.kernels.signs import ScaledSign
-from policies.test_native import same_codes, same_messages
+from hvdbridge.policies.sharded import _code_plan
+from policies.test_native import same_codes, same_messages, vector
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which interprets, tells of NaN
 CPU = torch.device("cpu")
@@ -64,6 +67,23 @@ def test_messages(seed: int, code: Code, width: int, size: int, numels: list[int
     same_messages(both, seed, code, width, size, numels, 0.0, keep_rest)
 
 
+@some
+@given(st.integers(0, 2**31), st.sampled_from([16, 64, 1024]), st.integers(1, 3),
+       st.lists(st.sampled_from([1, 7, 33, 1000, 1025, 2048]), min_size=1, max_size=4))  # fmt: skip
+def test_signs_packed_in_the_same_pass(seed: int, width: int, size: int, numels: list[int]) -> None:
+    """Blocks begin and end anywhere in a word."""
+    layout, code = Layout({str(i): (numel,) for i, numel in enumerate(numels)}), ScaledSign()
+    x = vector(seed, layout.numel, 0.0)
+    bucket = Bucket(x, layout, size=size)
+    places, length = _code_plan(bucket, width).everyone._places, _code_plan(bucket, width).shards.length
+    codes, words = torch.zeros((size, length), dtype=torch.uint8), code.room(cuda, size, length, CPU)
+    scales, again = torch.zeros((2, size, length))
+    code.encode_fused(cuda, x.clone(), places, codes, scales)
+    code.encode_fused(cuda, x, places, words, again)
+    assert torch.equal(code.to_wire(words)[:, : code.wire_bytes(length)], pack.pack(codes, 1))
+    assert torch.equal(scales, again)
+
+
 def wrong(name: str) -> Any:
     class Wrong:
         def __getattr__(self, attribute: str) -> Any:
@@ -95,10 +115,12 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_who_computes_on_a_gpu(chosen: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert chosen("auto", cuda) is cuda
-    assert chosen("native", cuda) is cuda
-    assert chosen("torch", cuda) is None
-    assert not caplog.records
+    with caplog.at_level(logging.INFO, "hvdbridge"):
+        assert chosen("auto", cuda) is cuda
+        assert chosen("native", cuda) is cuda
+        assert chosen("torch", cuda) is None
+    assert [record.levelname for record in caplog.records] == ["INFO"] * 2
+    assert re.search(r"Triton's kernels took [\d.]+ s to compile", caplog.text)
 
 
 @pytest.mark.parametrize("module", [None, wrong("squeeze")])
