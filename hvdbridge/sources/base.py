@@ -24,7 +24,7 @@ class Options:
     find_unused_parameters: bool = False
     static_graph: bool = False
     broadcast_buffers: bool = True
-    gradient_as_bucket_view: bool = True
+    gradient_as_bucket_view: bool = False
 
     @property
     def bucket_bytes(self) -> float:

@@ -10,7 +10,8 @@ Rules:
 3. A step ends in ``synchronize()`` (or ``step()``, which calls it), and nothing waits for other ranks before: until
    then backward may be called several times, each for other parameters, and other optimizers and operations may come
    between, in another order on each rank. Each optimizer has a channel and a thread of its own.
-4. The bits are Horovod's: what is sent is the compressed gradient, the sum is scaled after it was formed.
+4. The bits are Horovod's: what is sent is the compressed gradient, the sum is scaled after it was formed. So are the
+   tensors: results are copied into the gradients that backward made, which scripts hold over ``zero_grad()``.
 5. Construction sends nothing, so ranks that join later (:mod:`.elastic`) need not repeat it; after ``hvd.shutdown()``
    and ``hvd.init()`` the next step opens a channel anew. Its name is made of the parameters', as Horovod's operations
    are called after them: optimizers match by it, whichever steps first.
@@ -360,17 +361,19 @@ class Reducer:
 
     @torch.no_grad()
     def _write_back(self) -> None:
+        targets, views = [], []
         for bucket in self.buckets:
             for slot, view in results(bucket):
                 parameter = slot.parameter
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = view.to_sparse()  # in all dimensions, as Horovod's
-                elif slot.stays:
-                    parameter.grad = view
-                elif parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter).copy_(view)
-                else:
-                    parameter.grad.copy_(view)
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                targets.append(parameter.grad)
+                views.append(view)
+        if targets:
+            torch._foreach_copy_(targets, views)
 
     def reset(self) -> None:
         """What runs is over, or has failed."""

@@ -52,6 +52,10 @@ def test_gradients_are_final_after_synchronize(ranks: list[Any]) -> None:
     assert alike(ranks, "final_after_synchronize") == [True] * 3
 
 
+def test_gradients_that_are_held_stay(ranks: list[Any]) -> None:
+    assert alike(ranks, "held_over_zero_grad") is True
+
+
 def test_a_closure_sees_reduced_gradients(ranks: list[Any]) -> None:
     smaller, _ = alike(ranks, "closure")
     assert smaller

@@ -121,6 +121,25 @@ def final_after_synchronize():
 
 
 @scenario
+def held_over_zero_grad():
+    """Gradients of two tasks, each held while the other is computed, as PCGrad does."""
+    m = model()
+    optimizer = wrap(m)
+    equal = []
+    for _ in range(2):
+        held, expected = [], []
+        for task in range(2):
+            optimizer.zero_grad()
+            m(torch.full((2, 4), 1.0 + hvd.rank()))[:, task].sum().backward()
+            optimizer.synchronize()
+            held.append([p.grad for p in m.parameters()])
+            expected.append(gradients(m))
+        equal += [torch.equal(a, b) for grads, copies in zip(held, expected) for a, b in zip(grads, copies)]
+        equal.append(not torch.equal(held[0][-1], held[1][-1]))
+    return all(equal)
+
+
+@scenario
 def step_hooks_run_once():
     m = model()
     optimizer = wrap(m)
