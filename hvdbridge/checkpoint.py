@@ -8,6 +8,7 @@ from typing import Any
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies import label
+from hvdbridge.replicate import on_host
 from hvdbridge.state import OnResize, resized
 
 
@@ -28,8 +29,13 @@ def state_dict(aggregator: Aggregator, gather: bool = False) -> dict[str, Any]:
     }
     if not gather:
         return local
-    ranks = aggregator.control.all_gather_object(local["state"])
-    return local | {"ranks": ranks} if aggregator.control.rank == 0 else {}
+    control, mine = aggregator.control, on_host(local["state"])
+    ranks = []
+    for rank in range(control.size):  # in turn, so that those who keep nothing hold one rank's at a time
+        theirs = control.broadcast_object(mine, rank)
+        if control.rank == 0:
+            ranks.append(theirs)
+    return local | {"ranks": ranks} if control.rank == 0 else {}
 
 
 def load_state_dict(aggregator: Aggregator, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:

@@ -27,9 +27,27 @@ def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0) -> Generator[Col
 def broadcast_optimizer(optimizer: torch.optim.Optimizer, control: Communicator, root: int = 0) -> None:
     """Give all ranks rank ``root``'s optimizer state: hyperparameters, moments, step counts.
 
-    ``control`` is a host-side communicator. Nothing changes on ``root``.
+    ``control`` is a host-side communicator. Nothing changes on ``root``, and groups stay the same objects anywhere.
     """
-    mine = optimizer.state_dict() if control.rank == root else {}
+    mine = on_host(optimizer.state_dict()) if control.rank == root else {}
     theirs: Mapping[str, Any] = control.broadcast_object(mine, root)
-    if control.rank != root:
-        optimizer.load_state_dict(dict(theirs))
+    if control.rank == root:
+        return
+    groups = list(optimizer.param_groups)
+    optimizer.load_state_dict(dict(theirs))
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        for name, value in loaded.items():
+            if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):  # torch leaves these where they were
+                loaded[name] = value.to(group[name].device)
+        group.clear()
+        group.update(loaded)
+    optimizer.param_groups[:] = groups
+
+
+def on_host(value: Any) -> Any:
+    """``value`` with the tensors in it on the CPU: pickled, they would ask for the same device on other ranks."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: on_host(child) for key, child in value.items()}
+    return type(value)(map(on_host, value)) if type(value) in (list, tuple) else value

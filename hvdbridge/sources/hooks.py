@@ -8,7 +8,8 @@ Rules:
    holds, or zeros.
 4. Results stand in ``p.grad`` when backward returns: an engine callback, queued by the first gradient, waits.
    With ``gradient_as_bucket_view`` they are views of the buckets, as in DDP, and are not copied.
-5. With ``find_unused`` a used-map ends the step: a parameter unused on every rank keeps its old gradient.
+5. With ``find_unused`` a used-map ends the step: a parameter unused on every rank keeps its old gradient. So does one
+   that was frozen since, as no optimizer may move it.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class HookSource(Source):
         self.buckets = make_buckets(params, options)
         self._slots = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self._next = 0
+        self._frozen: set[Tensor] = set()
         self._backward = -1
         self._buffers: list[Tensor] = []
         self.root = 0  # whose buffers count
@@ -199,7 +201,7 @@ class HookSource(Source):
                     f"rank {self.aggregator.communicator.rank}: parameter {slot.name!r} has a sparse gradient, which "
                     "no policy takes. Use sparse=False in its Embedding."
                 )
-            if self.find_unused and not slot.arrived:
+            if not slot.arrived and (self.find_unused or slot.parameter in self._frozen):
                 slot.kept = grad.clone()
             if grad is not slot.view:
                 views.append(slot.view)
@@ -209,7 +211,11 @@ class HookSource(Source):
 
     def _close(self) -> Pending[Tensor] | None:
         """Hand in what is incomplete, and start the used-map."""
-        for bucket in self.buckets[self._next :]:
+        incomplete = self.buckets[self._next :]
+        if incomplete:  # else nothing is frozen; of many small parameters looking at each is a cost
+            missing = {slot.parameter for bucket in incomplete for slot in bucket.slots}.difference(self.touched)
+            self._frozen = {parameter for parameter in missing if not parameter.requires_grad}
+        for bucket in incomplete:
             bucket.missing = 0
         self._advance()
         if not self.find_unused:
@@ -233,7 +239,9 @@ class HookSource(Source):
 
     @torch.no_grad()
     def _write_back(self, used: list[int] | None) -> None:
-        unused = set() if used is None else {p for p, flag in zip(self._slots, used, strict=True) if not flag}
+        unused = self._frozen
+        if used is not None:
+            unused |= {p for p, flag in zip(self._slots, used, strict=True) if not flag}
         for bucket in self.buckets:
             assert bucket.update is not None
             used_here(bucket.update)
@@ -267,6 +275,7 @@ class HookSource(Source):
                 slot.arrived = False
                 slot.kept = None
         self._next = 0
+        self._frozen = set()
         self.finished()
 
 
