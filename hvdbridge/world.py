@@ -209,3 +209,10 @@ def first_host(nodelist: str) -> str:
     """
     head = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", head.group() if head else nodelist)
+
+
+def usable_cores() -> list[int]:
+    """The cores on which this process may run: containers, Slurm and taskset leave it a part of the machine's."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))

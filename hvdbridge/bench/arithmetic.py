@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from hvdbridge.bucket import DDP_MB, cut_layouts
-from hvdbridge.dry_run import Asked, dry_run
+from hvdbridge.collectives import AllGather
+from hvdbridge.dry_run import Asked, Ended, dry_run
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policy import Policy
 
@@ -19,13 +21,29 @@ SETTLED = 10_000_000
 """A step after any warm-up."""
 FEW = (2, 8, 64)
 """Numbers of ranks at which arithmetic is measured: far apart, for a line through them goes on to 100,000."""
+MANY, SELDOM = 100, 100_000
+"""Steps that are due, after which their share is known; steps among which they are looked for."""
 Shapes = Mapping[str, Tensor | Sequence[int]]
 
 
 def kinds(policy: Policy) -> tuple[dict[bool, int], float]:
-    """A settled step that is :meth:`Policy.due` and one that is not, as far as there are any; the former's share."""
-    every = range(SETTLED, SETTLED + 1000)
-    return {policy.due(step): step for step in every}, sum(map(policy.due, every)) / len(every)
+    """A settled step that is :meth:`Policy.due` and one that is not, as far as there are any; the former's share.
+
+    What comes more seldom than every SELDOM steps does not come.
+
+    >>> from hvdbridge.policies import from_spec
+    >>> round(1 / kinds(from_spec("local_sgd:every=5000"))[1])
+    5000
+    """
+    found: dict[bool, list[int]] = {False: [], True: []}
+    for step in range(SETTLED, SETTLED + SELDOM if policy.acts_after_step else SETTLED + 1):
+        found[policy.due(step)].append(step)
+        if len(found[True]) > MANY:
+            break
+    due = found[True]
+    periods = len(due) - 1  # from one that is due to another, so that no part of a period is counted
+    share = periods / (due[-1] - due[0]) if periods > 0 else float(len(due) > 0 and not found[False])
+    return {which: steps[-1] for which, steps in found.items() if steps}, share
 
 
 @dataclass(frozen=True)
@@ -34,29 +52,55 @@ class Arithmetic:
 
     Attributes:
         seconds: (ranks, whether :meth:`Policy.due`) -> seconds before each collective and each end, in order.
+        received: alike, what :func:`received` says.
     """
 
     seconds: Mapping[tuple[int, bool], Sequence[float]]
+    received: Mapping[tuple[int, bool], Sequence[float]]
 
     def scaled(self, factor: float) -> Arithmetic:
         """On a machine that takes ``factor`` times as long."""
-        return Arithmetic({key: [factor * each for each in seconds] for key, seconds in self.seconds.items()})
+        return replace(self, seconds={key: [factor * each for each in legs] for key, legs in self.seconds.items()})
 
-    def at(self, ranks: int, due: bool, count: int) -> list[float]:
-        """At any number of ranks, for ``count`` collectives and ends: on the line through what was measured, not below
-        zero.
+    def at(self, ranks: int, due: bool, received: Sequence[float]) -> list[float]:
+        """At any number of ranks, where so much was received.
+
+        Between what was measured it lies on a line. Beyond, what an answer follows that grows with the ranks goes on
+        along the line from the fewest to the most, but no faster than the answer; all else stays, so that no noise is
+        multiplied.
 
         Raises:
-            ConfigurationError: nowhere were there so many.
+            ConfigurationError: nowhere were there so many collectives and ends.
         """
-        known = sorted(n for (n, also), seconds in self.seconds.items() if also == due and len(seconds) == count)
+        known = sorted(n for (n, also), legs in self.seconds.items() if also == due and len(legs) == len(received))
         if not known:
             raise ConfigurationError(f"among {ranks} ranks it asks for other operations than where it was measured")
-        low, high = known[0], known[-1]
-        a, b = self.seconds[low, due], self.seconds[high, due]
-        if low == high:
-            return list(b)
-        return [max(0.0, x + (y - x) * (ranks - low) / (high - low)) for x, y in zip(a, b, strict=True)]
+        few, most = known[0], known[-1]
+        if ranks <= most:
+            high = next(n for n in known if ranks <= n)
+            low = max((n for n in known if n < high), default=high)
+            part = min(1.0, (high - ranks) / max(1, high - low))
+            return [y + (x - y) * part for x, y in zip(self.seconds[low, due], self.seconds[high, due], strict=True)]
+        further = (ranks - most) / max(1, most - few)
+        found = []
+        for x, y, before, now in zip(
+            self.seconds[few, due], self.seconds[most, due], self.received[most, due], received, strict=True
+        ):
+            grows = now > before * math.sqrt(ranks / most)  # in between constant and proportional
+            found.append(min(y + max(0.0, y - x) * further, y * now / max(1.0, before)) if grows else y)
+        return found
+
+
+def received(events: Iterable[Asked | Ended]) -> list[float]:
+    """Bytes of the answer with which the arithmetic before each collective and each end begins, in order; first 0."""
+    found, answer = [], 0.0
+    for event in events:
+        found.append(answer)
+        answer = 0.0
+        if isinstance(event, Asked):
+            tensor, rows = event.request.tensor, event.size if isinstance(event.request, AllGather) else 1
+            answer = float(tensor.numel() * tensor.element_size() * rows)
+    return found
 
 
 def measure_copy(device: torch.device | str = "cpu", repeats: int = 5) -> float:
@@ -104,12 +148,13 @@ def measure_arithmetic(
             refusal = error
     if not defined:
         raise ConfigurationError(f"its arithmetic is measured at {sizes} ranks: {refusal}") from refusal
-    seconds = {}
+    seconds, before = {}, {}
     for ranks in defined:
         for due, step in steps.items():
             sample = _Sample(policy, params, bucket_mb, ranks, min(local_size, ranks), step, repeats, device)
             seconds[ranks, due] = sample.whole_step()
-    return Arithmetic(seconds)
+            before[ranks, due] = received(sample.events(params, "meta"))
+    return Arithmetic(seconds, before)
 
 
 Operations = tuple[str, ...]
@@ -151,6 +196,11 @@ class _Sample:
             every += [one * numel / max(1, measured) for one in seconds]
         return every
 
+    def events(
+        self, params: Shapes, device: torch.device | str, buckets: Sequence[Sequence[str]] | None = None
+    ) -> Iterator[Asked | Ended]:
+        return dry_run(self.policy, params, self.ranks, self.step, self.bucket_mb, self.local_size, device, buckets)
+
     def _measure(self, params: Shapes, buckets: Sequence[Sequence[str]] | None) -> None:
         runs = [self._dry_run(params, self.device, buckets) for _ in range(self.repeats + 1)][1:]
         for bucket in zip(*runs, strict=True):
@@ -166,9 +216,7 @@ class _Sample:
         """Of each bucket what it asks for, its elements, and the seconds before each operation and the end."""
         found: dict[int, tuple[list[str], list[float]]] = {}
         numels = {}
-        for event in dry_run(
-            self.policy, params, self.ranks, self.step, self.bucket_mb, self.local_size, device, buckets
-        ):
+        for event in self.events(params, device, buckets):
             operations, seconds = found.setdefault(event.bucket, ([], []))
             seconds.append(event.seconds)
             if isinstance(event, Asked):

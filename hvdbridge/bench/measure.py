@@ -45,16 +45,16 @@ class Row:
         communication: time in which at least one collective was under way.
         exposed: what synchronization adds to ``compute`` beyond a ``compression`` that shares backward's core: step -
             compute - compression, at least 0. Where a rank has two cores, step - compute.
-        bytes_sent: per step and rank.
+        bytes_sent: per step, by the rank that sends most.
         bucket_mb: size of a bucket of ours, in MiB.
         cpu, compute_cpu: seconds that a rank's process kept cores busy in a step, and in one without synchronization;
             means over ranks.
         native: the step of the native way that ``against`` names.
         ratio: step / native, each step by the native one beside it: lower quartile, median, upper quartile.
-        limit: step / max(compute + compression, bytes_sent / the network's bandwidth); with two cores for a rank
-            compute and compression are floors of their own.
-        enqueued: collectives were only enqueued (NCCL). Then compression and communication are times of the host, and
-            count in nothing else.
+        limit: step / max(compute + compression, bytes_sent / the bandwidth of the groups that it goes to); with two
+            cores for a rank compute and compression are floors of their own.
+        enqueued: what is computed (CUDA) or sent (NCCL) was only enqueued. Then compression and communication are times
+            of the host, and count in nothing else.
     """
 
     backend: str
@@ -82,7 +82,7 @@ class Row:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that this rank sent while a collective was under way."""
+        """Bytes per second that a rank sent while a collective was under way."""
         return self.bytes_sent / self.communication if self.communication else 0.0
 
 
@@ -139,19 +139,33 @@ def measure(
     slowest = {way: _slowest(values) for way, values in seconds.items()}
     step = typical(slowest["ours"])
     compute, other = (statistics.median(slowest[way]) for way in ("alone", "native"))
-    compression, communication, sent = (typical(part) for part in zip(*parts, strict=True))
+    compression, communication, sent = (typical(_slowest(part)) for part in zip(*parts, strict=True))
     cpu, compute_cpu = _mean([typical(busy["ours"]), statistics.median(busy["alone"])])
     ratios = [a / b for a, b in zip(slowest["ours"], slowest["native"], strict=True)]
     low, middle, high = (typical(ratios, quartile) for quartile in QUARTILES)
-    enqueued = not hb.current().communicator.capabilities.blocks_host
+    enqueued = hb.device().type == "cuda" or not hb.current().communicator.capabilities.blocks_host
     beside = compression if (network.cores or 2) < 2 and not enqueued else 0.0  # in the time of backward
-    floor = max(compute + beside, 0.0 if enqueued else compression, sent / network.bandwidth)
+    floor = max(compute + beside, 0.0 if enqueued else compression, sent / _bandwidth(policy, mine, network))
     numel = sum(p.numel() for p in trainable(mine).values())
     return Row(
         hb.backend(), hb.launcher(), hb.size(), model, policy, samples, name, numel,
         steps, step, compute, compression, communication, max(0.0, step - compute - beside), sent, cpu, compute_cpu,
         other, (low, middle, high), step / floor, sync.bucket_mb, enqueued,
     )  # fmt: skip
+
+
+def _bandwidth(policy: str, module: torch.nn.Module, network: Network) -> float:
+    """Bytes per second at best of what a policy sends: each byte by the network of its group."""
+    chosen, local_size = from_spec(policy), network.local_size
+    steps, share = kinds(chosen)
+    sent, seconds = 0.0, 0.0
+    for due, step in steps.items():
+        for event in dry_run(chosen, trainable(module), hb.size(), step, local_size=local_size):
+            if isinstance(event, Asked):
+                amount = (share if due else 1 - share) * event.request.bytes_sent(event.size)
+                sent += amount
+                seconds += amount / network.bandwidth(event.request.group)
+    return sent / seconds if seconds else network.bandwidth()
 
 
 def check(policy: str, against: str | None, steps: int) -> None:
@@ -234,7 +248,7 @@ def _mean(figures: Sequence[float]) -> list[float]:
 
 
 def _slowest(seconds: Sequence[float]) -> list[float]:
-    """Of each step, the time of the rank that took longest."""
+    """Of each step, the figure of the rank with most."""
     found = torch.tensor(seconds, dtype=torch.float64)
     hb.all_reduce(found, op=hb.ReduceOp.MAX)
     return [float(value) for value in found]

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from hvdbridge.errors import ConfigurationError, nearest
 
+FEWEST = 8
+"""Rows of a product: from one alone the gradient would be a matrix of rank 1."""
 Loss = Callable[[nn.Module], Tensor]
 
 
@@ -141,7 +143,7 @@ class Product(nn.Module):
         return _Product.apply(signal, *self._rows(samples), self.weight, *self.vectors)  # type: ignore
 
     def _rows(self, samples: int) -> tuple[Tensor, ...]:
-        rows = max(1, round(self.rows * samples))
+        rows = max(FEWEST, round(self.rows * samples))
         if rows not in self._kept:
             weight = self.weight.detach().flatten(1)
             self._kept = {
@@ -162,7 +164,7 @@ class _Product(torch.autograd.Function):
         x, grad, weight, *vectors = ctx.saved_tensors
         grad @ weight.flatten(1)
         # Gradients of one direction would flatter low rank, and equal ones whatever remembers the step before
-        grad = torch.roll(grad, int(torch.randint(len(grad), ())), 0)
+        grad = grad * torch.randn(len(grad), 1, device=grad.device)
         return upstream, None, None, (grad.T @ x).view_as(weight), *(torch.randn_like(v) for v in vectors)
 
 

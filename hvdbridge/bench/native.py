@@ -72,9 +72,9 @@ def ddp_topk(model: nn.Module, optimizer: Optimizer) -> Way:
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
         buffer = bucket.buffer()
-        residual = residuals.setdefault(bucket.index(), torch.zeros_like(buffer))
-        if residual.numel() != buffer.numel():  # DDP rebuilt its buckets after the first step
-            residual = residuals[bucket.index()] = torch.zeros_like(buffer)
+        residual = residuals.get(bucket.index())
+        if residual is None or residual.numel() != buffer.numel():  # DDP rebuilds its buckets after the first step
+            residual = torch.zeros_like(buffer)
         corrected = buffer + residual
         indices = corrected.abs().topk(max(1, buffer.numel() // 100)).indices.int()
         values = corrected[indices.long()]

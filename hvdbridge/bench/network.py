@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +17,12 @@ import torch
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.world import usable_cores
 
 SMALL, LARGE = 256, 1 << 23
 """Elements of a probe, float32: one that is all latency, and the most that is sent to find the bandwidth."""
 KINDS = ("AllReduce", "AllGather", "AllToAll", "ReduceScatter", "Broadcast")
+ASKED = tuple((group, kind) for group in ("world", "node", "cross") for kind in KINDS)
 ENOUGH = 0.05
 """Seconds that a probe should take beyond its latency."""
 
@@ -59,13 +60,15 @@ class Network:
 
     Attributes:
         lines: kind of collective -> its line; the kind "" stands for those that are not listed.
-        local: the same inside a node; None: no faster there.
+        local: the same inside a node, for its group and for a job that is on one node; None: no faster there.
+        cross: the same among ranks of one number on all nodes, all numbers at once; None: as ``lines``, for one number.
         local_size: ranks per node that shared the network when it was measured.
         cores: of the machine, for each of its ranks then; None: nobody looked.
     """
 
     lines: dict[str, Line]
     local: dict[str, Line] | None = None
+    cross: dict[str, Line] | None = None
     local_size: int = 1
     cores: float | None = None
 
@@ -81,10 +84,10 @@ class Network:
                 raise ConfigurationError(f"latency={seconds} s must not be negative, bandwidth={rate} B/s positive")
         return cls({"": Line(latency, bandwidth)}, {"": Line(*local)} if local else None)
 
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second that a rank sends at best."""
-        return max(line.bandwidth for line in self.lines.values())
+    def bandwidth(self, group: str = "world") -> float:
+        """Bytes per second that a rank sends at best in a group."""
+        lines = {"node": self.local, "cross": self.cross}.get(group) or self.lines
+        return max(line.bandwidth for line in lines.values())
 
     def seconds(self, load: Load, local_size: int = 1) -> float:
         """How long a collective takes where ``local_size`` ranks are on a node.
@@ -100,8 +103,9 @@ class Network:
         Broadcast       binomial tree               log2 N rounds, the bytes once per round
         ==============  ==========================  =======================================
 
-        Ranks of one node share its network: where every rank talks to every other, each has its part of it. Lines that
-        were measured with several ranks per node have that in them.
+        Ranks of one node share its network: where every rank talks to every other, and where all talk to those of their
+        own number (the group "cross"), each has its part of it. Of a ring only one rank of a node sends to another one.
+        Lines that were measured with several ranks per node have that in them.
 
         >>> net = Network.given(latency=1e-3, bandwidth=1e9)
         >>> net.seconds(Load("AllReduce", "world", sent=1e9, size=2))
@@ -111,7 +115,7 @@ class Network:
 
     def cpu_seconds(self, load: Load, local_size: int = 1) -> float:
         """For how much of :meth:`seconds` a core is busy."""
-        line, (waiting, sending) = self._line(load), self._terms(load, local_size)
+        line, (waiting, sending) = self._line(load, local_size), self._terms(load, local_size)
         return waiting * line.latency_cpu + sending * line.cpu
 
     def _terms(self, load: Load, local_size: int) -> tuple[float, float]:
@@ -119,21 +123,27 @@ class Network:
         kind, group, sent, size = load
         if size < 2:
             return 0.0, 0.0
-        inside, line = group == "node" and self.local is not None, self._line(load)
-        share = 1.0 if inside or group == "cross" else max(1.0, local_size / self.local_size)
+        line = self._line(load, local_size)
+        sharing = 1 if group == "cross" and self.cross is None else self.local_size  # when the line was measured
+        crowded = sent * (1.0 if _inside(load, local_size) else max(1.0, local_size / sharing))
+        sent = crowded if group == "cross" else sent
         levels = math.ceil(math.log2(size))
         once = sent * size / (size - 1)  # the bytes of which (N-1)/N are sent in each direction
         options: Sequence[tuple[float, float]] = {  # (rounds, bytes)
             "AllReduce": [(2 * (size - 1), sent), (2 * levels, once)],
-            "AllToAll": [(size - 1, sent * share)],
+            "AllToAll": [(size - 1, crowded)],
             "ReduceScatter": [(size - 1, sent)],
-            "AllGather": [(size - 1, sent), (levels, sent * share)],
+            "AllGather": [(size - 1, sent), (levels, crowded)],
             "Broadcast": [(levels, levels * once)],
         }[kind]
         return min(((rounds * line.latency, amount / line.bandwidth) for rounds, amount in options), key=sum)
 
-    def _line(self, load: Load) -> Line:
-        lines = self.local if load.group == "node" and self.local is not None else self.lines
+    def _line(self, load: Load, local_size: int) -> Line:
+        lines = self.lines
+        if load.group == "cross":
+            lines = self.cross or lines
+        elif _inside(load, local_size):
+            lines = self.local or lines
         return lines[load.kind if load.kind in lines else ""]
 
     def to_dict(self) -> dict[str, Any]:
@@ -148,42 +158,67 @@ class Network:
         >>> Network.from_dict(net.to_dict()) == net
         True
         """
-        lines, local = saved["lines"], saved.get("local")
-        return cls(
-            {kind: Line(**line) for kind, line in lines.items()},
-            None if local is None else {kind: Line(**line) for kind, line in local.items()},
-            saved.get("local_size", 1),
-            saved.get("cores"),
-        )
+
+        def lines(group: str) -> dict[str, Line] | None:
+            found = saved.get(group)
+            return None if found is None else {kind: Line(**line) for kind, line in found.items()}
+
+        world = lines("lines")
+        if world is None:
+            raise KeyError("lines")
+        return cls(world, lines("local"), lines("cross"), saved.get("local_size", 1), saved.get("cores"))
 
 
-def probe(communicator: Communicator, device: torch.device, repeats: int = 5, kinds: Iterable[str] = KINDS) -> Network:
-    """Measure a communicator's network: each kind, small and large, medians. Collective.
+def probe(
+    communicator: Communicator,
+    device: torch.device,
+    repeats: int = 5,
+    asked: Iterable[tuple[str, str]] = ASKED,
+) -> Network:
+    """Measure a communicator's network: each kind in each group, small and large, medians. Collective.
 
-    The large one grows until it takes ENOUGH. A job of one rank has no network; its lines are those of memory.
+    The large one grows until it takes ENOUGH. A job of one rank has no network; its lines are those of memory. Groups
+    are measured where there are several nodes, with equal numbers of several ranks.
     """
-    size = communicator.size
-    make: dict[str, Callable[[int], Collective]] = {
-        "AllReduce": lambda n: AllReduce(torch.ones(n, device=device)),
-        "AllGather": lambda n: AllGather(torch.ones(max(1, n // size), device=device)),
-        "AllToAll": lambda n: AllToAll(torch.ones(size, max(1, n // size), device=device)),
-        "ReduceScatter": lambda n: ReduceScatter(torch.ones(size, max(1, n // size), device=device)),
-        "Broadcast": lambda n: Broadcast(torch.ones(n, device=device)),
-    }
-    lines, unit = {}, Network.given(0.0, 1.0)
-    for kind in sorted(kinds):
-        small, small_busy = _median(communicator, make[kind](SMALL), device, 4 * repeats)  # brief, so easily disturbed
-        elements, large, busy = SMALL, small, small_busy
-        while elements < LARGE and large < small + ENOUGH:
-            elements *= 8
-            large, busy = _median(communicator, make[kind](elements), device, repeats)
-        rounds = _rounds(kind, size)
-        loads = [Load.of(make[kind](n), size) for n in (SMALL, elements)]
-        sent = unit.seconds(loads[1]) - unit.seconds(loads[0])  # as the prediction counts them
-        longer = max(large - small, 1e-9)
-        shares = (max(0.0, busy - small_busy) / longer, small_busy / small)
-        lines[kind] = Line(small / rounds, max(sent, 1) / longer, *(min(1.0, share) for share in shares))
-    return Network(lines, local_size=ranks_per_node(communicator), cores=cores_per_rank(communicator, device))
+    local_size, size = ranks_per_node(communicator), communicator.size
+    sizes = {"world": size}
+    if local_size > 1 and size == local_size * len(set(communicator.nodes)) > local_size:
+        sizes |= {"node": local_size, "cross": size // local_size}
+    lines: dict[str, dict[str, Line]] = {}
+    for group, kind in sorted({(group if group in sizes else "world", kind) for group, kind in asked}):
+        lines.setdefault(group, {})[kind] = _line(communicator, group, sizes[group], kind, device, repeats)
+    cores = cores_per_rank(communicator, device)
+    return Network(lines.get("world", {}), lines.get("node"), lines.get("cross"), local_size, cores)
+
+
+def _line(
+    communicator: Communicator, group: str, size: int, kind: str, device: torch.device, repeats: int
+) -> Line:
+    def request(elements: int) -> Collective:
+        part = max(1, elements // size)
+        match kind:
+            case "AllReduce":
+                return AllReduce(torch.ones(elements, device=device), group=group)
+            case "AllGather":
+                return AllGather(torch.ones(part, device=device), group)
+            case "AllToAll":
+                return AllToAll(torch.ones(size, part, device=device), group)
+            case "ReduceScatter":
+                return ReduceScatter(torch.ones(size, part, device=device), group=group)
+            case _:
+                return Broadcast(torch.ones(elements, device=device), group=group)
+
+    small, small_busy = _median(communicator, request(SMALL), device, 4 * repeats)  # brief, so easily disturbed
+    elements, large, busy = SMALL, small, small_busy
+    while elements < LARGE and large < small + ENOUGH:
+        elements *= 8
+        large, busy = _median(communicator, request(elements), device, repeats)
+    unit = Network.given(0.0, 1.0)
+    loads = [Load.of(request(n), size) for n in (SMALL, elements)]
+    sent = unit.seconds(loads[1]) - unit.seconds(loads[0])  # as the prediction counts them
+    longer = max(large - small, 1e-9)
+    shares = (max(0.0, busy - small_busy) / longer, small_busy / small)
+    return Line(small / _rounds(kind, size), max(sent, 1) / longer, *(min(1.0, share) for share in shares))
 
 
 def ranks_per_node(communicator: Communicator) -> int:
@@ -197,7 +232,7 @@ def cores_per_rank(communicator: Communicator, device: torch.device) -> float:
     Containers and network namespaces of one kernel are one machine, whatever they call themselves. Ranks whose cores
     overlap in part are taken to share none.
     """
-    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    usable = usable_cores()
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -224,6 +259,11 @@ def _median(communicator: Communicator, request: Collective, device: torch.devic
         times.append((time.perf_counter() - started[0], time.process_time() - started[1]))
     wall, busy = slowest(*(statistics.median(each) for each in zip(*times, strict=True)))
     return wall, busy
+
+
+def _inside(load: Load, local_size: int) -> bool:
+    """Whether all of it stays on a node."""
+    return load.group == "node" or (load.group != "cross" and load.size <= local_size)
 
 
 def _rounds(kind: str, size: int) -> int:

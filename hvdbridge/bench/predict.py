@@ -3,8 +3,8 @@
 Rules:
 
 1. What a policy asks for comes from a dry run at that number of ranks, what it computes from a dry run with real
-   tensors at a few: arithmetic grows at most linearly with the ranks (a sparse all-gather is decoded rank by rank),
-   so a line is enough.
+   tensors at a few: what grows with the ranks grows linearly (a sparse all-gather is decoded rank by rank), so a
+   line is enough.
 2. Buckets become ready while backward runs, in proportion to their elements. One network carries one collective at
    a time; the policy's arithmetic has a core of its own, or shares that of backward, and so does what sending takes
    of a core. Where ranks outnumber cores, all that was measured while they computed alike has their turns in it;
@@ -22,16 +22,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hvdbridge.bench.arithmetic import FEW, SETTLED, Arithmetic, Shapes, kinds, measure_arithmetic
+from hvdbridge.bench.arithmetic import FEW, SETTLED, Arithmetic, Shapes, kinds, measure_arithmetic, received
 from hvdbridge.bench.network import Load, Network, probe, ranks_per_node
-from hvdbridge.bucket import DDP_MB
-from hvdbridge.collectives import Broadcast
+from hvdbridge.bucket import DDP_MB, cut_layouts
+from hvdbridge.collectives import AllGather, AllReduce, Broadcast
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.dry_run import Asked, Ended, dry_run
 from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policy import Policy
 
-MOST = 1024
+MOST = 256
 """Beyond so many ranks requests are extrapolated: a dry run has a row for each rank."""
 BUCKETS_MB = (1.0, 2.5, 5.0, 10.0, DDP_MB, 50.0)
 """What :func:`best_bucket_mb` compares."""
@@ -131,39 +131,64 @@ class Planner:
 
     def _buckets(self, policy: Policy, ranks: int, arithmetic: Arithmetic, step: int) -> list[Bucket]:
         found: dict[int, Bucket] = {}
-        events = self._events(policy, ranks, step)
-        seconds = arithmetic.at(ranks, policy.due(step), len(events))
-        for spent, (event, load) in zip(seconds, events, strict=True):
+        events, loads, answers = self._asked(policy, ranks, step)
+        seconds = arithmetic.at(ranks, policy.due(step), answers)
+        for spent, event, load in zip(seconds, events, loads, strict=True):
             bucket = found.setdefault(event.bucket, Bucket())
-            if isinstance(event, Ended):
-                bucket.numel, bucket.tail = event.numel, spent
-            else:
-                assert load is not None
+            if load is not None:
                 bucket.legs.append((spent, load))
+            elif isinstance(event, Ended):
+                bucket.numel, bucket.tail = event.numel, spent
         return [found[index] for index in sorted(found)]
 
-    def _events(self, policy: Policy, ranks: int, step: int) -> list[tuple[Asked | Ended, Load | None]]:
-        """A dry run; with more than MOST ranks each load grows on as it did up to there."""
+    def _asked(
+        self, policy: Policy, ranks: int, step: int
+    ) -> tuple[Sequence[Asked | Ended], list[Load | None], list[float]]:
+        """A dry run, the load of each collective, and what :func:`received` says.
 
-        def run(size: int) -> list[tuple[Asked | Ended, Load | None]]:
-            events = dry_run(policy, self.params, size, step, self.bucket_mb, min(self.local_size, size))
-            return [(one, Load.of(one.request, one.size) if isinstance(one, Asked) else None) for one in events]
-
+        Beyond MOST ranks what grew with them grows on. Of what they divide, each has a part as large as among MOST
+        ranks that divide so much less: parts have a least size, as blocks have, and are rounded up.
+        """
         if ranks <= MOST:
-            return run(ranks)
+            events = self._run(policy, ranks, step)
+            loads = [Load.of(event.request, event.size) if isinstance(event, Asked) else None for event in events]
+            return events, loads, received(events)
         policy.check_size(ranks, -(-ranks // self.local_size))
-        less, more = run(MOST // 2), run(MOST)
-        found: list[tuple[Asked | Ended, Load | None]] = []
-        if len(less) != len(more):
+        half, events = self._run(policy, MOST // 2, step), self._run(policy, MOST, step)
+        scaled = self._run(policy, MOST, step, MOST / ranks)
+        if list(map(_operation, half)) != list(map(_operation, events)):
             raise ConfigurationError(f"what it asks for among {ranks} ranks does not follow from {MOST}")
-        for (_, few), (event, many) in zip(less, more, strict=True):
-            if few is None or many is None:
-                found.append((event, None))
+        known, times = received(events), ranks / MOST
+        answers = [many + (many - few) * (times - 1) * 2 for few, many in zip(received(half), known, strict=True)]
+        if list(map(_operation, scaled)) == list(map(_operation, events)):
+            parts = received(scaled)
+            for i, (event, less, more) in enumerate(zip(events, received(half)[1:], known[1:], strict=False), 1):
+                whole = isinstance(event, Asked) and isinstance(event.request, AllReduce | Broadcast)
+                if more < 1.5 * less and not whole:
+                    answers[i] = times * parts[i]
+        loads = []
+        for i, (few, many) in enumerate(zip(half, events, strict=True)):
+            if not (isinstance(few, Asked) and isinstance(many, Asked)):
+                loads.append(None)
                 continue
-            slope = (many.sent - few.sent) / (MOST - MOST // 2)
-            size = many.size if few.size == many.size else round(many.size * ranks / MOST)
-            found.append((event, many._replace(sent=many.sent + slope * (ranks - MOST), size=size)))
-        return found
+            size = many.size if few.size == many.size else round(many.size * times)
+            load, grown = Load.of(many.request, size), answers[i + 1] / max(1.0, known[i + 1])
+            if isinstance(many.request, AllGather):  # a rank's part of the answer
+                grown *= many.size / size
+            loads.append(load._replace(sent=load.sent * grown))
+        return events, loads, answers
+
+    def _run(self, policy: Policy, ranks: int, step: int, part: float = 1.0) -> list[Asked | Ended]:
+        """A dry run with the same buckets, of parameters of which there is only a ``part``."""
+        params = {
+            name: (p if isinstance(p, Tensor) else torch.empty(tuple(p), device="meta")).to("meta")
+            for name, p in self.params.items()
+        }
+        names = [layout.names for layout in cut_layouts(params, self.bucket_mb * 2**20)]
+        if part < 1:
+            params = {name: p.new_empty(max(1, round(part * p.numel()))) for name, p in params.items()}
+        local_size = min(self.local_size, ranks)
+        return list(dry_run(policy, params, ranks, step, self.bucket_mb, local_size, "meta", names))
 
     def _simulate(self, buckets: Sequence[Bucket], local_size: int) -> float:
         """Event by event: whoever is ready first is served first, on the cores and on the network."""
@@ -207,6 +232,12 @@ class Planner:
         return max(*free.values(), self.forward + self.backward)
 
 
+def _operation(event: Asked | Ended) -> tuple[str, str, torch.dtype | None]:
+    if isinstance(event, Ended):
+        return "", "", None
+    return event.request.kind, event.request.group, event.request.tensor.dtype
+
+
 def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: Communicator) -> float:
     """The size of a bucket, in MiB, with which a step should end first here; rank 0's answer. Collective.
 
@@ -228,7 +259,7 @@ def best_bucket_mb(policy: Policy, params: Mapping[str, Tensor], communicator: C
     device = next(iter(params.values())).device
     size, local_size = communicator.size, ranks_per_node(communicator)
     asked = {
-        event.request.kind
+        (event.request.group, event.request.kind)
         for step in kinds(policy)[0].values()
         for event in dry_run(policy, params, size, step, local_size=local_size)
         if isinstance(event, Asked)

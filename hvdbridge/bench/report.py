@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from hvdbridge.bench.measure import Row
@@ -22,7 +23,8 @@ def measured(rows: Sequence[Row]) -> Table:
     names = (
         "backend model policy step compute compress communicate exposed bucket MB/step MB/s /native quartiles /limit"
     )
-    table = Table(*names.split(), title="milliseconds per step")
+    jobs = dict.fromkeys(f"{row.ranks} ranks by {row.launcher}, native: {row.against}" for row in rows)
+    table = Table(*names.split(), title=f"milliseconds per step ({'; '.join(jobs)})")
     for row in rows:
         low, middle, high = row.ratio
         own = ("–", "–") if row.enqueued else (f"{1e3 * row.compression:.1f}", f"{1e3 * row.communication:.1f}")
@@ -33,7 +35,7 @@ def measured(rows: Sequence[Row]) -> Table:
             f"{middle:.3f}", f"{low:.2f} .. {high:.2f}", f"{row.limit:.2f}",
         )  # fmt: skip
     if any(row.enqueued for row in rows):
-        table.caption = "–: NCCL's work is only enqueued, so the host cannot time it"
+        table.caption = "–: work on a GPU is only enqueued, so the host cannot time it"
     return table
 
 
@@ -56,6 +58,12 @@ def compared(rows: Sequence[tuple[Prediction, float]]) -> Table:
         times = (f"{1e3 * one.step:.1f}", f"{1e3 * step:.1f}")
         table.add_row(one.policy, f"{one.ranks:,}", *times, f"{one.step / step:.2f}")
     return table
+
+
+def show(table: Table) -> None:
+    """Print it whole: where the terminal is narrower its lines wrap, but no figure is cut."""
+    wide = Console(width=1000)
+    Console(width=max(Console().width, wide.measure(table).maximum)).print(table)
 
 
 def save(path: Path, network: Network, rows: Sequence[Row | Prediction], **more: Any) -> None:

@@ -141,7 +141,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         for line in left_out:
             console.print(line, highlight=False)
         if rows and link is not None:
-            Console(width=None if sys.stdout.isatty() else 150).print(report.measured(rows))
+            report.show(report.measured(rows))
             if arguments.plot is not None:
                 report.plot_measured(arguments.plot, rows)
 
@@ -168,6 +168,7 @@ def _measure(arguments: argparse.Namespace) -> int:
                             )  # fmt: skip
                         except ConfigurationError as error:
                             left_out.append(f"{hb.backend()} · {model} · {policy}: left out: {error}")
+                            continue  # the file's network is its last row's
                         if first and arguments.json is not None:  # after every row: Ctrl-C leaves those so far
                             report.save(arguments.json, link, rows)
                 hb.shutdown()

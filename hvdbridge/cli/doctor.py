@@ -25,6 +25,7 @@ from rich.table import Table
 from hvdbridge.cli import probe
 from hvdbridge.config import PREFIX, Config
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.world import usable_cores
 
 LAUNCHERS = ("torchrun", "horovodrun", "mpiexec", "srun")
 BACKENDS = ("torch", "horovod", "mpi")
@@ -97,7 +98,7 @@ def examine() -> Facts:
     return Facts(
         python=f"{platform.python_version()} ({sys.executable})",
         system=platform.platform(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=len(usable_cores()),
         torch=probe.torch(),
         horovod=probe.horovod(),
         mpi=probe.mpi(),

@@ -29,6 +29,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from hvdbridge.cli import probe
 from hvdbridge.cli.process import before_pythonpath, call, pip
+from hvdbridge.world import usable_cores
 
 RUN_NEEDS = ("cffi>=1.4", "cloudpickle", "packaging", "psutil", "pyyaml")
 BUILD_NEEDS = ("setuptools<81", "wheel")  # a setup.py of 2023: the setuptools that still has pkg_resources
@@ -315,9 +316,8 @@ def _linkable_nccl(directory: Path, scratch: Path) -> str:
 
 def _jobs() -> int:
     """Compilers at a time: as many as there are cores, fewer if memory is short."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(cores, memory // BYTES_PER_JOB))
+    return max(1, min(len(usable_cores()), memory // BYTES_PER_JOB))
 
 
 @contextmanager

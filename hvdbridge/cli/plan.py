@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import track
 
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.world import usable_cores
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", type=Path, dest="source", metavar="FILE", help="what hvdbridge bench --json wrote")
     parser.add_argument("--gbits", type=float, help="the network's rate between nodes, Gbit/s")
     parser.add_argument("--latency-us", type=float, help="of one message (default: 25)")
-    parser.add_argument("--local-gbits", type=float, help="inside a node (default: as between them)")
+    parser.add_argument("--local-gbits", type=float, help="inside a node (default: as in FILE, or as between them)")
     parser.add_argument("--local-latency-us", type=float, help="(default: 5)")
     parser.add_argument(
         "--compute-ms",
@@ -116,9 +117,9 @@ def run(arguments: argparse.Namespace) -> int:
     job = _job(arguments, errors)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     local_size = arguments.local_size or job.network.local_size
-    machine = os.cpu_count() or 1 if job.network.cores is None else job.network.cores * job.network.local_size
+    machine = len(usable_cores()) if job.network.cores is None else job.network.cores * job.network.local_size
     cores = arguments.cores or machine / local_size
-    console = Console(width=None if Console().is_terminal else 170)
+    console = Console(soft_wrap=True)
     found, beside = [], []
     overheads: list[float] = []
     specs = arguments.policies or list(dict.fromkeys([*POLICIES, *job.rows]))
@@ -163,9 +164,9 @@ def run(arguments: argparse.Namespace) -> int:
                 except ConfigurationError as error:
                     console.print(f"{spec}, {ranks} ranks: left out: {error}")
     found.sort(key=lambda one: specs.index(one.policy))
-    console.print(report.predicted(found))
+    report.show(report.predicted(found))
     if beside:
-        console.print(report.compared(beside))
+        report.show(report.compared(beside))
     for ranks in sorted({one.ranks for one in found}):
         console.print(report.recommend(found, ranks), highlight=False)
     console.print(
@@ -184,10 +185,15 @@ def _job(arguments: argparse.Namespace, errors: Console) -> Job:
     from hvdbridge.bench.network import Network
 
     compute = None if arguments.compute_ms is None else arguments.compute_ms / 1e3
+    local = None
+    if arguments.local_latency_us is not None and arguments.local_gbits is None:
+        raise ConfigurationError(f"--local-latency-us {arguments.local_latency_us:g} needs --local-gbits")
+    if arguments.local_gbits is not None:
+        local = (_seconds(arguments.local_latency_us, 5.0), arguments.local_gbits * 1e9 / 8)
     if arguments.source is not None:
         network_of_its_own = [
             f"--{name.replace('_', '-')}"
-            for name in ("gbits", "latency_us", "local_gbits", "local_latency_us")
+            for name in ("gbits", "latency_us")
             if getattr(arguments, name) is not None
         ]
         if network_of_its_own:
@@ -203,12 +209,12 @@ def _job(arguments: argparse.Namespace, errors: Console) -> Job:
             names = [field.name for field in fields(Measured)]
             measured = {row["policy"]: Measured(**{name: row[name] for name in names}) for row in rows}
             network = Network.from_dict(saved["network"])
-            alone = max(row["ranks"] for row in saved["rows"]) == 1
+            most = max(row["ranks"] for row in saved["rows"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigurationError(
                 f"--from {arguments.source}: not what hvdbridge bench --json writes: {type(error).__name__}: {error}"
             ) from error
-        if alone:
+        if most == 1:
             raise ConfigurationError(
                 f"--from {arguments.source}: one rank alone has measured no network. Start hvdbridge bench on several."
             )
@@ -221,6 +227,13 @@ def _job(arguments: argparse.Namespace, errors: Console) -> Job:
             )
         taken = f"rows of {model} with {backend}" if measured else f"the network alone: it has no row of {model}"
         errors.print(f"{arguments.source}: {taken}", highlight=False, soft_wrap=True)
+        if most <= network.local_size:
+            errors.print(
+                f"All {most} ranks were on one node: what several nodes take is predicted as if nothing slower lay "
+                "between them. Measure there, or give --gbits in place of --from.", highlight=False, soft_wrap=True,
+            )  # fmt: skip
+        if local is not None:
+            network = replace(network, local=Network.given(*local).lines)
         if compute is None and measured:
             compute = statistics.median(row.compute for row in measured.values())
         return Job(network, model, samples.pop(), compute, measured)
@@ -228,9 +241,6 @@ def _job(arguments: argparse.Namespace, errors: Console) -> Job:
         raise ConfigurationError(
             "which network? --gbits 10 --latency-us 30, or --from what hvdbridge bench --json wrote"
         )
-    local = None
-    if arguments.local_gbits is not None:
-        local = (_seconds(arguments.local_latency_us, 5.0), arguments.local_gbits * 1e9 / 8)
     network = Network.given(_seconds(arguments.latency_us, 25.0), arguments.gbits * 1e9 / 8, local)
     return Job(network, arguments.model or "bert-base", arguments.samples, compute)
 
@@ -277,7 +287,7 @@ def _threads(cores: float) -> Iterator[None]:
 
     before = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(int(cores), os.cpu_count() or 1)))
+        torch.set_num_threads(max(1, min(int(cores), len(usable_cores()))))
     try:
         yield
     finally:

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from hvdbridge.bench import models, predict
-from hvdbridge.bench.arithmetic import Arithmetic, measure_arithmetic
+from hvdbridge.bench.arithmetic import Arithmetic, kinds, measure_arithmetic
 from hvdbridge.bench.measure import Row
 from hvdbridge.bench.native import WAYS, native
 from hvdbridge.bench.network import Line, Load, Network
 from hvdbridge.bench.predict import MOST, Planner, Prediction
-from hvdbridge.bench.report import measured, recommend
+from hvdbridge.bench.report import measured, predicted, recommend, show
 from hvdbridge.bridges.compression import from_horovod_compression
 from hvdbridge.cli import main
 from hvdbridge.collectives import Broadcast
@@ -63,8 +63,9 @@ def test_every_parameter_of_a_layer_list_has_a_gradient_of_its_own_in_every_step
         assert one.shape == p.shape
         assert one.isfinite().all()
         assert one.count_nonzero() > 0.99 * one.numel()
-        if p.dim() == 1:
-            assert not torch.equal(one, other)
+        assert not torch.equal(one, other)
+        if p.dim() > 1 and min(p.flatten(1).shape) > 4:
+            assert torch.linalg.matrix_rank(one.flatten(1)) > 4
 
 
 def own() -> tuple[torch.nn.Module, models.Loss]:
@@ -107,12 +108,19 @@ def test_ranks_of_a_node_share_its_network_where_everybody_talks_to_everybody() 
     net = Network.given(0.0, 1e6)
     assert net.seconds(Load("AllToAll", "world", 1e6, 8), local_size=4) == pytest.approx(4.0)
     assert net.seconds(Load("AllReduce", "world", 1e6, 8), local_size=4) == pytest.approx(1.0)
-    assert net.seconds(Load("AllToAll", "cross", 1e6, 2), local_size=4) == pytest.approx(1.0)
+    for kind in ("AllToAll", "AllReduce", "ReduceScatter", "AllGather"):  # all lanes at once
+        assert net.seconds(Load(kind, "cross", 1e6, 2), local_size=4) == pytest.approx(4.0)
+    lanes = replace(net, cross={"": Line(0.0, 1e5)}, local_size=4)  # measured so
+    assert lanes.seconds(Load("AllReduce", "cross", 1e6, 2), local_size=4) == pytest.approx(10.0)
+    assert lanes.seconds(Load("AllReduce", "cross", 1e6, 2), local_size=8) == pytest.approx(20.0)
+    assert lanes.seconds(Load("AllToAll", "world", 1e6, 8), local_size=4) == pytest.approx(1.0)
 
 
 def test_inside_a_node_its_own_line_counts() -> None:
     net = Network.given(0.0, 1e6, local=(0.0, 1e9))
     assert net.seconds(Load("AllReduce", "node", 1e6, 2)) == pytest.approx(1e-3)
+    assert net.seconds(Load("AllReduce", "world", 1e6, 4), local_size=4) == pytest.approx(1e-3)  # nobody elsewhere
+    assert net.seconds(Load("AllReduce", "world", 1e6, 8), local_size=4) == pytest.approx(1.0)
     assert net.seconds(Load("AllReduce", "world", 1e6, 1)) == 0.0
     assert Network.from_dict(json.loads(json.dumps(net.to_dict()))) == net
 
@@ -130,7 +138,7 @@ def planner(network: Network, **more: float) -> Planner:
     return Planner({f"w{i}": (1000,) for i in range(4)}, 1.0, 4.0, network, bucket_mb=4000 / 2**20, **more)
 
 
-IDLE = Arithmetic({(2, False): [0.0] * 8})
+IDLE = Arithmetic({(2, False): [0.0] * 8}, {(2, False): [0.0] * 8})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +158,7 @@ def test_backward_hides_what_it_can(seconds_per_bucket: float, step: float) -> N
 
 
 def test_arithmetic_takes_the_time_of_backward_where_no_core_is_free() -> None:
-    busy = Arithmetic({(2, False): [0.25, 0.25] * 4})
+    busy = Arithmetic({(2, False): [0.25, 0.25] * 4}, {(2, False): [0.0] * 8})
     fast = Network.given(0.0, 1e12)
     alone = planner(fast, cores=2).predict("mean", from_spec("mean"), 2, busy)
     shared = planner(fast, cores=1).predict("mean", from_spec("mean"), 2, busy)
@@ -185,9 +193,42 @@ def test_a_slower_machine_takes_longer_for_all_but_its_network() -> None:
     assert slow.network is network
 
 
-def test_arithmetic_grows_along_a_line() -> None:
-    assert Arithmetic({(2, False): [1.0], (8, False): [4.0]}).at(20, False, 1) == [10.0]
-    assert Arithmetic({(2, False): [1.0], (8, False): [0.4]}).at(20, False, 1) == [0.0]
+def test_arithmetic_grows_with_the_answer_that_it_follows() -> None:
+    known = Arithmetic(
+        {(2, False): [1.0, 1.0, 4.0], (8, False): [4.0, 4.0, 1.0]},
+        {(2, False): [0.0, 20.0, 20.0], (8, False): [0.0, 80.0, 80.0]},
+    )
+    assert known.at(20, False, [0.0, 200.0, 200.0]) == [4.0, 10.0, 1.0]
+    assert known.at(20, False, [0.0, 160.0, 160.0]) == [4.0, 8.0, 1.0]
+    assert known.at(20, False, [0.0, 80.0, 90.0]) == [4.0, 4.0, 1.0]
+    assert known.at(5, False, [0.0, 50.0, 50.0]) == [2.5, 2.5, 2.5]
+    assert known.at(8, False, [0.0, 80.0, 80.0]) == [4.0, 4.0, 1.0]
+    assert known.at(1, False, [0.0, 10.0, 10.0]) == [1.0, 1.0, 4.0]
+
+
+def test_noise_is_not_multiplied_by_the_ranks() -> None:
+    """What a policy codes does not depend on their number, what it decodes of a sparse gather does."""
+    params = {"w": (1000, 1000)}
+    for spec, grows in (("bf16", False), ("powersgd:rank=4", False), ("topk:ratio=0.01", True)):
+        measured = measure_arithmetic(from_spec(spec), params, repeats=1)
+        job = Planner(params, 0.0, 0.0, Network.given(1e-6, 1e9))
+        few, many = (job.predict(spec, from_spec(spec), ranks, measured).compression for ranks in (64, 100_000))
+        assert (many > few) if grows else (many == few)
+
+
+@pytest.mark.parametrize("every", [8, 700, 5000])
+def test_what_comes_seldom_has_its_share(every: int) -> None:
+    assert kinds(from_spec(f"local_sgd:every={every}"))[1] == pytest.approx(1 / every)
+
+
+def test_a_node_that_hides_its_ranks_behind_one_network_gains_no_bandwidth() -> None:
+    """Eight lanes of a hierarchy share 10 Gbit/s: a network card has to send 7/4 of 100 MB on eight nodes."""
+    params = {"w": (25_000_000,)}
+    job = Planner(params, 0.0, 0.0, Network.given(0.0, 1.25e9, local=(0.0, 1e11)), 100.0, local_size=8)
+    spec = "hierarchical(mean)"
+    known = Arithmetic({(64, False): [0.0] * 4}, {(64, False): [0.0] * 4})
+    found = job.predict(spec, from_spec(spec), 64, known)
+    assert found.communication >= 0.14
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -202,13 +243,14 @@ def test_predicted_bytes_are_those_of_bytes_per_step(spec: str) -> None:
         assert found.step >= 3e-3
 
 
-@pytest.mark.parametrize("spec", ["mean", "topk:ratio=0.01", "powersgd:rank=2"])
-def test_beyond_a_dry_run_bytes_go_on_as_they_grew(spec: str) -> None:
+@pytest.mark.parametrize("spec", ["mean", "topk:ratio=0.01", "powersgd:rank=2", "bf16", "int8"])
+@pytest.mark.parametrize("ranks", [4 * MOST, 20 * MOST])
+def test_beyond_a_dry_run_bytes_go_on_as_they_grew(spec: str, ranks: int) -> None:
     policy = from_spec(spec)
-    params = {"w": (1000, 1000)}
+    params = {"w": (2000, 2000)}
     arithmetic = measure_arithmetic(policy, params, repeats=1)
-    found = Planner(params, 0.0, 0.0, Network.given(1e-6, 1e9)).predict(spec, policy, 4 * MOST, arithmetic)
-    assert found.bytes_sent == pytest.approx(policy.bytes_per_step(params, 4 * MOST), rel=0.01)
+    found = Planner(params, 0.0, 0.0, Network.given(1e-6, 1e9)).predict(spec, policy, ranks, arithmetic)
+    assert found.bytes_sent == pytest.approx(policy.bytes_per_step(params, ranks), rel=0.01)
 
 
 def test_a_policy_that_needs_more_ranks_is_measured_where_it_is_defined() -> None:
@@ -384,8 +426,9 @@ def test_plan_is_of_the_files_job(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_plan_refuses_two_networks_and_files_without_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bench.json"
     words = written(path, ("torch", "small:4", None))
-    assert main([*words, "--gbits", "1", "--local-latency-us", "1"]) == 2
-    assert "--gbits, --local-latency-us and --from" in capsys.readouterr().err
+    assert main([*words, "--gbits", "1", "--latency-us", "1"]) == 2
+    assert "--gbits, --latency-us and --from" in capsys.readouterr().err
+    assert main([*words, "--local-gbits", "100"]) == 0
     content = json.loads(path.read_text())
     for wrong in ({"rows": []}, {"network": {"lines": []}}, {"rows": [content["rows"][0] | {"ranks": 1}]}):
         path.write_text(json.dumps(content | wrong))
@@ -403,6 +446,22 @@ def test_what_the_host_cannot_time_is_not_told() -> None:
     assert "–" not in [next(iter(column.cells)) for column in measured([replace(row, enqueued=False)]).columns]
 
 
+def test_no_figure_is_cut_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    row = Row("horovod", "horovodrun", 2, "resnet50", "powersgd:rank=4", None, "horovod", 8, 3, 1234.5, 1.0, 0.125,
+              0.25, 1.0, 1e9, 1.0, 0.5, 2.0, (1.125, 1.25, 1.5), 1.5, 10.0)  # fmt: skip
+    show(measured([row]))
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert all(text in printed for text in ("1234500.0", "powersgd:rank=4", "1.12 .. 1.50", "2 ranks by horovodrun"))
+    monkeypatch.setenv("COLUMNS", "80")
+    show(predicted([Prediction("mean", ranks, 1234.5, 1.0, 0.0, 0.9, 1e9) for ranks in range(2, 12)]))
+    printed = capsys.readouterr().out
+    assert printed.count("1234500.0 (1000.0)") == 10
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -411,6 +470,7 @@ def test_what_the_host_cannot_time_is_not_told() -> None:
         (["plan", "--gbits", "1", "--local-size", "0"], "must be positive"),
         (["plan", "--gbits", "1", "--bucket-mb", "0"], "must be positive"),
         (["plan", "--gbits", "1", "--cores", "-1"], "must be positive"),
+        (["plan", "--gbits", "1", "--local-latency-us", "2"], "--local-latency-us 2 needs --local-gbits"),
         (["plan", "--gbits", "1", "--compute-ms", "0"], "must be positive"),
         (["plan", "--gbits", "-1", "--model", "small"], "bandwidth"),
         (
