@@ -28,21 +28,29 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import hvdbridge as hb
-from hvdbridge.bucket import Layout
-from hvdbridge.kernels import pack, select
+from hvdbridge.bucket import Bucket, Layout
+from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.communicators.base import DTYPES
+from hvdbridge.communicators.torch import OPS, TorchCommunicator
+from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels import select
 from hvdbridge.kernels.fused import differences
 from hvdbridge.kernels.quantise import Blocks, Linear, encode
 from hvdbridge.kernels.signs import ScaledSign
 from hvdbridge.policies.matrices import COLS, ROWS, aligned, project
+from hvdbridge.policies.sharded import _code_plan
 from hvdbridge.rendezvous.network import free_port
 
 SPECS = [
@@ -54,8 +62,12 @@ SPECS = [
     "warmup(steps=1, then=int8)", "dp:norm=1,noise=0", "noop", "local_sgd:every=2", "post_local_sgd:start=1,every=2",
     "diloco:every=2", "adasum_delta",
 ]  # fmt: skip
-IN_JOBS = ["mean", "bf16", "int8", "topk:ratio=0.05,select=exact", "onebit", "powersgd:rank=2"]
+IN_STEPS = ["mean", "bf16", "int8", "topk:ratio=0.05,select=exact", "onebit", "powersgd:rank=2"]
+IN_JOBS = [spec for spec in SPECS if "batched" not in spec]
+"""All whose result does not depend on how a job's buckets lie, which a simulation cannot know."""
 SHAPES = {"conv.weight": (32, 16, 3, 3), "fc.weight": (300, 200), "fc.bias": (200,), "scale": ()}
+STEPS, RATE = 2, 0.1
+"""Of a job: some policies begin, or have ranks meet, after the first."""
 GOAL = 0.7
 """Of the copy's bytes per second, what passes over a vector should reach on a GPU; below it is "slow"."""
 WRONG = 1e-2
@@ -126,7 +138,7 @@ def compared(part: str, what: str, found: list[dict[str, Tensor]], reference: li
 
 
 def jobs(device: str) -> Iterator[Finding]:
-    """Real jobs: NCCL alone, Gloo with two ranks on the one GPU, MPI, Horovod."""
+    """Real jobs: one rank, Gloo with two ranks on the one GPU, MPI, Horovod."""
     available = {"torch": True, "mpi": bool(importlib.util.find_spec("mpi4py")),
                  "horovod": bool(importlib.util.find_spec("horovod"))}  # fmt: skip
     for backend, ranks in (("torch", 1), ("torch", 2), ("mpi", 2), ("horovod", 2)):
@@ -134,16 +146,20 @@ def jobs(device: str) -> Iterator[Finding]:
         if not available[backend]:
             yield Finding(part, "all", "missing", f"{backend} is not installed")
             continue
-        output, failure = job(backend, ranks, device)
+        found, failure = job(backend, ranks, device)
         if failure:
-            yield Finding(part, "all", "missing" if "BackendUnavailable" in failure else "WRONG", failure[-150:])
-        for spec in IN_JOBS if not failure else ():
-            shape = {name: torch.tensor(value) for name, value in output[spec].items()}
-            yield compared(part, spec, [shape], [reference(spec, ranks)])
+            what = "the rest" if found else "all"
+            yield Finding(part, what, "missing" if "BackendUnavailable" in failure else "WRONG", failure[-150:])
+        for spec, parameters in found.items():
+            if isinstance(parameters, str):
+                yield Finding(part, spec, "missing", parameters[:150])
+            else:
+                mine = {name: torch.tensor(value) for name, value in parameters.items()}
+                yield compared(part, spec, [mine], [reference(spec, ranks)])
 
 
 def job(backend: str, ranks: int, device: str) -> tuple[dict[str, Any], str]:
-    """Start ranks by bare variables; what rank 0 printed last, or why there is nothing."""
+    """Start ranks by bare variables; what rank 0 printed for each policy, and why there is no more."""
     env = os.environ | {
         "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "HVDBRIDGE_BACKEND": backend,
@@ -157,19 +173,23 @@ def job(backend: str, ranks: int, device: str) -> tuple[dict[str, Any], str]:
         )
         for rank in range(ranks)
     ]
-    deadline = time.monotonic() + 90
-    try:
-        outputs = [process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for process in typed]
-    except subprocess.TimeoutExpired:
-        return {}, "no end after 90 s"
-    finally:
-        for process in typed:
+    deadline, late = time.monotonic() + 90, ""
+    outputs = []
+    for process in typed:
+        try:
+            outputs.append(process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0])
+        except subprocess.TimeoutExpired:
+            late = "no end after 90 s"
             process.kill()
-            process.communicate()
-    if any(process.returncode for process in typed):
-        return {}, " ".join(outputs[0].split())
-    results = [line for line in outputs[0].splitlines() if line.startswith("{")]  # among warnings of libraries
-    return (json.loads(results[-1]), "") if results else ({}, "it printed no result")
+            outputs.append(process.communicate()[0])
+    lines = outputs[0].splitlines()
+    found: dict[str, Any] = {}
+    for text in lines:  # among warnings of libraries
+        if text.startswith("{"):
+            found |= json.loads(text)
+    failed = late or any(process.returncode for process in typed)
+    said = " ".join(text for text in lines if not text.startswith("{"))
+    return found, (late or said or "it ended without a word") if failed or not found else ""
 
 
 def net(device: str) -> nn.Module:
@@ -182,30 +202,88 @@ def batch(rank: int) -> Tensor:
 
 
 def rank(device: str) -> None:
-    """One backward under each policy; the gradients that every parameter got."""
+    """Some steps under each policy; how far every parameter went."""
     hb.init()
-    found = {}
     for spec in IN_JOBS:
         model = net(str(hb.device()) if device == "cuda" else "cpu")
-        sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=spec)
-        x = batch(hb.rank()).to(next(model.parameters()).device)
-        sync.model(x).square().sum().backward()
-        found[spec] = {name: p.grad.cpu().tolist() for name, p in model.named_parameters()}
-        sync.close()
+        at_first = [p.detach().clone() for p in model.parameters()]
+        try:
+            sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=RATE), policy=spec)
+        except ConfigurationError as error:  # of a policy that so few ranks cannot have: on all of them
+            found: Any = str(error)
+        else:
+            x = batch(hb.rank()).to(at_first[0].device)
+            for _ in range(STEPS):
+                sync.optimizer.zero_grad()
+                sync.model(x).square().mean().backward()
+                sync.optimizer.step()
+            went = zip(model.named_parameters(), at_first, strict=True)
+            found = {name: (p.detach() - first).cpu().tolist() for (name, p), first in went}
+            sync.close()
+        if hb.rank() == 0:
+            print(json.dumps({spec: found}), flush=True)
     hb.barrier()
-    if hb.rank() == 0:
-        print(json.dumps(found), flush=True)
     hb.shutdown()
 
 
+@cache
 def reference(spec: str, ranks: int) -> dict[str, Tensor]:
     """What :func:`rank` should find: the gradients on the CPU, aggregated by the simulation."""
-    each = []
-    for number in range(ranks):
-        model = net("cpu")
-        model(batch(number)).square().sum().backward()
-        each.append({name: p.grad for name, p in model.named_parameters()})
-    return hb.Simulation(spec, {name: g.shape for name, g in each[0].items()}, ranks).step(each)[0]
+    models = [net("cpu") for _ in range(ranks)]
+    at_first = {name: p.detach().clone() for name, p in models[0].named_parameters()}
+    simulation = hb.Simulation(spec, at_first, ranks)
+    for _ in range(STEPS):
+        each = []
+        for number, model in enumerate(models):
+            model.zero_grad()
+            model(batch(number)).square().mean().backward()
+            each.append({name: p.grad for name, p in model.named_parameters()})
+        stepped = [
+            {name: p.detach() - RATE * update[name] for name, p in model.named_parameters()}
+            for model, update in zip(models, simulation.step(each), strict=True)
+        ]
+        for model, parameters in zip(models, simulation.after_step(stepped), strict=True):
+            model.load_state_dict(parameters)
+    return {name: p.detach() - at_first[name] for name, p in models[0].named_parameters()}
+
+
+# ---------------------------------------------------------------------------------------- collectives
+
+
+def collectives(device: str) -> Iterator[Finding]:
+    """The torch communicator's own way through NCCL (Gloo without a GPU), which one GPU has for one rank only: every
+    request of every type, small and large. Nobody else adds to it, so an answer is what was asked with."""
+    library = "NCCL" if device == "cuda" else "Gloo"
+    part = f"{library}, 1 rank"
+    if device == "cuda" and not dist.is_nccl_available():
+        yield Finding(part, "all", "missing", "this torch is built without NCCL")
+        return
+    comm = TorchCommunicator(
+        "cuda_check", dist.HashStore(), 0, 1, timedelta(seconds=60), device == "cuda", even_alone=True
+    )
+    comm.piece = 1 << 20  # so that what is large travels in several
+    for dtype in DTYPES:
+        try:
+            wrong = [
+                request.signature()
+                for numel in (1, 5, 3_000, 1_000_003)
+                for request, expected in asked(torch.arange(numel).remainder(100).to(device, dtype))
+                if not torch.equal(comm.execute(request), expected)
+            ]
+        except Exception as error:
+            wrong = [f"{type(error).__name__}: {error}"]
+        yield Finding(part, str(dtype), "WRONG" if wrong else "ok", ", ".join(wrong)[:150] or "as expected")
+    comm.close()
+
+
+def asked(x: Tensor) -> Iterator[tuple[Collective, Tensor]]:
+    """Requests, and what one rank alone should get."""
+    for op in OPS if x.dtype != torch.bool else ("min", "max"):
+        yield AllReduce(x.clone(), op), x
+        yield ReduceScatter(x[None].clone(), op), x
+    yield AllGather(x), x[None]
+    yield AllToAll(x[None].clone()), x[None]
+    yield Broadcast(x.clone(), 0), x
 
 
 # -------------------------------------------------------------------------------------------- kernels
@@ -220,7 +298,11 @@ def kernels(device: str) -> Iterator[Finding]:
     y, half = torch.empty_like(x), torch.empty_like(x, dtype=torch.bfloat16)
     starts = torch.arange(0, numel, 1024)
     blocks = Blocks(starts, torch.full_like(starts, 1024), starts, 1024, numel, device)
-    plan = select.Plan.of(Layout({"w": (numel,)}), {"w": numel // 100}, x.device)
+    layout = Layout({"w": (numel,)})
+    plan = select.Plan.of(layout, {"w": numel // 100}, x.device)
+    messages = _code_plan(Bucket(x, layout), 1024).everyone
+    # The CPU samples; a device's search has magnitudes written, and reads them once more at least
+    of_top_k = 4.12 if device == "cpu" else 12.12
     matrix, q = x.view(1, -1, 2048), torch.randn(1, 4, 2048, device=device)
 
     def low_rank() -> None:
@@ -230,8 +312,8 @@ def kernels(device: str) -> Iterator[Finding]:
         "copy": (lambda: y.copy_(x), 8.0),
         "cast to bfloat16": (lambda: half.copy_(x), 6.0),
         "int8": (lambda: encode(Linear(127), x, blocks), 5.0),
-        "1 bit": (lambda: pack.pack(encode(ScaledSign(), x, blocks)[0], 1), 4.125),
-        "top-k 1 %": (lambda: select.largest(x, plan), 4.12),
+        "1 bit": (lambda: messages.encode(ScaledSign(), x, 0), 4.13),
+        "top-k 1 %": (lambda: select.largest(x, plan), of_top_k),
         "P and Q of rank 4": (low_rank, 8.0),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -301,7 +383,7 @@ def waits(device: str) -> Iterator[Finding]:
     from torch.profiler import ProfilerActivity, profile
 
     start_alone()
-    for spec in IN_JOBS:
+    for spec in IN_STEPS:
         model = net("cuda")
         sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=spec)
         x = batch(0).cuda()
@@ -339,7 +421,7 @@ def overlap(device: str) -> Iterator[Finding]:
     from torch.profiler import ProfilerActivity, profile
 
     start_alone()
-    for spec in IN_JOBS:
+    for spec in IN_STEPS:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12))).cuda()  # 200 MB
         sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=spec, bucket_mb=16)
@@ -381,7 +463,8 @@ def overlapped(spec: str, kernels: list[tuple[int, str, int, int]]) -> Finding:
 # ----------------------------------------------------------------------------------------------- main
 
 PARTS: dict[str, Callable[[str], Iterator[Finding]]] = {
-    "policies": policies, "jobs": jobs, "kernels": kernels, "waits": waits, "overlap": overlap,
+    "policies": policies, "collectives": collectives, "jobs": jobs, "kernels": kernels, "waits": waits,
+    "overlap": overlap,
 }  # fmt: skip
 
 

@@ -8,7 +8,8 @@ Rules:
    rounded once) and gathered: as many bytes as a ring all-reduce, and equal bits on all ranks by construction.
    That is also how minima and maxima of floats travel: libraries lose NaN in them, ``torch.minimum`` does not.
 4. The in-place path (``AllReduce`` of what the library reduces) copies nothing.
-5. CUDA tensors that the library cannot take pass through pinned host memory, here and nowhere else.
+5. CUDA tensors that the library cannot take pass through pinned host memory both ways, here and nowhere else. Torch
+   keeps such memory and hands it out again.
 6. What a library raises becomes :class:`CollectiveTimeout` or :class:`RankFailed` here, with this rank and the cause.
 """
 
@@ -74,6 +75,7 @@ class Bridged(Communicator):
         self.rank = rank
         self.size = size
         self.timeout_seconds = timeout_seconds
+        self.alone = size == 1  # so there is nothing to ask the library for
         self.closed = False
         self._children = 0
 
@@ -150,7 +152,7 @@ class Bridged(Communicator):
     # -- bridges -----------------------------------------------------------------------------------------
 
     def _all_reduce(self, tensor: Tensor, op: str) -> Answer:
-        if self.size == 1 or not tensor.numel():
+        if self.alone or not tensor.numel():
             return tensor
         flat = _flat(tensor)
         if self._reduces(flat, op):
@@ -170,16 +172,17 @@ class Bridged(Communicator):
         return flat[: tensor.numel()].view(tensor.shape)
 
     def _gather(self, flat: Tensor, answer: Tensor | None = None) -> Answer:
-        if self.size == 1 or not flat.numel():
+        if self.alone or not flat.numel():
             return flat.expand(self.size, -1)
-        answer = flat.new_empty(self.size, flat.numel()) if answer is None else answer
+        if answer is None:
+            answer = flat.new_empty(self.size, flat.numel(), pin_memory=flat.is_pinned())
         yield from self._in_pieces(self._all_gather, flat, answer, last=True)
         return answer
 
     def _exchange(self, rows: Tensor, last: bool = True) -> Answer:
-        if self.size == 1 or not rows.numel():
+        if self.alone or not rows.numel():
             return rows
-        answer = torch.empty_like(rows)
+        answer = torch.empty_like(rows, pin_memory=rows.is_pinned())
         yield from self._in_pieces(self._all_to_all, rows, answer, last)
         return answer
 
@@ -197,7 +200,7 @@ class Bridged(Communicator):
             answer[:, start : start + step] = theirs
 
     def _broadcast(self, tensor: Tensor, root: int) -> Answer:
-        if self.size > 1:
+        if not self.alone:
             parts = _flat(tensor).view(torch.uint8).split(self.piece) if tensor.numel() else ()
             for number, part in enumerate(parts, start=1):
                 yield from _run(self._send_to_all, part, root, last=number == len(parts))

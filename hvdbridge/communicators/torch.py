@@ -67,12 +67,18 @@ class Works(Work):
 
 
 class TorchCommunicator(Bridged):
-    """Executes requests on process groups of its own."""
+    """Executes requests on process groups of its own.
+
+    Args:
+        even_alone: a group of one rank has the library do its work, too; for who has one GPU to check NCCL with.
+    """
 
     def __init__(
-        self, name: str, store: Any, rank: int, size: int, timeout: timedelta, cuda: bool, watch: Watch = unwatched
-    ) -> None:
+        self, name: str, store: Any, rank: int, size: int, timeout: timedelta, cuda: bool, watch: Watch = unwatched,
+        even_alone: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(name, rank, size, timeout.total_seconds(), watch)
+        self.alone = size == 1 and not even_alone
         self.capabilities = Capabilities(
             blocks_host=not cuda, cuda=cuda, carriers=("gloo", "nccl") if cuda else ("gloo",)
         )
@@ -80,10 +86,10 @@ class TorchCommunicator(Bridged):
         self._timeout = timeout
         self._host: Any = None
         self._cuda: Any = None
-        if size > 1:
+        if not self.alone:
             self._host = dist.ProcessGroupGloo(PrefixStore(f"{name}/gloo", store), rank, size, timeout)
             self._host.barrier().wait()  # a rank that closes while others still connect would break their connecting
-        if cuda and size > 1:
+        if cuda and not self.alone:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._cuda = dist.ProcessGroupNCCL(PrefixStore(f"{name}/nccl", store), rank, size, options)

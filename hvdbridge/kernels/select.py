@@ -143,7 +143,7 @@ def _large(name: str, start: int, size: int, count: int, slot: int, device: torc
     ``tail``-th largest sample as threshold the candidates lack one of them only if that number reaches ``tail``,
     4.5 deviations and 4 above its mean (probability below 1e-5; few are then lacking).
     """
-    if device.type == "cpu" and not exact:  # a device searches as fast as it samples
+    if device.type == "cpu" and not exact:  # a device's host may not ask how many candidates there are
         drawn = min(size // 32, math.ceil(TAIL * size / count))
         inside = drawn * count / size
         tail = math.ceil(inside + 4.5 * math.sqrt(inside) + 4)
