@@ -12,7 +12,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from hvdbridge import runtime
-from hvdbridge.aggregator import Aggregator, Piece
+from hvdbridge.aggregator import Aggregator
 from hvdbridge.agreement import trainable
 from hvdbridge.bridges.hook_state import HookState, join_torch
 from hvdbridge.bucket import Layout
@@ -29,6 +29,20 @@ from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec
 from hvdbridge.policy import Policy
 from hvdbridge.sources.base import at_end_of_backward, inside_backward
+from hvdbridge.sources.ddp import Layouts, Strided, future_of
+
+
+class HookLayouts(Layouts):
+    """Those of a model that the user names."""
+
+    def look(self, parameters: Sequence[Tensor]) -> tuple[Layout, list[Strided]]:
+        unknown = [list(p.shape) for p in parameters if p not in self.names]
+        if unknown:
+            raise ConfigurationError(
+                f"rank {runtime.rank()}: DDP's bucket has parameters of shapes {unknown} that the hook does not "
+                "know. Give to_comm_hook the model that DDP wraps; one hook serves one model."
+            )
+        return super().look(parameters)
 
 
 class CommHookState(HookState):
@@ -37,8 +51,7 @@ class CommHookState(HookState):
     def __init__(self, policy: Policy, model: Module | None, weighted: bool | None = None, seed: int = 0) -> None:
         super().__init__(policy, weighted, seed)
         self._model = model
-        self._names: dict[Tensor, str] = {}
-        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._layouts = HookLayouts({})
         self._held: list[tuple[Any, torch.futures.Future[Tensor]]] = []
         self._running = self._outside = False  # a step is open; it began outside of a backward
 
@@ -62,7 +75,7 @@ class CommHookState(HookState):
                 f"rank {runtime.rank() if runtime.is_initialized() else '?'}: sparse gradients are taken by no policy. "
                 "Use sparse=False in the Embedding."
             )
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        future = future_of(buffer)
         if self._aggregator is not None:
             self._submit(self._aggregator, bucket.parameters(), buffer, future, bucket.is_last())
             return future
@@ -75,28 +88,11 @@ class CommHookState(HookState):
         self, aggregator: Aggregator, parameters: list[Tensor], buffer: Tensor, future: torch.futures.Future[Tensor],
         last: bool,
     ) -> None:  # fmt: skip
-        def deliver(update: Tensor | None) -> None:
-            if update is not None and update.storage_offset():  # DDP takes views at offsets of the storage, not of it
-                update = update.clone()
-            future.set_result(buffer if update is None else update)
-
-        aggregator.submit(Piece(self._layout(parameters), buffer, deliver), last)
+        aggregator.submit(self._layouts.piece(parameters, buffer, future, aggregator.policy), last)
         if last:  # where DDP waits within backward (static_graph, Join), nobody comes to end the step
             aggregator.driver.flush()
             if self._outside:
                 aggregator.end_ahead()
-
-    def _layout(self, parameters: list[Tensor]) -> Layout:
-        key = tuple(map(id, parameters))
-        if key not in self._layouts:
-            unknown = [list(p.shape) for p in parameters if p not in self._names]
-            if unknown:
-                raise ConfigurationError(
-                    f"rank {runtime.rank()}: DDP's bucket has parameters of shapes {unknown} that the hook does not "
-                    "know. Give to_comm_hook the model that DDP wraps; one hook serves one model."
-                )
-            self._layouts[key] = Layout({self._names[p]: p.shape for p in parameters})
-        return self._layouts[key]
 
     def _opened(self) -> Aggregator:
         self._end_shadow()
@@ -143,7 +139,7 @@ class CommHookState(HookState):
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             ranks = dist.get_process_group_ranks(model.process_group)
             group = None if len(ranks) == runtime.size() else ranks
-        self._names = {p: name for name, p in params.items()}
+        self._layouts = HookLayouts({p: name for name, p in params.items()})
         self._open(params, group, next(iter(params.values())).device, {})
 
 

@@ -4,7 +4,7 @@ Rules:
 
 1. Under torch it is a DistributedDataParallel; elsewhere a module around the user's, whose gradients our reducer
    aggregates. Both are made by a :class:`~hvdbridge.synchronizer.GradientSynchronizer` without an optimizer.
-2. ``state_dict()`` has the bare module's keys.
+2. ``state_dict()`` has the bare module's keys, also as a part of another module's.
 3. An option of DDP's either does here what it does there, or is refused.
 4. A copy (``copy.deepcopy``, ``AveragedModel``, ``torch.save``) is of the module alone: to evaluate, not to train.
 """
@@ -24,6 +24,7 @@ from hvdbridge.errors import StepError, Unsupported
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
 from hvdbridge.sources.ddp import DistributedDataParallel as TorchDDP
+from hvdbridge.sources.wrapper import Wrapper
 from hvdbridge.synchronizer import GradientSynchronizer
 
 REFUSED = {
@@ -101,7 +102,7 @@ class DistributedDataParallel(Module):
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
-        gradient_as_bucket_view: bool | None = None,
+        gradient_as_bucket_view: bool | None = False,
         static_graph: bool = False,
         delay_all_reduce_named_params: Any = None,
         param_to_hook_all_reduce: Any = None,
@@ -181,7 +182,7 @@ class _OnTorch(DistributedDataParallel, TorchDDP):
     join: Any = DistributedDataParallel.join
 
 
-class _Elsewhere(DistributedDataParallel):
+class _Elsewhere(Wrapper, DistributedDataParallel):
     """A module around the user's."""
 
     def __init__(self, module: Module, *args: Any, **options: Any) -> None:
@@ -194,20 +195,14 @@ class _Elsewhere(DistributedDataParallel):
         """The user's module's."""
         return self.synchronizer.model(*args, **kwargs)
 
+    @property
+    def closed(self) -> bool:
+        """Whether nobody aggregates its gradients."""
+        return "synchronizer" not in self.__dict__ or self.synchronizer._closed
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradients accumulate locally; the next backward outside aggregates them."""
         return self.synchronizer.no_sync()
-
-    def _bare(self) -> Any:
-        return getattr(self.module, "_orig_mod", self.module)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The bare module's."""
-        return self._bare().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Into the bare module."""
-        return self._bare().load_state_dict(*args, **kwargs)
 
 
 class _Copy(_Elsewhere):

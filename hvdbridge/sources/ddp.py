@@ -13,12 +13,16 @@ Rules:
    another pass over memory. Where a policy needs no more (:attr:`~hvdbridge.policy.Policy.takes_shares`) and there are
    no weights, it gets none: its reducer is given a process group whose all-reduce comes here. A hook can be registered
    at any time, but not given back.
+6. DDP lays a dense parameter into its bucket as it lies in memory (channels_last), and a policy reads by index: such
+   buckets are put in order and back, unless the policy treats every element alike.
+7. DDP without its source is its module alone: autograd's hooks are off, and no forward sends anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +35,9 @@ from torch.nn import Parameter
 from hvdbridge.aggregator import Aggregator, Piece
 from hvdbridge.bucket import Layout
 from hvdbridge.errors import Unsupported
+from hvdbridge.policy import Policy
 from hvdbridge.sources.base import Source, at_end_of_backward, inside_backward, refuse_reentrant
+from hvdbridge.sources.wrapper import Wrapper
 
 Watch = Callable[[str], AbstractContextManager[None]]
 
@@ -58,8 +64,8 @@ class ReducerGroup(dist.ProcessGroup):
         return self._group.broadcast(tensors, opts)
 
 
-class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
-    """DDP whose ``state_dict()`` has the bare module's keys, so that checkpoints move between backends.
+class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel):
+    """DDP whose ``state_dict()`` has the bare module's keys; once closed, and in copies, it is its module alone.
 
     Attributes:
         reducer_group: its reducer's process group, where that is not DDP's own.
@@ -69,6 +75,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     reducer_group: ReducerGroup | None = None
     expects_backward = False
 
+    _closed = False
     _watch: Watch
 
     def __init__(self, module: torch.nn.Module, shares: bool, watch: Watch, **options: Any) -> None:
@@ -83,6 +90,21 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             return super()._ddp_init_helper(*args, **options)  # type: ignore[no-untyped-call]
         finally:
             self.process_group = group
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Send nothing any more: gradients stay local."""
+        self._closed = True
+        # A forward may have told the reducer to expect a backward
+        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._closed:
+            return self.module(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._watch("what DDP itself sends before a forward (buffers, the order of buckets)"):
@@ -103,22 +125,93 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             "policy=hb.from_comm_hook(state, hook)."
         )
 
-    @property
-    def bare(self) -> torch.nn.Module:
-        """The module without what torch.compile puts around it."""
-        module: torch.nn.Module = getattr(self.module, "_orig_mod", self.module)
-        return module
-
     def __getstate__(self) -> dict[str, Any]:
-        """As torch's, without our hook: torch registers none in a copy, either."""
+        """As torch's, without our hook, and closed: a copy belongs to no synchronizer."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return state | {"_comm_hooks": [], "reducer_group": None, "_shares": False, "_watch": nullcontext}
+        ours: dict[str, Any] = {"_comm_hooks": [], "reducer_group": None, "_shares": False, "_closed": True}
+        return state | ours | {"_watch": nullcontext}
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.bare.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.bare.load_state_dict(*args, **kwargs)
+@dataclass(frozen=True)
+class Strided:
+    """A parameter that lies in its bucket as in memory, and not by index."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def by_index(self, buffer: Tensor) -> None:
+        in_memory, by_index = self._views(buffer)
+        by_index.copy_(in_memory.clone())
+
+    def in_memory(self, buffer: Tensor) -> None:
+        in_memory, by_index = self._views(buffer)
+        in_memory.copy_(by_index.clone())
+
+    def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        piece = buffer[self.offset : self.offset + self.shape.numel()]
+        return piece.as_strided(self.shape, self.stride), piece.view(self.shape)
+
+
+class Layouts:
+    """The layouts of DDP's buckets, by their parameters."""
+
+    def __init__(self, names: Mapping[Tensor, str]) -> None:
+        self.names = names
+        self._known: dict[tuple[int, ...], tuple[Layout, list[Strided]]] = {}
+
+    def piece(
+        self, parameters: Sequence[Tensor], buffer: Tensor, future: torch.futures.Future[Tensor], policy: Policy
+    ) -> Piece:
+        """A bucket for ``policy``, whose update goes to ``future`` (rule 6)."""
+        key = tuple(map(id, parameters))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self.look(parameters)
+        layout, strided = known
+        return piece_of(layout, buffer, future, () if policy.takes_shares else strided)
+
+    def clear(self) -> None:
+        self._known.clear()
+
+    def look(self, parameters: Sequence[Tensor]) -> tuple[Layout, list[Strided]]:
+        """At a bucket that was not seen before."""
+        layout = Layout({self.names[p]: p.shape for p in parameters})
+        strided = [
+            Strided(layout.offsets[self.names[p]], p.shape, p.stride())
+            for p in parameters
+            if not p.is_contiguous() and torch.empty_like(p, device="meta").stride() == p.stride()  # i.e. it is dense
+        ]
+        return layout, strided
+
+
+def piece_of(
+    layout: Layout,
+    buffer: Tensor,
+    future: torch.futures.Future[Tensor],
+    strided: Sequence[Strided] = (),
+    scaled: bool = False,
+) -> Piece:
+    """DDP's bucket for an aggregator; ``future`` gets what DDP waits for."""
+    for each in strided:
+        each.by_index(buffer)
+
+    def deliver(update: Tensor | None) -> None:
+        if update is not None and strided:  # not in the update itself, which may be part of the policy's state
+            update = buffer.copy_(update)
+            for each in strided:
+                each.in_memory(buffer)
+        elif update is not None and update.storage_offset() != 0:
+            update = update.clone()  # DDP looks at the storage from its beginning
+        if not future.done():  # by an update, and then another piece of its flow failed
+            future.set_result(buffer if update is None else update)
+
+    return Piece(layout, buffer, deliver, scaled)
+
+
+def future_of(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """Of what becomes of ``buffer``."""
+    return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
 class DdpSource(Source):
@@ -134,8 +227,9 @@ class DdpSource(Source):
         super().__init__(aggregator)
         self._own_group = own_group  # made for this model alone
         self._model: DistributedDataParallel | None = model
-        self._names = {parameter: name for name, parameter in params.items()}
-        self._layouts: dict[tuple[int, ...], Layout] = {}  # by parameters, or by place and size
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in params.items()}
+        self._layouts = Layouts(self._names)
+        self._divided_layouts: dict[tuple[int, int], Layout] = {}  # by place and size
         self._complete = True  # the step's last bucket came
         self._numel = sum(p.numel() for p in params.values())
         self._divided = 0  # elements of this step that came divided
@@ -173,6 +267,8 @@ class DdpSource(Source):
         for handle in self._handles:
             handle.remove()
         # DDP cannot give a hook back, and its reducer, unseen by the garbage collector, holds the hook and so this.
+        if self._model is not None:
+            self._model.close()
         self._model = None
         self._names.clear()
         self._layouts.clear()
@@ -214,7 +310,10 @@ class DdpSource(Source):
                 f"rank {self.aggregator.communicator.rank}: sparse gradients are taken by no policy. "
                 "Use sparse=False in the Embedding."
             )
-        return self._submit(self._layout(bucket.parameters()), buffer, bucket.is_last())
+        future = future_of(buffer)
+        piece = self._layouts.piece(bucket.parameters(), buffer, future, self.aggregator.policy)
+        self._submit(piece, bucket.is_last())
+        return future
 
     def _share(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """The all-reduce of DDP's reducer: a bucket that it has divided, the next one in order."""
@@ -223,14 +322,16 @@ class DdpSource(Source):
         if self._divided == 0:
             self._first()
         key = (self._divided, buffer.numel())
-        layout = self._layouts.get(key)
+        layout = self._divided_layouts.get(key)
         if layout is None:  # the reducer does not say which parameters these are
-            layout = self._layouts[key] = Layout({f"elements from {self._divided}": buffer.shape})
+            layout = self._divided_layouts[key] = Layout({f"elements from {self._divided}": buffer.shape})
         self._divided += buffer.numel()
         last = self._divided == self._numel
         if last:
             self._divided = 0
-        return self._submit(layout, buffer, last, scaled=True)
+        future = future_of(buffer)
+        self._submit(piece_of(layout, buffer, future, scaled=True), last)
+        return future
 
     def _first(self) -> None:
         """A step's first bucket is here."""
@@ -243,33 +344,13 @@ class DdpSource(Source):
             self.begin()
         self._begun = False
 
-    def _submit(
-        self, layout: Layout, buffer: Tensor, last: bool, scaled: bool = False
-    ) -> torch.futures.Future[Tensor]:
-        devices: Any = [buffer.device] if buffer.is_cuda else None
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-
-        def deliver(update: Tensor | None) -> None:
-            if update is not None and update.storage_offset() != 0:
-                update = update.clone()  # DDP looks at the storage from its beginning
-            if not future.done():  # by an update, and then another piece of its flow failed
-                future.set_result(buffer if update is None else update)
-
+    def _submit(self, piece: Piece, last: bool) -> None:
         self._complete = last
-        self.aggregator.submit(Piece(layout, buffer, deliver, scaled), last)
+        self.aggregator.submit(piece, last)
         if last:
             self.aggregator.driver.flush()
             if self.aggregator.joined:
                 self.aggregator.end_ahead()
-        return future
-
-    def _layout(self, parameters: list[Tensor]) -> Layout:
-        key = tuple(map(id, parameters))
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = Layout({self._names[p]: p.shape for p in parameters})  # type: ignore[index]
-            self._layouts[key] = layout
-        return layout
 
     def finished(self) -> None:
         # A parameter without a gradient keeps the last bucket back, and DDP hands nothing out before that comes.

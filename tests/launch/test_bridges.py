@@ -101,7 +101,7 @@ def test_policies_as_hooks(on_torch: list[dict[str, str]]) -> None:
 
 def test_a_hook_joins_what_the_script_has_started(on_torch: list[dict[str, str]]) -> None:
     for rank in jobs.run("torchrun", None, 2, [BRIDGES, "late"]).check().records:
-        assert len(rank) == 8
+        assert len(rank) == 9
         for scenario, result in rank.items():
             assert result == on_torch[0][scenario], result
 

@@ -251,6 +251,37 @@ def hook_joins_loaded() -> str:
     return "in step"
 
 
+class Weighing(nn.Module):
+    """Its gradients are what it is given, however its parameters lie in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.kernel, self.scale = nn.Parameter(torch.randn(8, 6, 3, 3)), nn.Parameter(torch.randn(8))
+
+    def forward(self, kernel: torch.Tensor) -> torch.Tensor:
+        return (self.kernel * kernel).sum() + (self.scale * kernel[:, 0, 0, 0]).sum()
+
+
+def hook_reads_by_index() -> str:
+    """A policy sees gradients by index, also where DDP lays them into its buckets as they lie in memory."""
+    for policy in ("mean", "int8", "powersgd:rank=2", "randomk:ratio=0.1"):
+        seen = []
+        for layout in (torch.contiguous_format, torch.channels_last):
+            model = Weighing().to(memory_format=layout)
+            wrapped = nn.parallel.DistributedDataParallel(model)
+            state, hook = hb.to_comm_hook(policy, model)
+            wrapped.register_comm_hook(state, hook)
+            for step in range(3):
+                model.zero_grad()
+                wrapped(torch.randn(8, 6, 3, 3, generator=torch.Generator().manual_seed(10 * step + RANK))).backward()
+            assert model.kernel.is_contiguous(memory_format=layout)
+            seen.append([model.kernel.grad.tolist(), model.scale.grad.tolist()])
+            state.close()
+        assert seen[0] == seen[1], policy
+    return "by index"
+
+
 def hook_of_another_model() -> str:
     state, hook = hb.to_comm_hook("mean", mlp())
     wrapped = nn.parallel.DistributedDataParallel(mlp())
@@ -371,6 +402,27 @@ def ddp_joins() -> str:
     return " ".join(digests)
 
 
+def ddp_leaves_gradients() -> str:
+    """Who holds gradients of one task while those of another are computed (PCGrad) has both, as with torch's."""
+
+    def tasks(wrapped: nn.Module) -> list[Any]:
+        optimizer = sgd(wrapped)
+        for _ in range(2):  # DDP has other buckets in its second step
+            held = []
+            for task in range(2):
+                optimizer.zero_grad()
+                wrapped(torch.full((2, 6), 1.0 + RANK))[:, task].sum().backward()
+                held.append([p.grad for p in wrapped.parameters()])
+        return [[grad.tolist() for grad in grads] for grads in held]
+
+    found = tasks(hb.DistributedDataParallel(mlp()))
+    assert found[0] != found[1]
+    assert not ON_TORCH or found == tasks(nn.parallel.DistributedDataParallel(mlp()))
+    in_views = tasks(hb.DistributedDataParallel(mlp(), gradient_as_bucket_view=True))
+    assert in_views[0] == in_views[1]
+    return hashlib.sha256(str(found).encode()).hexdigest()[:16]
+
+
 def ddp_misuse() -> str:
     with pytest.raises(hb.Unsupported):
         hb.DistributedDataParallel("model")
@@ -393,10 +445,7 @@ def ddp_options_of_torch() -> str:
     common = [name for name in ours if name in theirs]
     assert common == [name for name in theirs if name in common]
     defaults = {name: theirs[name].default for name in common[2:]}  # but self and module
-    assert {n for n in common if ours[n].default != theirs[n].default} <= {
-        "broadcast_buffers",
-        "gradient_as_bucket_view",
-    }
+    assert {n for n in common if ours[n].default != theirs[n].default} <= {"broadcast_buffers"}
     model = mlp()
     wrapped = hb.DistributedDataParallel(model, **defaults | {"bucket_cap_mb": BUCKET_MB})
     assert train(wrapped, model) == ddp_is_ddp()
@@ -418,6 +467,65 @@ def ddp_options_of_torch() -> str:
         hb.all_gather(seen, model[1].running_mean)
         assert (last == 0 or RANK == 0) == torch.equal(seen[0], seen[RANK]), options
     return "as there"
+
+
+class Versioned(nn.Linear):
+    """Learns with which version it was saved."""
+
+    _version = 3
+    loaded: int | None = None
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        self.loaded = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+class Around(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.head = net, nn.Linear(2, 1)
+
+
+def inside_another_module() -> str:
+    """What wraps the model, as Lightning and AveragedModel do, has the same keys on all backends, and loads them."""
+    model = nn.Sequential(Versioned(4, 2), nn.BatchNorm1d(2))
+    other = copy.deepcopy(model)
+    keys = [f"net.{key}" for key in model.state_dict()]
+    sync = hb.GradientSynchronizer(model)
+    for wrapped in (sync.model, hb.DistributedDataParallel(other)):
+        bare, versions = getattr(wrapped, "module", wrapped), model.state_dict()._metadata
+        assert wrapped.state_dict()._metadata == versions
+        around = Around(wrapped)
+        for each in (around, copy.deepcopy(around)):
+            saved = each.state_dict()
+            assert list(saved) == [*keys, "head.weight", "head.bias"]
+            assert {key: saved._metadata[f"net.{key}".rstrip(".")] for key in versions} == versions
+            sevens = type(saved)((key, torch.full_like(tensor, 7)) for key, tensor in saved.items())
+            sevens._metadata = saved._metadata
+            for options in ({}, {"strict": False}, {"assign": True}):
+                each.load_state_dict(saved)
+                assert str(each.load_state_dict(sevens, **options)) == "<All keys matched successfully>"
+                assert all((tensor == 7).all() for tensor in each.state_dict().values()), options
+            assert getattr(each.net, "module", each.net)[0].loaded == 3
+            few = {key: saved[key] for key in list(saved)[1:]} | {"net.2.weight": saved["net.0.weight"]}
+            told = each.load_state_dict(few, strict=False)
+            assert told == (["net.0.weight"], ["net.2.weight"])
+            with pytest.raises(RuntimeError, match=r'Missing.*"net\.0\.weight"'):
+                each.load_state_dict(few)
+            assert each.state_dict(keep_vars=True)["net.0.weight"].requires_grad
+        if wrapped is not bare:  # saved by plain DDP
+            around.load_state_dict({key.replace("net.", "net.module."): tensor for key, tensor in sevens.items()})
+            assert (bare[0].weight == 7).all()
+            with pytest.raises(RuntimeError, match=r'Missing.*"0\.weight"'):
+                wrapped.load_state_dict({f"module.{key}": tensor for key, tensor in bare.state_dict().items()})
+        averaged = torch.optim.swa_utils.AveragedModel(wrapped)
+        assert list(averaged.state_dict()) == ["n_averaged", *(f"module.{key}" for key in model.state_dict())]
+        averaged.load_state_dict(averaged.state_dict())
+        if wrapped is not sync.model:
+            compiled = Around(hb.DistributedDataParallel(torch.compile(copy.deepcopy(bare), backend="eager")))
+            compiled.load_state_dict(around.state_dict())
+            assert list(compiled.state_dict()) == list(around.state_dict())
+    return " ".join(keys)
 
 
 def copies() -> str:
@@ -557,11 +665,11 @@ def real_horovod() -> str:
 
 HOOKS = [
     hook_is_ddp, hook_accumulates, hook_with_state, hook_with_weights, hook_joins, hook_joins_late,
-    hook_joins_loaded, hook_of_another_model,
+    hook_joins_loaded, hook_reads_by_index, hook_of_another_model,
 ]  # fmt: skip
 DDP = [
     ddp_is_ddp, ddp_accumulates, ddp_finds_unused, ddp_with_policy_and_weight, ddp_with_hook, ddp_joins, ddp_misuse,
-    ddp_options_of_torch, copies, compression, real_horovod,
+    ddp_leaves_gradients, ddp_options_of_torch, inside_another_module, copies, compression, real_horovod,
 ]  # fmt: skip
 
 results = {}

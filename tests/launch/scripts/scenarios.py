@@ -667,6 +667,55 @@ def backward_in_a_closed_block() -> str:
     return "equal"
 
 
+def as_lists(state: Any) -> Any:
+    return {key: as_lists(value) for key, value in state.items()} if isinstance(state, dict) else state.tolist()
+
+
+def channels_last() -> str:
+    """Policies read gradients by index, however they lie in DDP's buckets; and so their state fits any backend."""
+    found = []
+    for policy in ("mean", "int8", "topk:ratio=0.1", "powersgd:rank=2", "randomk:ratio=0.1", "delayed(ef(bf16))"):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Tanh(), nn.Conv2d(16, 32, 3))
+        model.to(memory_format=torch.channels_last)
+        optimizer, saved = sgd(model), None
+        for steps in (3, 2):  # the second synchronizer goes on with the first one's state
+            sync = synchronize(model, optimizer, policy=policy)
+            if saved is not None:
+                sync.load_state_dict(saved)
+            for step in range(steps):
+                optimizer.zero_grad()
+                x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + RANK))
+                sync.model(x.to(memory_format=torch.channels_last)).square().mean().backward()
+                sync.optimizer.step()
+            saved = copy.deepcopy(sync.state_dict())
+            everyone = hb.current().control.all_gather_object(as_lists(saved["state"]))
+            found.append(digest(model) + hashlib.sha256(repr(everyone).encode()).hexdigest()[:16])
+            sync.close()
+    return " ".join(found)
+
+
+def after_close() -> str:
+    """The model that a closed synchronizer leaves is trained by each rank alone."""
+    for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}):
+        model, alone = mlp(), mlp()
+        optimizer = sgd(model)
+        sync = synchronize(model, optimizer, **options)
+        train(sync, 2)
+        alone.load_state_dict(model.state_dict())
+        wrapped, before = sync.model, loss_of(sync.model, 2)
+        sync.optimizer.zero_grad()
+        sync.close()
+        before.backward()  # of a forward that told DDP to expect it
+        loss_of(alone, 2).backward()
+        for _ in range(1 + RANK):  # as often as a rank likes
+            loss_of(wrapped, 3).backward()
+            loss_of(alone, 3).backward()
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad), options
+    return "local"
+
+
 def join_with_sync_batchnorm() -> str:
     model = nn.Sequential(nn.Linear(6, 8), hb.SyncBatchNorm(8))
     sync = synchronize(model)
@@ -703,7 +752,7 @@ OWN = [
     broadcast_from_rank_0, weighted, weight_zero_hides_nan, total_weight_zero_skips, nan_travels, error_feedback_bf16,
     step_scope, average_gradients, unaggregated_gradients, unreduced_gradients, sync_batchnorm, misuse,
     unfrozen_later, static_graph, default_buckets, nothing_stays_alive, compiled_names, join_with_sync_batchnorm,
-    evaluation_by_one_rank, divided_by_ddp, backward_in_a_closed_block,
+    evaluation_by_one_rank, divided_by_ddp, backward_in_a_closed_block, channels_last, after_close,
 ]  # fmt: skip
 
 if __name__ == "__main__":
