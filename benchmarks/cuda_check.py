@@ -66,7 +66,7 @@ IN_STEPS = ["mean", "bf16", "int8", "topk:ratio=0.05,select=exact", "onebit", "p
 IN_JOBS = [spec for spec in SPECS if "batched" not in spec]
 """All whose result does not depend on how a job's buckets lie, which a simulation cannot know."""
 SHAPES = {"conv.weight": (32, 16, 3, 3), "fc.weight": (300, 200), "fc.bias": (200,), "scale": ()}
-STEPS, RATE = 2, 0.1
+STEPS, RATE = 2, 1e-3
 """Of a job: some policies begin, or have ranks meet, after the first."""
 GOAL = 0.7
 """Of the copy's bytes per second, what passes over a vector should reach on a GPU; below it is "slow"."""
@@ -215,7 +215,7 @@ def rank(device: str) -> None:
             x = batch(hb.rank()).to(at_first[0].device)
             for _ in range(STEPS):
                 sync.optimizer.zero_grad()
-                sync.model(x).square().mean().backward()
+                sync.model(x).square().sum().backward()
                 sync.optimizer.step()
             went = zip(model.named_parameters(), at_first, strict=True)
             found = {name: (p.detach() - first).cpu().tolist() for (name, p), first in went}
@@ -236,7 +236,7 @@ def reference(spec: str, ranks: int) -> dict[str, Tensor]:
         each = []
         for number, model in enumerate(models):
             model.zero_grad()
-            model(batch(number)).square().mean().backward()
+            model(batch(number)).square().sum().backward()
             each.append({name: p.grad for name, p in model.named_parameters()})
         stepped = [
             {name: p.detach() - RATE * update[name] for name, p in model.named_parameters()}
