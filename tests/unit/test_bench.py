@@ -65,7 +65,7 @@ def test_every_parameter_of_a_layer_list_has_a_gradient_of_its_own_in_every_step
         assert one.count_nonzero() > 0.99 * one.numel()
         assert not torch.equal(one, other)
         if p.dim() > 1 and min(p.flatten(1).shape) > 4:
-            assert torch.linalg.matrix_rank(one.flatten(1)) > 4
+            assert torch.linalg.matrix_rank(one.flatten(1)[:8, :8]) > 4
 
 
 def own() -> tuple[torch.nn.Module, models.Loss]:
