@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors
 from hvdbridge.sources import attach
 from hvdbridge.sources.base import Options, views_pay
 from hvdbridge.sources.hooks import HookSource
+from hvdbridge.sources.wrapper import Wrapper, unwrapped
 from hvdbridge.state import OnResize
 from hvdbridge.sync_batchnorm import SyncBatchNorm
 
@@ -52,8 +54,9 @@ class GradientSynchronizer:
             a missing gradient counts as zeros (Horovod, MPI) or is DDP's own error (torch).
         weighted: True: exchange :attr:`weight` in every step; False: never; None: the first step decides.
         static_graph, broadcast_buffers: as in DistributedDataParallel.
-        gradient_as_bucket_view: as there: ``p.grad`` is a view of a bucket, without a copy. None: where that is
-            faster, :func:`~hvdbridge.sources.base.views_pay`.
+        gradient_as_bucket_view: as there: ``p.grad`` is a view of a bucket, without a copy, and what holds it over
+            ``zero_grad()`` finds the next step's in it: give False then. None: where that is faster,
+            :func:`~hvdbridge.sources.base.views_pay`.
         seed: of the randomness that all ranks share.
 
     Attributes:
@@ -64,7 +67,8 @@ class GradientSynchronizer:
     Raises:
         NotInitialized: ``hb.init()`` is missing.
         RankMismatch: ranks differ in model, policy or options.
-        ConfigurationError: nothing to train, or a policy that does not parse or is not defined for so few ranks.
+        ConfigurationError: nothing to train, a policy that does not parse or is not defined for so few ranks, or a
+            model that is torch's DistributedDataParallel already.
         Unsupported: the model makes sparse gradients.
     """
 
@@ -85,6 +89,8 @@ class GradientSynchronizer:
         session = runtime.current()
         self.policy = from_spec(session.policy if policy is None else policy)
         originals = as_list(optimizer)
+        model = unwrapped(model)
+        refuse_ddp(model)
         params = trainable(model)
         bucket_mb = session.config.bucket_mb if bucket_mb is None else bucket_mb
         if not (bucket_mb is None or bucket_mb == "auto" or (not isinstance(bucket_mb, str) and bucket_mb > 0)):
@@ -123,8 +129,9 @@ class GradientSynchronizer:
         self._known = set(params.values())
         self._optimizers = wrapped
         self._after = AfterStep(self._aggregator, params, wrapped, self.model)
-        self._hooks = [each.register_step_pre_hook(self._before_step) for each in wrapped]
-        self._hooks += [o.register_step_pre_hook(refuse) for o, w in zip(originals, wrapped, strict=True) if o is not w]
+        replaced = [before for before, after in zip(originals, wrapped, strict=True) if before is not after]
+        self._hooks = [each.register_step_pre_hook(partial(refuse, each)) for each in replaced]
+        self._hooks += [each.register_step_pre_hook(self._before_step) for each in wrapped]
         self._closed = False
         self._norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
         for norm in self._norms:
@@ -271,7 +278,9 @@ class GradientSynchronizer:
         self._after.forget()
 
     def close(self) -> None:
-        """Take the hooks off and free the communicators; the model stays as it is. Harmless when repeated."""
+        """Take the hooks off and free the communicators. The model stays as it is, its gradients stay local, and a
+        synchronizer may be constructed anew: for :attr:`model` and :attr:`optimizer`, or for what they were made of.
+        Harmless when repeated."""
         if self._closed:
             return
         self._closed = True
@@ -299,7 +308,7 @@ class GradientSynchronizer:
             self._check_step(optimizer)
             return None
         self._after.before_closure()
-        if getattr(closure, "checks_step", None) is self:  # Horovod's optimizer calls this hook twice
+        if getattr(closure, "checks_step", None) is self:  # Horovod's own step() calls this hook twice
             return None
         checked = self._checked(closure, optimizer)
         if len(args) > 1:
@@ -397,9 +406,23 @@ def has_leaves(state: Mapping[str, Any]) -> bool:
     return any(has_leaves(v) if isinstance(v, Mapping) else True for v in state.values())
 
 
-def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Step pre-hook of an optimizer that was wrapped."""
-    raise StepError("step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated.")
+def refuse(replaced: Optimizer, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Step pre-hook of an optimizer that was wrapped, and of what is around it, which has the same hooks."""
+    if optimizer is replaced:
+        raise StepError("step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated.")
+
+
+def refuse_ddp(model: Module) -> None:
+    """
+    Raises:
+        ConfigurationError: a DistributedDataParallel of torch's own is in it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel) and not isinstance(module, Wrapper):
+            raise ConfigurationError(
+                f"{name or 'the model'} is a DistributedDataParallel of torch's, which averages gradients by itself. "
+                "Give the bare module: ddp.module."
+            )
 
 
 def as_list(optimizer: Optimizers) -> list[Optimizer]:

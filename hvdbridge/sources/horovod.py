@@ -2,16 +2,20 @@
 
 Rules:
 
-1. The optimizer is a real ``hvd.DistributedOptimizer``; three methods are replaced on the instance. Its
-   hooks hand each gradient to our reducer, so one negotiation serves a whole bucket.
-2. Its bookkeeping (``_handles``, ``_allreduce_delay``) is kept as if each backward were complete, because the reducer
-   ends the step when backward returns: ``step()`` and ``zero_grad()`` find nothing outstanding.
+1. The optimizer is a real ``hvd.DistributedOptimizer``; methods are replaced on the instance. Its hooks hand each
+   gradient to our reducer, so one negotiation serves a whole bucket; what it does not hook, we do.
+2. Its bookkeeping (``_allreduce_delay``) is kept as if each backward were complete, because the reducer ends the step
+   when backward returns: ``step()`` and ``zero_grad()`` find nothing outstanding.
+3. Horovod's hooks cannot be taken off. After :meth:`HorovodSource.remove` they lead nowhere: gradients stay local.
+4. It shares all that the user's optimizer has, so whoever holds that one (a scheduler, a hook's handle) is heard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,40 +37,53 @@ class HorovodSource(HookSource):
         optimizers: Iterable[torch.optim.Optimizer],
     ) -> None:
         wrapped = list(optimizers)
-        owned = {p for optimizer in wrapped for group in optimizer.param_groups for p in group["params"]}
         known = set(params.values())
-        others = [p for p in params.values() if p not in owned]
-        super().__init__(params, aggregator, options, hooked=others)
         fed: set[Parameter] = set()
+        shares: list[set[Parameter]] = []
         for optimizer in wrapped:
-            self._take_over(optimizer, known, fed)
+            held: Any = optimizer
+            share: set[Parameter] = (held._requires_update & known) - fed  # two may share a parameter
+            fed |= share
+            shares.append(share)
+        super().__init__(params, aggregator, options, hooked=[p for p in params.values() if p not in fed])
+        self._feeds = [{p: partial(self.ready, self._slots[p]) for p in share} for share in shares]
+        for optimizer, feeds in zip(wrapped, self._feeds, strict=True):
+            take_over(optimizer, feeds)
 
-    def _take_over(self, optimizer: Any, known: set[Parameter], fed: set[Parameter]) -> None:
-        base: Any = type(optimizer).__mro__[1]  # the user's optimizer class, below Horovod's
-        mine = {p for p in optimizer._requires_update if p in known} - fed  # two optimizers may share a parameter
-        fed |= mine
+    def remove(self) -> None:
+        super().remove()
+        for feeds in self._feeds:
+            feeds.clear()
 
-        def ready(parameter: Parameter) -> tuple[None, None]:
-            optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
-            if parameter in mine:
-                self.ready(self._slots[parameter])
-            return None, None
 
-        def synchronize() -> None:
-            optimizer._handles.clear()
-            optimizer._synchronized = True
+def take_over(optimizer: Any, feeds: Mapping[Parameter, Callable[[], None]]) -> None:
+    """Have Horovod's hooks call ``feeds``; what is not or no longer in there is left as it is."""
+    base: Any = type(optimizer).__mro__[1]  # the user's optimizer class, below Horovod's
 
-        def zero_grad(set_to_none: bool = True) -> None:
-            optimizer._handles.clear()
-            base.zero_grad(optimizer, set_to_none)
+    def ready(parameter: Parameter) -> tuple[None, None]:
+        optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
+        feed = feeds.get(parameter)
+        if feed is not None:
+            feed()
+        return None, None
 
-        optimizer._allreduce_grad_async = ready
-        optimizer.synchronize = synchronize
-        optimizer.zero_grad = zero_grad
+    def synchronize() -> None:
+        optimizer._handles.clear()
+        optimizer._synchronized = True
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        optimizer._handles.clear()
+        base.zero_grad(optimizer, set_to_none)
+
+    optimizer._allreduce_grad_async = ready
+    optimizer.synchronize = synchronize
+    optimizer.zero_grad = zero_grad
+    # Horovod's step() calls this one, and torch would run step hooks in both. A scheduler's wrapper stays.
+    vars(optimizer).setdefault("step", base.step.__get__(optimizer))
 
 
 def wrap_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]) -> torch.optim.Optimizer:
-    """A real ``hvd.DistributedOptimizer`` around ``optimizer`` that carries its state and defaults on."""
+    """A real ``hvd.DistributedOptimizer`` around ``optimizer`` that shares its attributes, hooks and state."""
     import horovod.torch as hvd
 
     if hasattr(optimizer, "_requires_update"):
@@ -79,6 +96,15 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, s
         wrapped._register_hooks()
     for p, grad in zip(held, grads, strict=True):
         p.grad = grad  # Horovod may have filled in zeros, which weight decay and momentum would act on
-    wrapped.state.update(optimizer.state)
-    wrapped.defaults = optimizer.defaults
+    mine: Any = optimizer
+    if "step" in vars(mine):  # a scheduler's: it would warn, for it never sees a step of the optimizer that it knows
+        mine._opt_called = True
+    wrapped.__dict__.update({name: value for name, value in vars(mine).items() if name != "step"})
+    optimizer.register_load_state_dict_post_hook(partial(share_loaded, WeakSet((optimizer, wrapped))))
     return wrapped  # type: ignore[no-any-return]
+
+
+def share_loaded(optimizers: Iterable[torch.optim.Optimizer], loaded: torch.optim.Optimizer) -> None:
+    """After ``load_state_dict()`` of any, which makes new objects: all have these."""
+    for optimizer in optimizers:
+        optimizer.state, optimizer.param_groups = loaded.state, loaded.param_groups

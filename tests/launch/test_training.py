@@ -20,6 +20,7 @@ ALIKE = [
     "sync_batchnorm", "misuse", "static_graph", "default_buckets", "unfrozen_later", "nothing_stays_alive",
     "compiled_names", "join_with_sync_batchnorm", "evaluation_by_one_rank",
     "divided_by_ddp", "backward_in_a_closed_block", "channels_last", "after_close",
+    "made_anew", "frozen_later", "optimizer_made_before",
 ]  # fmt: skip
 
 

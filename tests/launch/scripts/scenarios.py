@@ -558,6 +558,12 @@ def misuse() -> str:
     other = nn.Linear(3, 3 + RANK)
     found.append(expect("RankMismatch", lambda: synchronize(other)))
     found.append(expect("RankMismatch", lambda: synchronize(mlp(), bucket_mb="auto" if RANK else 25.0)))
+    if hb.backend() == "torch":
+        model = nn.Sequential(nn.parallel.DistributedDataParallel(mlp()))
+        found.append(expect("ConfigurationError", lambda: synchronize(model)))
+        sync = synchronize(mlp())
+        sync.close()
+        synchronize(nn.Sequential(sync.model)).close()  # what is in there sends nothing more
     for bucket_mb in (0, "25", float("nan")):
         found.append(expect("ConfigurationError", lambda size=bucket_mb: synchronize(mlp(), bucket_mb=size)))
     assert all(found), found
@@ -716,6 +722,120 @@ def after_close() -> str:
     return "local"
 
 
+def made_anew() -> str:
+    """A layer is unfrozen between two synchronizers, with the objects of the first or with those it was made of."""
+    digests = []
+    for rebound in (True, False):
+        for unused in (True, False):
+            model = mlp()
+            model[0].requires_grad_(False)
+            module, optimizer = model, sgd(model)
+            sync = synchronize(module, optimizer, find_unused_parameters=unused)
+            train(sync, 2)
+            if rebound:
+                module, optimizer = sync.model, sync.optimizer
+            loss = loss_of(sync.model, 0)  # keeps autograd's nodes, and the hooks on them
+            sync.close()
+            optimizer.zero_grad()
+            loss_of(module, 1).backward()
+            local = copy.deepcopy(model)
+            local.zero_grad()
+            loss_of(local, 1).backward()
+            for mine, theirs in zip(model.parameters(), local.parameters(), strict=True):
+                assert theirs.grad is None or torch.equal(mine.grad, theirs.grad)
+            optimizer.zero_grad()
+            model.requires_grad_(True)
+            again = synchronize(module, optimizer, find_unused_parameters=unused)
+            assert list(again._params) == [name for name, _ in model.named_parameters()]
+            for _ in range(2):
+                again.optimizer.zero_grad()
+                loss_of(again.model, 2).backward()
+                everyone = hb.current().control.all_gather_object([p.grad.tolist() for p in model.parameters()])
+                assert everyone[0] == everyone[-1], (rebound, unused)
+                again.optimizer.step()
+            again.close()
+            del loss
+            digests.append(digest(model))
+    assert len(set(digests)) == 1, digests
+    return digests[0]
+
+
+def frozen_later() -> str:
+    """What is frozen while training goes on stays where it is, whatever moments and weight decay would do."""
+    model = mlp()
+    for unused in (True, False):
+        if not unused and hb.backend() == "torch":  # DDP waits for gradients that it was told of
+            return digest(model)
+        model = mlp()
+        sync = synchronize(
+            model, torch.optim.AdamW(model.parameters(), weight_decay=0.1), find_unused_parameters=unused
+        )
+        train(sync, 2)
+        model[2].requires_grad_(False)
+        before = digest(model[2])
+        train(sync, 2)
+        assert digest(model[2]) == before
+        assert model[2].weight.grad is None
+        model[2].weight.grad = torch.ones_like(model[2].weight)  # the user's own
+        for p in model[0].parameters():
+            p.grad = None
+        loss_of(sync.model, 0).backward()
+        assert model[2].weight.grad.eq(1).all()
+        sync.optimizer.zero_grad()
+        model[2].requires_grad_(True)
+        train(sync, 1)
+        assert digest(model[2]) != before
+    return digest(model)
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer with an option that its groups do not have."""
+
+    def __init__(self, params: Any, lr: float = 1.0, gain: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+        self.gain = gain
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] * self.gain)
+
+
+def optimizer_made_before() -> str:
+    """Options, step hooks, a scheduler and the groups of the optimizer that was given count on."""
+    model = mlp()
+    optimizer = Scaled(model.parameters(), lr=0.1, gain=0.5)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    handle = optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    group = optimizer.param_groups[0]
+    sync = synchronize(model, optimizer)
+    assert isinstance(sync.optimizer, Scaled)
+    train(sync, 2)
+    handle.remove()
+    train(sync, 1)
+    rates = []
+
+    def stepped() -> None:
+        schedule.step()
+        assert sync.optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0]
+        rates.append(schedule.get_last_lr()[0])
+
+    stepped()
+    for _ in range(2):
+        with sync.join():
+            train(sync, 1 + RANK)
+        stepped()
+    assert sync.optimizer.param_groups[0] is group
+    for each in (sync.optimizer, optimizer):  # a resume
+        each.load_state_dict(copy.deepcopy(each.state_dict()))
+        stepped()
+    train(sync, 1)
+    return f"{digest(model)} {rates} {calls[:5]}"
+
+
 def join_with_sync_batchnorm() -> str:
     model = nn.Sequential(nn.Linear(6, 8), hb.SyncBatchNorm(8))
     sync = synchronize(model)
@@ -753,6 +873,7 @@ OWN = [
     step_scope, average_gradients, unaggregated_gradients, unreduced_gradients, sync_batchnorm, misuse,
     unfrozen_later, static_graph, default_buckets, nothing_stays_alive, compiled_names, join_with_sync_batchnorm,
     evaluation_by_one_rank, divided_by_ddp, backward_in_a_closed_block, channels_last, after_close,
+    made_anew, frozen_later, optimizer_made_before,
 ]  # fmt: skip
 
 if __name__ == "__main__":
