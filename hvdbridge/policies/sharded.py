@@ -397,7 +397,7 @@ class _Messages:
             if kernels.aligned:
                 scales = torch.empty_like(scales, memory_format=torch.contiguous_format)
             direct = code.bits == 8
-            codes = packed if direct else packed.new_empty((rows, self._length + -self._length % 8))
+            codes = packed if direct else code.room(kernels, rows, self._length, flat.device)
             code.encode_fused(kernels, flat, self._places, codes, scales, keep_rest)
             for i, (elements, blocks) in enumerate(self._used):
                 codes[i, elements:] = 0
