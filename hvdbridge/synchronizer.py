@@ -334,7 +334,8 @@ class GradientSynchronizer:
         if strange:
             raise StepError(
                 f"{where} with gradients of {len(strange)} parameters that nobody aggregates: unfrozen or added since, "
-                "or not the model's. Construct the synchronizer anew, with a model that holds them."
+                "or not the model's. Construct the synchronizer anew, with a model that holds them; each synchronizer "
+                "needs an optimizer of its own."
             )
         lost = [p for p in self._source.touched if p.grad is not None]
         if lost:

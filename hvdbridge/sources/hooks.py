@@ -114,8 +114,9 @@ class HookSource(Source):
         elif backward != self._backward:
             refuse_reentrant()
             raise StepError(
-                f"rank {self.aggregator.communicator.rank}: the backward before this one was left by an exception when "
-                "some gradients had been sent. Other ranks wait for the rest: end the job."
+                f"rank {self.aggregator.communicator.rank}: a backward began before the end of another. Either an "
+                "exception left that one when some gradients had been sent, and other ranks wait for the rest: end the "
+                "job. Or a Function calls backward() within its own, whose gradients are not complete by then."
             )
         slot.arrived = True
         slot.bucket.missing -= 1
