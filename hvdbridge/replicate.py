@@ -36,6 +36,8 @@ def broadcast_optimizer(optimizer: torch.optim.Optimizer, control: Communicator,
     groups = list(optimizer.param_groups)
     optimizer.load_state_dict(dict(theirs))
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if group is loaded:  # an optimizer that loads in its own way
+            continue
         for name, value in loaded.items():
             if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):  # torch leaves these where they were
                 loaded[name] = value.to(group[name].device)

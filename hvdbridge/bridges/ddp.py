@@ -189,7 +189,7 @@ class _Elsewhere(Wrapper, DistributedDataParallel):
         synchronizer = self.__dict__["synchronizer"]
         Module.__init__(self)
         self.__dict__["synchronizer"] = synchronizer
-        self.module = module
+        self.module = synchronizer.model  # not a wrapper that was given
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's module's."""

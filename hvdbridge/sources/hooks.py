@@ -9,7 +9,7 @@ Rules:
 4. Results stand in ``p.grad`` when backward returns: an engine callback, queued by the first gradient, waits.
    With ``gradient_as_bucket_view`` they are views of the buckets, as in DDP, and are not copied.
 5. With ``find_unused`` a used-map ends the step: a parameter unused on every rank keeps its old gradient. So does one
-   that was frozen since, as no optimizer may move it.
+   that was frozen since, as no optimizer may move it; without the map all ranks must have frozen it.
 """
 
 from __future__ import annotations
@@ -240,9 +240,8 @@ class HookSource(Source):
 
     @torch.no_grad()
     def _write_back(self, used: list[int] | None) -> None:
-        unused = self._frozen
-        if used is not None:
-            unused |= {p for p, flag in zip(self._slots, used, strict=True) if not flag}
+        # With a used-map what one rank has frozen and another uses is written on both
+        unused = self._frozen if used is None else {p for p, flag in zip(self._slots, used, strict=True) if not flag}
         for bucket in self.buckets:
             assert bucket.update is not None
             used_here(bucket.update)
