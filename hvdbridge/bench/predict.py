@@ -159,10 +159,12 @@ class Planner:
         if list(map(_operation, half)) != list(map(_operation, events)):
             raise ConfigurationError(f"what it asks for among {ranks} ranks does not follow from {MOST}")
         known, times = received(events), ranks / MOST
-        answers = [many + (many - few) * (times - 1) * 2 for few, many in zip(received(half), known, strict=True)]
+        before = received(half)
+        further = (ranks - MOST) / (MOST - MOST // 2)
+        answers = [many + (many - few) * further for few, many in zip(before, known, strict=True)]
         if list(map(_operation, scaled)) == list(map(_operation, events)):
             parts = received(scaled)
-            for i, (event, less, more) in enumerate(zip(events, received(half)[1:], known[1:], strict=False), 1):
+            for i, (event, less, more) in enumerate(zip(events, before[1:], known[1:], strict=False), 1):
                 whole = isinstance(event, Asked) and isinstance(event.request, AllReduce | Broadcast)
                 if more < 1.5 * less and not whole:
                     answers[i] = times * parts[i]
