@@ -267,13 +267,15 @@ def cut_layouts(params: Mapping[str, Tensor], bucket_bytes: float) -> list[Layou
     [('b', 'a'), ('c',)]
     """
     open_shapes: dict[tuple[torch.dtype, torch.device], dict[str, torch.Size]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
     cuts: list[dict[str, torch.Size]] = []
     limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
     for name, p in reversed(list(params.items())):
         kind = (p.dtype, p.device)
-        shapes = open_shapes.setdefault(kind, {})
-        shapes[name] = p.shape
-        if sum(shape.numel() for shape in shapes.values()) * p.element_size() >= limit:
+        open_shapes.setdefault(kind, {})[name] = p.shape
+        filled[kind] = filled.get(kind, 0) + p.numel() * p.element_size()
+        if filled[kind] >= limit:
             cuts.append(open_shapes.pop(kind))
+            del filled[kind]
             limit = bucket_bytes
     return [Layout(shapes) for shapes in [*cuts, *open_shapes.values()]]

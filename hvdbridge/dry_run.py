@@ -24,12 +24,15 @@ class Asked:
         bucket: number of its bucket.
         size: how many ranks take part in it.
         seconds: what the policy computed before it, since the collective before.
+        behind: the bucket's update is delivered, and this goes on behind the step
+            (:class:`~hvdbridge.policy.Early`).
     """
 
     bucket: int
     request: Collective
     size: int
     seconds: float
+    behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def dry_run(
         if not flat.is_meta:  # a generator of its own: the user's random numbers stay as they were
             flat.normal_(generator=torch.Generator(flat.device).manual_seed(index))
         bucket = Bucket(flat, layout, index, step, size=size, blocks=blocks, groups=groups, nodes=nodes, dtypes=dtypes)
-        part, answer, spent = _part(state, layout), None, 0.0
+        part, answer, spent, behind = _part(state, layout), None, 0.0, False
         since = clock()
         flow = start(bucket, part)
         try:
@@ -106,9 +109,10 @@ def dry_run(
                 request = next(flow) if answer is None else flow.send(answer)
                 answer = None
                 if not isinstance(request, Collective):
+                    behind = True
                     continue
                 spent += clock() - since
-                yield Asked(index, request, sizes[request.group], spent)
+                yield Asked(index, request, sizes[request.group], spent, behind)
                 answer, spent = _answer(request, sizes[request.group]), 0.0
                 since = clock()
         except StopIteration:

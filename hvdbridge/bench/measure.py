@@ -49,7 +49,8 @@ class Row:
         bucket_mb: size of a bucket of ours, in MiB.
         cpu, compute_cpu: seconds that a rank's process kept cores busy in a step, and in one without synchronization;
             means over ranks.
-        native: the step of the native way that ``against`` names.
+        native: the step of the native way that ``against`` names; None: it does not take such a model, and ``against``
+            says why.
         ratio: step / native, each step by the native one beside it: lower quartile, median, upper quartile.
         limit: step / max(compute + compression, bytes_sent / the bandwidth of the groups that it goes to); with two
             cores for a rank compute and compression are floors of their own.
@@ -74,8 +75,8 @@ class Row:
     bytes_sent: float
     cpu: float
     compute_cpu: float
-    native: float
-    ratio: tuple[float, float, float]
+    native: float | None
+    ratio: tuple[float, float, float] | None
     limit: float
     bucket_mb: float
     enqueued: bool = False
@@ -98,22 +99,32 @@ def measure(
 ) -> Row:
     """Train ``model`` for ``steps`` steps in each of the three ways. Collective, in the session that runs.
 
+    Where a parameter gets no gradient on some rank, ours and DDP look for such parameters.
+
     Raises:
-        ConfigurationError: no such model, or what :func:`check` says.
+        ConfigurationError: no such model, its loss does not call what it is given, what :func:`check` says, or the
+            native way that was named does not take this model.
+        Unsupported: our backend, or the policy, does not take this model.
     """
     due, share = _due(policy, steps)
     torch.manual_seed(hb.rank())  # ranks that send the same gradients would flatter what picks some of them
     module, loss = named_model(model, samples)
     module.to(hb.device())
     name, make = native(hb.backend(), against)
+    unused = _leaves_some_out(module, loss)
     theirs, mine, plain = module, copy.deepcopy(module), copy.deepcopy(module)
-    opposite = make(theirs, _optimizer(theirs))
-    sync = hb.GradientSynchronizer(mine, _optimizer(mine), policy=policy, bucket_mb=bucket_mb)
-    ways = {
-        "native": opposite,
-        "ours": Way(sync.model, sync.optimizer.zero_grad, sync.optimizer.step, sync.stats),
-        "alone": alone(plain, _optimizer(plain)),
-    }
+    ways = {}
+    try:
+        ways["native"] = make(theirs, _optimizer(theirs), unused)
+    except ConfigurationError as error:
+        if against is not None:
+            raise
+        name = f"none: {error}"
+    sync = hb.GradientSynchronizer(
+        mine, _optimizer(mine), policy=policy, bucket_mb=bucket_mb, find_unused_parameters=unused
+    )
+    ways["ours"] = Way(sync.model, sync.optimizer.zero_grad, sync.optimizer.step, sync.stats)
+    ways["alone"] = alone(plain, _optimizer(plain))
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     busy: dict[str, list[float]] = {way: [] for way in ways}
     parts: list[list[float]] = []
@@ -138,11 +149,14 @@ def measure(
 
     slowest = {way: _slowest(values) for way, values in seconds.items()}
     step = typical(slowest["ours"])
-    compute, other = (statistics.median(slowest[way]) for way in ("alone", "native"))
+    compute = statistics.median(slowest["alone"])
     compression, communication, sent = (typical(_slowest(part)) for part in zip(*parts, strict=True))
     cpu, compute_cpu = _mean([typical(busy["ours"]), statistics.median(busy["alone"])])
-    ratios = [a / b for a, b in zip(slowest["ours"], slowest["native"], strict=True)]
-    low, middle, high = (typical(ratios, quartile) for quartile in QUARTILES)
+    other, ratio = None, None
+    if "native" in ways:
+        ratios = [a / b for a, b in zip(slowest["ours"], slowest["native"], strict=True)]
+        low, middle, high = (typical(ratios, quartile) for quartile in QUARTILES)
+        other, ratio = statistics.median(slowest["native"]), (low, middle, high)
     enqueued = hb.device().type == "cuda" or not hb.current().communicator.capabilities.blocks_host
     beside = compression if (network.cores or 2) < 2 and not enqueued else 0.0  # in the time of backward
     floor = max(compute + beside, 0.0 if enqueued else compression, sent / _bandwidth(policy, mine, network))
@@ -150,8 +164,17 @@ def measure(
     return Row(
         hb.backend(), hb.launcher(), hb.size(), model, policy, samples, name, numel,
         steps, step, compute, compression, communication, max(0.0, step - compute - beside), sent, cpu, compute_cpu,
-        other, (low, middle, high), step / floor, sync.bucket_mb, enqueued,
+        other, ratio, step / floor, sync.bucket_mb, enqueued,
     )  # fmt: skip
+
+
+def _leaves_some_out(module: torch.nn.Module, loss: Loss) -> bool:
+    """Whether a backward on any rank leaves a trainable parameter without a gradient."""
+    loss(module).backward()
+    found = torch.tensor([any(p.grad is None for p in trainable(module).values())], dtype=torch.float64)
+    hb.all_reduce(found, op=hb.ReduceOp.MAX)
+    module.zero_grad()
+    return bool(found)
 
 
 def _bandwidth(policy: str, module: torch.nn.Module, network: Network) -> float:
@@ -224,7 +247,13 @@ def _step(way: Way, loss: Loss) -> tuple[float, float]:
     hb.barrier()
     started, before = time.perf_counter(), time.process_time()
     way.zero_grad()
-    loss(way.model).backward()
+    try:
+        value = loss(way.model)
+    except AttributeError as error:
+        raise ConfigurationError(
+            f"{error}. A loss calls the module that it is given, loss(module) = f(module(x)): that may be a wrapper"
+        ) from error
+    value.backward()
     handed_over = time.perf_counter()
     way.step()
     _catch_up()

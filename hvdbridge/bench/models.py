@@ -11,12 +11,13 @@ Rules:
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -176,7 +177,11 @@ def check_name(text: str, samples: int | None = None) -> None:
     """
     name, _, argument = text.partition(":")
     if name not in MODELS and not argument:
-        raise ConfigurationError(f"unknown model {text!r}. {nearest(name, MODELS)} Your own: module:function")
+        raise ConfigurationError(
+            f"unknown model {text!r}. {nearest(name, MODELS)} Your own: module:function or path/to/file.py:function"
+        )
+    if name.endswith(".py") and not os.path.isfile(name):
+        raise ConfigurationError(f"model {text!r}: no file {name} in {os.getcwd()}")
     if name in MODELS and argument and (name != "small" or not argument.isdigit() or int(argument) < 1):
         raise ConfigurationError(f"unknown model {text!r}: only small takes a number, of layers, as in small:3000")
     if samples is not None and (samples < 1 or name not in MODELS):
@@ -188,7 +193,8 @@ def check_name(text: str, samples: int | None = None) -> None:
 
 def model(text: str, samples: int | None = None) -> tuple[nn.Module, Loss]:
     """A model and its loss by name: ``resnet50``, ``bert-base``, ``gpt2``, ``small``, ``small:3000``, or
-    ``module:function``, whose function returns ``(module, loss)`` and ``loss(module)`` a scalar to differentiate.
+    ``module:function`` or ``file.py:function``, whose function returns ``(module, loss)`` and ``loss(module)`` a
+    scalar to differentiate.
 
     Raises:
         ConfigurationError: no such name, module or function, or ``samples`` for the user's own.
@@ -205,10 +211,22 @@ def model(text: str, samples: int | None = None) -> tuple[nn.Module, Loss]:
     if os.getcwd() not in sys.path:  # a console script has its own folder there
         sys.path.insert(0, os.getcwd())
     try:
-        module, loss = getattr(importlib.import_module(name), argument)()
+        module, loss = getattr(_imported(name), argument)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{text}: {error}. It must name a function without arguments in a module that can be imported, "
             "which returns (torch.nn.Module, loss), where loss(module) is a scalar"
         ) from error
     return module, loss
+
+
+def _imported(name: str) -> ModuleType:
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(os.path.basename(name)[:-3], name)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{name} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # classes are copied and pickled by it
+    spec.loader.exec_module(module)
+    return module

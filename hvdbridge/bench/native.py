@@ -29,42 +29,43 @@ def alone(model: nn.Module, optimizer: Optimizer) -> Way:
     return Way(model, optimizer.zero_grad, optimizer.step)
 
 
-def ddp(model: nn.Module, optimizer: Optimizer) -> Way:
-    """Plain DistributedDataParallel."""
+def ddp(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
+    """Plain DistributedDataParallel; ``unused``: it looks for parameters without a gradient."""
     device = next(model.parameters()).device
     ids = [device.index] if device.type == "cuda" else None
-    return Way(nn.parallel.DistributedDataParallel(model, device_ids=ids), optimizer.zero_grad, optimizer.step)
+    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=ids, find_unused_parameters=unused)
+    return Way(wrapped, optimizer.zero_grad, optimizer.step)
 
 
-def ddp_hook(model: nn.Module, optimizer: Optimizer) -> Way:
+def ddp_hook(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
     """DDP with torch's all-reduce hook: what no communication hook can do without."""
-    return _with_hook("allreduce_hook", model, optimizer)
+    return _with_hook("allreduce_hook", model, optimizer, unused)
 
 
-def ddp_fp16(model: nn.Module, optimizer: Optimizer) -> Way:
+def ddp_fp16(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
     """DDP with torch's fp16 hook."""
-    return _with_hook("fp16_compress_hook", model, optimizer)
+    return _with_hook("fp16_compress_hook", model, optimizer, unused)
 
 
-def _with_hook(name: str, model: nn.Module, optimizer: Optimizer) -> Way:
+def _with_hook(name: str, model: nn.Module, optimizer: Optimizer, unused: bool) -> Way:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    way = ddp(model, optimizer)
+    way = ddp(model, optimizer, unused)
     way.model.register_comm_hook(None, getattr(default_hooks, name))  # type: ignore[operator]
     return way
 
 
-def ddp_powersgd(model: nn.Module, optimizer: Optimizer) -> Way:
+def ddp_powersgd(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
     """DDP with torch's PowerSGD hook, rank 4. On Gloo it aborts as soon as a model has several buckets."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    way = ddp(model, optimizer)
+    way = ddp(model, optimizer, unused)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
     way.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)  # type: ignore[operator]
     return way
 
 
-def ddp_topk(model: nn.Module, optimizer: Optimizer) -> Way:
+def ddp_topk(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
     """A straightforward top-k of 1 % in a DDP hook: torch.topk, and an all-gather of values and indices."""
     import torch.distributed as dist
 
@@ -95,13 +96,13 @@ def ddp_topk(model: nn.Module, optimizer: Optimizer) -> Way:
         futures = torch.futures.collect_all([work.get_future() for work in works])
         return futures.then(decode)
 
-    way = ddp(model, optimizer)
+    way = ddp(model, optimizer, unused)
     way.model.register_comm_hook(None, hook)  # type: ignore[operator]
     return way
 
 
-def horovod(model: nn.Module, optimizer: Optimizer) -> Way:
-    """Plain ``hvd.DistributedOptimizer``."""
+def horovod(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
+    """Plain ``hvd.DistributedOptimizer``, which sends zeros for a parameter without a gradient."""
     import horovod.torch as hvd
 
     if any(p.dtype == torch.bfloat16 for p in trainable(model).values()):
@@ -110,7 +111,7 @@ def horovod(model: nn.Module, optimizer: Optimizer) -> Way:
     return Way(model, wrapped.zero_grad, wrapped.step)
 
 
-def mpi(model: nn.Module, optimizer: Optimizer) -> Way:
+def mpi(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
     """By hand, after backward: all gradients in one flat Allreduce."""
     comm, params = _mpi(model)
     flat = torch.empty(sum(p.numel() for p in params), dtype=params[0].dtype)
@@ -127,7 +128,7 @@ def mpi(model: nn.Module, optimizer: Optimizer) -> Way:
     return Way(model, optimizer.zero_grad, step)
 
 
-def mpi_loop(model: nn.Module, optimizer: Optimizer) -> Way:
+def mpi_loop(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
     """By hand, after backward: one Allreduce per parameter."""
     comm, params = _mpi(model)
 
@@ -166,7 +167,10 @@ def _in_place() -> Any:
     return MPI.IN_PLACE
 
 
-WAYS: dict[str, tuple[str, Callable[[nn.Module, Optimizer], Way]]] = {
+Make = Callable[[nn.Module, Optimizer, bool], Way]
+"""A native way for a model and its optimizer; True: some of its parameters may get no gradient."""
+
+WAYS: dict[str, tuple[str, Make]] = {
     "ddp": ("torch", ddp),
     "ddp-hook": ("torch", ddp_hook),
     "ddp-fp16": ("torch", ddp_fp16),
@@ -179,7 +183,7 @@ WAYS: dict[str, tuple[str, Callable[[nn.Module, Optimizer], Way]]] = {
 """name -> (the backend it needs, how it is made); a backend's first is what it is compared with by default."""
 
 
-def native(backend: str, name: str | None = None) -> tuple[str, Callable[[nn.Module, Optimizer], Way]]:
+def native(backend: str, name: str | None = None) -> tuple[str, Make]:
     """The native way of this name, or the backend's own.
 
     Raises:

@@ -42,11 +42,16 @@ Leg = tuple[str, float, float]  # where, seconds, and seconds in which it keeps 
 
 @dataclass
 class Bucket:
-    """One bucket's way: seconds of computing and what is sent then, ..., and a last computation."""
+    """One bucket's way: seconds of computing and what is sent then, ..., and a last computation.
+
+    Attributes:
+        within: how many of ``legs`` the update waits for; the others go on behind the step, and its end does.
+    """
 
     numel: int = 0
     legs: list[tuple[float, Load]] = field(default_factory=list)
     tail: float = 0.0
+    within: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,8 @@ class Planner:
         synchronizing = (compression + copies) * min(1.0, self.cores) + sending + self.overhead
         cpu = self.compute_cpu + max(0.0, synchronizing)
         compute, working = self.forward + self.backward + self.optimizer, cpu / self.cores
-        seconds = max(self._simulate(buckets, local_size) + self.optimizer, working)
+        step_end, behind = self._simulate(buckets, local_size)
+        seconds = max(step_end + self.optimizer, behind, working)
         return Prediction(spec, ranks, seconds, compute, compression, carried, sent, cpu, working)
 
     def _buckets(self, policy: Policy, ranks: int, arithmetic: Arithmetic, step: int) -> list[Bucket]:
@@ -137,6 +143,7 @@ class Planner:
             bucket = found.setdefault(event.bucket, Bucket())
             if load is not None:
                 bucket.legs.append((spent, load))
+                bucket.within += isinstance(event, Asked) and not event.behind
             elif isinstance(event, Ended):
                 bucket.numel, bucket.tail = event.numel, spent
         return [found[index] for index in sorted(found)]
@@ -192,13 +199,16 @@ class Planner:
         local_size = min(self.local_size, ranks)
         return list(dry_run(policy, params, ranks, step, self.bucket_mb, local_size, "meta", names))
 
-    def _simulate(self, buckets: Sequence[Bucket], local_size: int) -> float:
-        """Event by event: whoever is ready first is served first, on the cores and on the network."""
+    def _simulate(self, buckets: Sequence[Bucket], local_size: int) -> tuple[float, float]:
+        """Event by event: whoever is ready first is served first, on the cores and on the network. The end of what the
+        optimizer waits for; and how long what goes on behind the step takes, from the end of backward: it starts
+        behind the last bucket, and the next step's first waits for it."""
         total = max(1, sum(bucket.numel for bucket in buckets))
         core = "backward" if self.cores < 2 or self.one_device else "policy"
         free = {"backward": self.forward, "policy": 0.0, "network": 0.0}  # from when on
         waiting: list[tuple[float, int, Leg, Callable[[float], None]]] = []
         order = itertools.count()
+        behind: list[list[Leg]] = []
 
         def then(at: float, leg: Leg, go_on: Callable[[float], None]) -> None:
             heapq.heappush(waiting, (at, next(order), leg, go_on))
@@ -215,7 +225,12 @@ class Planner:
                 for spent, load in bucket.legs:
                     busy = self.network.cpu_seconds(load, local_size) / min(1, self.cores) if self.cores < 2 else 0.0
                     legs += [(core, spent, 0.0), ("network", self.network.seconds(load, local_size), busy)]
-                legs += [(core, bucket.tail, 0.0), ("backward", self.unpack * bucket.numel, 0.0)]
+                legs.append((core, bucket.tail, 0.0))
+                within = len(legs)
+                if bucket.within < len(bucket.legs):
+                    within = 2 * bucket.within
+                    behind.append(legs[within:])
+                legs = [*legs[:within], ("backward", self.unpack * bucket.numel, 0.0)]
 
                 def ready(end: float) -> None:
                     travel(end, legs)
@@ -223,15 +238,21 @@ class Planner:
 
                 then(at, ("backward", seconds, 0.0), ready)
 
+        def run() -> float:
+            while waiting:
+                at, _, (where, seconds, busy), go_on = heapq.heappop(waiting)
+                begin = max(at, free[where])
+                free[where] = begin + seconds
+                if begin <= free["backward"]:  # whatever the core does then takes so much longer
+                    free["backward"] += busy
+                go_on(free[where])
+            return max(free.values())
+
         produce(self.forward, buckets)
-        while waiting:
-            at, _, (where, seconds, busy), go_on = heapq.heappop(waiting)
-            begin = max(at, free[where])
-            free[where] = begin + seconds
-            if begin <= free["backward"]:  # whatever the core does then takes so much longer
-                free["backward"] += busy
-            go_on(free[where])
-        return max(*free.values(), self.forward + self.backward)
+        end = max(run(), self.forward + self.backward)
+        for legs in behind:
+            travel(self.forward + self.backward, legs)
+        return end, (run() - self.forward - self.backward if behind else 0.0)
 
 
 def _operation(event: Asked | Ended) -> tuple[str, str, torch.dtype | None]:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hvdbridge.bench.measure import Row
 from hvdbridge.bench.network import Network
 from hvdbridge.bench.predict import Prediction
-from hvdbridge.errors import BackendUnavailable
+from hvdbridge.errors import BackendUnavailable, ConfigurationError
 
 
 def measured(rows: Sequence[Row]) -> Table:
@@ -24,19 +25,31 @@ def measured(rows: Sequence[Row]) -> Table:
         "backend model policy step compute compress communicate exposed bucket MB/step MB/s /native quartiles /limit"
     )
     jobs = dict.fromkeys(f"{row.ranks} ranks by {row.launcher}, native: {row.against}" for row in rows)
-    table = Table(*names.split(), title=f"milliseconds per step ({'; '.join(jobs)})")
+    table = Table(*names.split(), title=escape(f"milliseconds per step ({'; '.join(jobs)})"))
     for row in rows:
-        low, middle, high = row.ratio
+        quotient = ("–", "–")
+        if row.ratio is not None:
+            low, middle, high = row.ratio
+            quotient = (f"{middle:.3f}", f"{low:.2f} .. {high:.2f}")
         own = ("–", "–") if row.enqueued else (f"{1e3 * row.compression:.1f}", f"{1e3 * row.communication:.1f}")
-        rate = "–" if row.enqueued else f"{row.bandwidth / 1e6:.0f}"
+        rate = "–" if row.enqueued else _mega(row.bandwidth)
         table.add_row(
-            row.backend, row.model, row.policy, f"{1e3 * row.step:.1f}", f"{1e3 * row.compute:.1f}", *own,
-            f"{1e3 * row.exposed:.1f}", f"{row.bucket_mb:g}", f"{row.bytes_sent / 1e6:.2f}", rate,
-            f"{middle:.3f}", f"{low:.2f} .. {high:.2f}", f"{row.limit:.2f}",
+            row.backend, escape(row.model), escape(row.policy), f"{1e3 * row.step:.1f}", f"{1e3 * row.compute:.1f}",
+            *own, f"{1e3 * row.exposed:.1f}", f"{row.bucket_mb:g}", _mega(row.bytes_sent), rate, *quotient,
+            f"{row.limit:.2f}",
         )  # fmt: skip
     if any(row.enqueued for row in rows):
         table.caption = "–: work on a GPU is only enqueued, so the host cannot time it"
     return table
+
+
+def _mega(amount: float) -> str:
+    """In millions, to three digits or more.
+
+    >>> [_mega(amount) for amount in (0, 1234, 5_033_000, 437_930_000)]
+    ['0', '0.00123', '5.03', '437.93']
+    """
+    return f"{amount / 1e6:.2f}" if amount >= 1e6 else f"{amount / 1e6:.3g}"
 
 
 def predicted(found: Sequence[Prediction]) -> Table:
@@ -47,7 +60,7 @@ def predicted(found: Sequence[Prediction]) -> Table:
     for policy in dict.fromkeys(one.policy for one in found):
         at = {one.ranks: one for one in found if one.policy == policy}
         cells = [f"{1e3 * at[n].step:.1f} ({at[n].bytes_sent / 1e6:.1f})" if n in at else "–" for n in sizes]
-        table.add_row(policy, *cells)
+        table.add_row(escape(policy), *cells)
     return table
 
 
@@ -56,7 +69,7 @@ def compared(rows: Sequence[tuple[Prediction, float]]) -> Table:
     table = Table("policy", "ranks", "predicted", "measured", "ratio", title="milliseconds per step")
     for one, step in rows:
         times = (f"{1e3 * one.step:.1f}", f"{1e3 * step:.1f}")
-        table.add_row(one.policy, f"{one.ranks:,}", *times, f"{one.step / step:.2f}")
+        table.add_row(escape(one.policy), f"{one.ranks:,}", *times, f"{one.step / step:.2f}")
     return table
 
 
@@ -68,7 +81,8 @@ def show(table: Table) -> None:
 
 def save(path: Path, network: Network, rows: Sequence[Row | Prediction], **more: Any) -> None:
     """All figures, in seconds and bytes, as JSON; a file that is there is replaced at once or not at all."""
-    content = {**more, "network": network.to_dict(), "rows": [asdict(row) for row in rows]}
+    figures = [asdict(row) | ({"bandwidth": row.bandwidth} if isinstance(row, Row) else {}) for row in rows]
+    content = {**more, "network": network.to_dict(), "rows": figures}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1) + "\n"
     path = path.resolve()
@@ -92,8 +106,9 @@ def plot_measured(path: Path, rows: Sequence[Row]) -> None:
         values = [1e3 * max(0.0, seconds) for seconds in shown]
         axes.barh(labels, values, left=left, label=part)
         left = [a + b for a, b in zip(left, values, strict=True)]
-    native = [1e3 * row.native for row in rows]
-    axes.plot(native, range(len(rows)), "k|", markersize=14, label="native step")
+    native = [(1e3 * row.native, place) for place, row in enumerate(rows) if row.native is not None]
+    if native:
+        axes.plot(*zip(*native, strict=True), "k|", markersize=14, label="native step")
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds per step")
     axes.legend()
@@ -141,6 +156,21 @@ def recommend(found: Sequence[Prediction], ranks: int) -> str:
     elif hidden:
         text += "; nothing is gained by sending less"
     return text + "."
+
+
+def check_plot(path: Path | None) -> None:
+    """Before anything is measured: whether it can be drawn.
+
+    Raises:
+        BackendUnavailable: matplotlib is not installed.
+        ConfigurationError: it does not write such files.
+    """
+    if path is None:
+        return
+    known = pyplot().figure().canvas.get_supported_filetypes()
+    pyplot().close()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ConfigurationError(f"--plot {path}: its name must end in one of .{', .'.join(sorted(known))}")
 
 
 def pyplot() -> Any:

@@ -24,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from hvdbridge.errors import ConfigurationError
+from hvdbridge.errors import BackendUnavailable, ConfigurationError, Unsupported
 from hvdbridge.world import World
 
 SHOW_SECONDS = 2.0
@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     backend = os.environ.get("HVDBRIDGE_BACKEND", "auto")
     parser.add_argument("--backends", default=backend, help="torch,horovod,mpi (default: %(default)s)")
-    parser.add_argument("--models", default="small", help="resnet50, bert-base, gpt2, small[:LAYERS], module:function")
+    parser.add_argument(
+        "--models", default="small", help="resnet50, bert-base, gpt2, small[:LAYERS], module:function, file.py:function"
+    )
     parser.add_argument("--policies", nargs="+", default=["mean", "bf16", "int8"], metavar="SPEC")
     parser.add_argument(
         "--against", metavar="WAY", help="a native way: ddp, ddp-hook, ddp-fp16, ddp-topk, horovod, mpi-loop, ..."
@@ -45,8 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
     parser.add_argument("--bucket-mb", type=mib, metavar="MIB", help="size of a bucket, or auto (default: a policy's)")
     parser.add_argument("--ranks", type=int, default=2, help="without a launcher (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
+    several = "; without a launcher and with several backends a file for each, FILE's name with -BACKEND"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"write all figures{several}")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw them (needs matplotlib){several}")
 
 
 def mib(text: str) -> float | str:
@@ -55,7 +58,7 @@ def mib(text: str) -> float | str:
 
 def run(arguments: argparse.Namespace) -> int:
     from hvdbridge.bench.models import check_name
-    from hvdbridge.bench.report import pyplot
+    from hvdbridge.bench.report import check_plot
     from hvdbridge.policies import from_spec
 
     if arguments.steps < 1 or arguments.ranks < 1:
@@ -64,8 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         from_spec(spec)  # a slip of the pen is told before anything is measured
     for model in arguments.models.split(","):
         check_name(model, arguments.samples)
-    if arguments.plot is not None:
-        pyplot()
+    check_plot(arguments.plot)
     if World.from_environment().launcher != "none":
         return _measure(arguments)
     return _launch(arguments)
@@ -88,16 +90,17 @@ def _launch(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(f"--backends {name}: known are {', '.join(lines)}")
         line = [*lines[name], "hvdbridge", *words, "--backends", name]
         for option in ("json", "plot"):
-            if (path := getattr(arguments, option)) is not None and len(names) > 1:
+            path = getattr(arguments, option)
+            if path is not None and len(names) > 1 and (path.is_file() or not path.exists()):  # not /dev/stdout
                 line += [f"--{option}", str(path.with_stem(f"{path.stem}-{name}"))]
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        program = shutil.which(line[0], path=path)
+        places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        program = shutil.which(line[0], path=places)
         if program is None and auto:
             print(f"{name}: left out: {line[0]} is not here (hvdbridge doctor)", file=sys.stderr)
             continue
         if program is None:
             raise ConfigurationError(f"{line[0]} is not here, which starts the {name} backend (hvdbridge doctor)")
-        with subprocess.Popen([program, *line[1:]], env=os.environ | {"PATH": path}) as job:
+        with subprocess.Popen([program, *line[1:]], env=os.environ | {"PATH": places}) as job:
             while job.poll() is None:
                 try:
                     job.wait()
@@ -120,7 +123,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     models = arguments.models.split(",")
     console = Console(stderr=True)
     first = World.from_environment().rank == 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     interrupted = False
 
     def interrupt(*_: object) -> None:
@@ -137,28 +140,42 @@ def _measure(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, interrupt)  # how horovodrun passes Ctrl-C on
 
+    def tell(line: str) -> None:
+        """What a bar would show, for those who look at a log, or through a launcher that is no terminal."""
+        if first and not console.is_terminal:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     def show() -> None:
         for line in left_out:
-            console.print(line, highlight=False)
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         if rows and link is not None:
             report.show(report.measured(rows))
             if arguments.plot is not None:
                 report.plot_measured(arguments.plot, rows)
+            for path in filter(None, (arguments.json, arguments.plot)):
+                console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
 
     with ExitStack() as stack:
         if first:
             stack.callback(show)  # whatever ends it: rows that were measured are not lost
-        progress = stack.enter_context(Progress(*columns, console=console, disable=not first))
+        quiet = not (first and console.is_terminal)
+        progress = stack.enter_context(Progress(*columns, console=console, disable=quiet))
         try:
             for backend in arguments.backends.split(","):
-                hb.init(backend=backend)
+                try:
+                    hb.init(backend=backend)
+                except BackendUnavailable as error:
+                    left_out.append(f"{backend}: left out: {error}")
+                    continue
+                tell(f"{hb.backend()}: probing the network")
                 link = network.probe(hb.current().communicator, hb.device())
                 for model in models:
                     for policy in arguments.policies:
+                        cell = f"{hb.backend()} · {model} · {policy}"
                         try:
                             check(policy, arguments.against, arguments.steps)
-                            total = WARM_UP + arguments.steps
-                            task = progress.add_task(f"{hb.backend()} · {model} · {policy}", total=total)
+                            task = progress.add_task(cell, total=WARM_UP + arguments.steps)
+                            tell(cell)
                             rows.append(
                                 measure(
                                     model, policy, arguments.against, link, arguments.steps, arguments.samples,
@@ -166,9 +183,10 @@ def _measure(arguments: argparse.Namespace) -> int:
                                     partial(stepped, task),
                                 )
                             )  # fmt: skip
-                        except ConfigurationError as error:
-                            left_out.append(f"{hb.backend()} · {model} · {policy}: left out: {error}")
+                        except (ConfigurationError, Unsupported) as error:
+                            left_out.append(f"{cell}: left out: {error}")
                             continue  # the file's network is its last row's
+                        tell(f"{cell}: {1e3 * rows[-1].step:.1f} ms a step")
                         if first and arguments.json is not None:  # after every row: Ctrl-C leaves those so far
                             report.save(arguments.json, link, rows)
                 hb.shutdown()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import track
 
-from hvdbridge.errors import ConfigurationError
+from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.world import usable_cores
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = (arguments.local_size, arguments.bucket_mb, arguments.cores, arguments.compute_ms)
     if not min([*arguments.ranks, *(n for n in given if n is not None)]) > 0:
         raise ConfigurationError("--ranks, --local-size, --bucket-mb, --cores and --compute-ms must be positive")
+    report.check_plot(arguments.plot)
     errors = Console(stderr=True)
     job = _job(arguments, errors)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
         first = sorted(specs, key=lambda spec: not _is_telling(from_spec(spec), job.rows.get(spec)))
         for spec in track(first, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal):
             if not errors.is_terminal:
-                errors.print(f"arithmetic of {spec}", highlight=False)
+                errors.print(f"arithmetic of {spec}", highlight=False, markup=False)
             policy, row = from_spec(spec), job.rows.get(spec)
             bucket_mb = arguments.bucket_mb or (row.bucket_mb if row else policy.bucket_mb)
             planner = replace(everywhere, bucket_mb=bucket_mb)
@@ -152,8 +153,8 @@ def run(arguments: argparse.Namespace) -> int:
                     overheads.append(overhead)
                 else:
                     arithmetic, overhead = arithmetic.scaled(here), min(overheads, default=0.0)
-            except ConfigurationError as error:
-                console.print(f"{spec}: left out: {error}")
+            except (ConfigurationError, Unsupported) as error:
+                console.print(f"{spec}: left out: {error}", markup=False)
                 continue
             planner = replace(planner, overhead=overhead)
             for ranks in sorted({*arguments.ranks, *([row.ranks] if row else [])}):
@@ -161,14 +162,16 @@ def run(arguments: argparse.Namespace) -> int:
                     found.append(planner.predict(spec, policy, ranks, arithmetic))
                     if row and ranks == row.ranks:
                         beside.append((_as_measured(planner, row).predict(spec, policy, ranks, arithmetic), row.step))
-                except ConfigurationError as error:
-                    console.print(f"{spec}, {ranks} ranks: left out: {error}")
+                except (ConfigurationError, Unsupported) as error:
+                    console.print(f"{spec}, {ranks} ranks: left out: {error}", markup=False)
+    if not found:
+        return 2
     found.sort(key=lambda one: specs.index(one.policy))
     report.show(report.predicted(found))
     if beside:
         report.show(report.compared(beside))
     for ranks in sorted({one.ranks for one in found}):
-        console.print(report.recommend(found, ranks), highlight=False)
+        console.print(report.recommend(found, ranks), highlight=False, markup=False)
     console.print(
         "Step times say nothing of what a policy does to the loss: docs/policies.md has that. "
         f"Computation {1e3 * compute:.1f} ms a step, {cores:g} cores per rank.", highlight=False,
@@ -200,6 +203,11 @@ def _job(arguments: argparse.Namespace, errors: Console) -> Job:
             raise ConfigurationError(
                 f"{', '.join(network_of_its_own)} and --from {arguments.source}: which network? FILE has one"
             )
+        if not arguments.source.exists():
+            raise ConfigurationError(
+                f"--from {arguments.source}: there is no such file. Without a launcher hvdbridge bench writes one for "
+                "each backend, with -torch, -horovod or -mpi in its name."
+            )
         try:
             saved = json.loads(arguments.source.read_text())
             known = list(dict.fromkeys(row["model"] for row in saved["rows"]))
@@ -226,7 +234,7 @@ def _job(arguments: argparse.Namespace, errors: Console) -> Job:
                 f"--samples {arguments.samples}: in {arguments.source} it was {samples.pop() or 'the default'}"
             )
         taken = f"rows of {model} with {backend}" if measured else f"the network alone: it has no row of {model}"
-        errors.print(f"{arguments.source}: {taken}", highlight=False, soft_wrap=True)
+        errors.print(f"{arguments.source}: {taken}", highlight=False, markup=False, soft_wrap=True)
         if most <= network.local_size:
             errors.print(
                 f"All {most} ranks were on one node: what several nodes take is predicted as if nothing slower lay "

@@ -52,6 +52,9 @@ def test_three_backends_in_one_job(launcher: str, tmp_path: Path, capsys: pytest
         assert row["exposed"] == pytest.approx(max(0, row["step"] - row["compute"] - beside))
         assert row["ratio"] == sorted(row["ratio"])
         assert row["limit"] > 0
+        assert row["bandwidth"] == row["bytes_sent"] / row["communication"]
+        cell = f"{row['backend']} · small:8 · {row['policy']}"  # told through launchers, which are no terminals
+        assert job.output.index(cell) < job.output.index(f"{cell}: {1e3 * row['step']:.1f} ms a step")
         assert 0 < row["compute_cpu"] < row["cpu"] < row["step"] * (os.cpu_count() or 1)
     assert "milliseconds per step" in job.output
     assert picture.stat().st_size > 1000
@@ -109,6 +112,56 @@ def test_a_model_of_ones_own_lies_where_one_stands(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+ODD = """
+import torch
+from torch import nn
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(()))
+    def forward(self, x):
+        return self.used(x).sum()
+    def loss(self, x):
+        return self(x)
+X = torch.ones(2, 8)
+def unused(): return Half(), lambda module: module(X)
+def sparse(): return nn.Embedding(8, 4, sparse=True), lambda module: module(torch.arange(4)).sum()
+def method(): return Half(), lambda module: module.loss(X)
+"""
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_what_cannot_be_measured_leaves_the_rest(backend: str, tmp_path: Path) -> None:
+    """Parameters without a gradient can be, sparse gradients cannot; a loss may not need what a wrapper hides."""
+    odd, out = tmp_path / "odd.py", tmp_path / "bench.json"
+    odd.write_text(ODD)
+    models = [f"{odd}:sparse", f"{odd}:method", f"{odd}:unused", "small:4"]
+    policies = ["hierarchical(hierarchical(mean))", "mean", "int8"]
+    words = ["-m", "hvdbridge", "bench", "--models", ",".join(models), "--policies", *policies, "--steps=3"]
+    job = jobs.run(jobs.NATIVE[backend], backend, 2, [*words, "--json", str(out)])
+    assert job.status == 0, job.output
+    wrapped = models[1:2] if backend != "torch" else []  # only DDP hides methods
+    measured = [(model, policy) for model in [*wrapped, *models[2:]] for policy in ("mean", "int8")]
+    assert [(row["model"], row["policy"]) for row in read(out)] == measured
+    assert f"{models[0]} · mean: left out: Embedding makes sparse gradients" in job.output
+    if backend == "torch":
+        assert f"{models[1]} · mean: left out: " in job.output
+        assert "A loss calls the module that it is given" in job.output
+    assert f"small:4 · {policies[0]}: left out: " in job.output
+
+
+def test_a_backend_that_is_not_installed_leaves_the_others(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None\n")
+    out = tmp_path / "bench.json"
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])}
+    words = ["-m", "hvdbridge", "bench", *SMALL, "--backends", "horovod,torch", "--policies", "mean"]
+    job = jobs.run("torchrun", None, 2, [*words, "--json", str(out)], env=env)
+    assert job.status == 0, job.output
+    assert [row["backend"] for row in read(out)] == ["torch"]
+    assert "horovod: left out: " in job.output
+
+
 def test_a_wrong_policy_ends_the_job_with_its_reason() -> None:
     job = jobs.run("mpiexec", "mpi", 2, ["-m", "hvdbridge", "bench", *SMALL, "--policies", "int9"])
     assert job.status != 0
@@ -147,11 +200,16 @@ def test_frozen_parameters_and_other_types(
     numel = 64 * 64 + 64
     used_map = 0 if backend == "torch" else 8  # at most: DDP sends its own, beside what is counted
     assert numel * 8 <= sent["other_types:make"] <= numel * 8 + used_map
+    native = {row["model"]: row["native"] for row in read(out)}
+    assert native["other_types:make"] is not None
     if backend == "torch":
         assert sent["other_types:half"] == numel * 2
-    else:
+        assert native["other_types:half"] is not None
+    else:  # ours carries what the native way does not take
+        assert sent["other_types:half"] > 0
+        assert native["other_types:half"] is None
         reason = {"mpi": "the hand-written loops over MPI are for", "horovod": "horovod.torch takes no bfloat16"}
-        assert f"other_types:half · mean: left out: {reason[backend]}" in job.output
+        assert f"native: none: {reason[backend]}" in job.output
     plan = ["plan", "--model", "other_types:make", "--gbits", "1", "--ranks", "2", "--policies", "mean"]
     assert main([*plan, "--json", str(planned)]) == 0
     capsys.readouterr()

@@ -17,7 +17,7 @@ from hvdbridge.bench.measure import Row
 from hvdbridge.bench.native import WAYS, native
 from hvdbridge.bench.network import Line, Load, Network
 from hvdbridge.bench.predict import MOST, Planner, Prediction
-from hvdbridge.bench.report import measured, predicted, recommend, show
+from hvdbridge.bench.report import measured, plot_measured, predicted, recommend, save, show
 from hvdbridge.bridges.compression import from_horovod_compression
 from hvdbridge.cli import main
 from hvdbridge.collectives import Broadcast
@@ -82,6 +82,14 @@ def test_a_model_of_ones_own() -> None:
 def test_a_model_that_is_none(text: str, error: str) -> None:
     with pytest.raises(ConfigurationError, match=error):
         models.model(text)
+
+
+def test_a_model_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "of_a_file.py"
+    path.write_text("import torch\ndef make(): return torch.nn.Linear(3, 2), lambda net: net(torch.ones(3)).sum()")
+    module, loss = models.model(f"{path}:make")
+    loss(module).backward()
+    assert module.weight.grad is not None
 
 
 def test_native_ways_belong_to_backends() -> None:
@@ -155,6 +163,26 @@ def test_backward_hides_what_it_can(seconds_per_bucket: float, step: float) -> N
     assert found.step == pytest.approx(step)
     assert found.bytes_sent == 16_000
     assert found.communication == pytest.approx(4 * seconds_per_bucket)
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_bucket", "step"),
+    [
+        (0.5, 5.0),  # four buckets behind backward are there before the next step ends
+        (1.25, 5.0),
+        (2.0, 8.0),  # the next step's first waits for them
+    ],
+)
+@pytest.mark.parametrize("spec", ["delayed(mean)", "partition(w0=mean, rest=delayed(mean))"])
+def test_what_goes_on_behind_a_step_is_waited_for_in_the_next(
+    spec: str, seconds_per_bucket: float, step: float
+) -> None:
+    found = planner(Network.given(0.0, 4000 / seconds_per_bucket)).predict(spec, from_spec(spec), 2, IDLE)
+    if "partition" in spec:  # w0's, the last, is waited for; three follow
+        assert found.step == pytest.approx(max(5.0 + seconds_per_bucket, 4 * seconds_per_bucket))
+    else:
+        assert found.step == pytest.approx(step)
+    assert found.bytes_sent == 16_000
 
 
 def test_arithmetic_takes_the_time_of_backward_where_no_core_is_free() -> None:
@@ -315,7 +343,7 @@ def test_of_sizes_that_end_alike_it_is_the_largest_up_to_ddps(
 ) -> None:
     known = dict(zip(predict.BUCKETS_MB, steps, strict=True))
     monkeypatch.setattr(predict, "probe", lambda *_: Network.given(1e-5, 1e9))
-    monkeypatch.setattr(Planner, "_simulate", lambda self, *_: known[self.bucket_mb])
+    monkeypatch.setattr(Planner, "_simulate", lambda self, *_: (known[self.bucket_mb], 0.0))
     params = {f"w{i}": torch.zeros(1 << 8) for i in range(4)}
     assert predict.best_bucket_mb(from_spec("mean"), params, Two()) == expected  # type: ignore[arg-type]
 
@@ -446,6 +474,32 @@ def test_what_the_host_cannot_time_is_not_told() -> None:
     assert "–" not in [next(iter(column.cells)) for column in measured([replace(row, enqueued=False)]).columns]
 
 
+def test_a_row_without_a_native_way_and_a_pattern_in_brackets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = "partition(layers.[ab]*=mean, '[/x]'=mean, rest=int8)"
+    row = Row("mpi", "mpiexec", 2, "own.py:[a]", spec, None, "none: not ['bfloat16 on cpu']", 8, 3, 2.0, 1.0, 0.125,
+              0.25, 1.0, 1200.0, 1.0, 0.5, None, None, 1.5, 10.0)  # fmt: skip
+    show(measured([row]))
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in (spec, "own.py:[a]", "native: none: not ['bfloat16 on cpu']", "0.0012"))
+    plot_measured(tmp_path / "p.png", [row, replace(row, native=1.0, ratio=(1.0, 2.0, 3.0))])
+    save(tmp_path / "b.json", Network.given(1e-5, 1e9), [row])
+    (saved,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert (saved["native"], saved["ratio"], saved["bandwidth"]) == (None, None, 4800.0)
+    show(predicted([Prediction(spec, 2, 1.0, 1.0, 0.0, 0.9, 1e9)]))
+    assert spec in capsys.readouterr().out
+
+
+def test_a_plan_of_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--gbits", "1", "--model", "small:4", "--ranks", "2", "--policies"]
+    assert main([*words, "krum:f=40", "hierarchical(hierarchical(mean))"]) == 2
+    printed = capsys.readouterr().out
+    assert "krum:f=40: left out: " in printed
+    assert "hierarchical(hierarchical(mean)): left out: " in printed
+    assert main([*words, "hierarchical(hierarchical(mean))", "mean"]) == 0
+
+
 def test_no_figure_is_cut_in_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -473,10 +527,10 @@ def test_no_figure_is_cut_in_a_narrow_terminal(
         (["plan", "--gbits", "1", "--local-latency-us", "2"], "--local-latency-us 2 needs --local-gbits"),
         (["plan", "--gbits", "1", "--compute-ms", "0"], "must be positive"),
         (["plan", "--gbits", "-1", "--model", "small"], "bandwidth"),
-        (
-            ["plan", "--from", "nowhere.json"],
-            "--from nowhere.json: not what hvdbridge bench --json writes: FileNotFound",
-        ),
+        (["plan", "--from", "nowhere.json"], "--from nowhere.json: there is no such file"),
+        (["plan", "--gbits", "1", "--plot", "p.xyz"], "--plot p.xyz: its name must end in one of"),
+        (["bench", "--plot", "p.xyz"], "--plot p.xyz: its name must end in one of"),
+        (["bench", "--models", "nowhere.py:make"], "no file nowhere.py in"),
         (["plan", "--from", __file__], "not what hvdbridge bench --json writes: JSONDecodeError"),
         (["bench", "--steps", "0"], "must be positive"),
         (["bench", "--models", "small,smal"], "unknown model 'smal'"),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdbridge.bucket import BLOCK, Bucket, Layout, Views, flatten, join_layouts, number_blocks
+from hvdbridge.bucket import BLOCK, Bucket, Layout, Views, cut_layouts, flatten, join_layouts, number_blocks
 from hvdbridge.errors import Unsupported
 from hvdbridge.policies.sharded import BlockShards, FlatShards, shards_of
 
@@ -113,3 +113,24 @@ def test_block_owners_do_not_depend_on_buckets(shapes: dict[str, tuple[int, ...]
         rows = BlockShards(layout, blocks, size).pack(owners + 1, torch.float32)
         for owner, row in enumerate(rows):
             assert set(row.tolist()) <= {owner + 1.0, 0.0}
+
+
+class Counted:
+    """A parameter that counts how often somebody asks for its size."""
+
+    shape, dtype, device, asked = torch.Size((8,)), torch.float32, torch.device("cpu"), 0
+
+    def numel(self) -> int:
+        self.asked += 1
+        return 8
+
+    def element_size(self) -> int:
+        return 4
+
+
+def test_cutting_looks_at_each_parameter_once() -> None:
+    """A bucket of DDP's size may hold a hundred thousand small ones."""
+    params = {f"p{i}": Counted() for i in range(100)}
+    assert len(cut_layouts(params, 25 * 2**20)) == 1  # type: ignore[arg-type]
+    assert all(p.asked <= 1 for p in params.values())
+    assert [len(layout.names) for layout in cut_layouts(params, 40 * 32)] == [40, 40, 20]  # type: ignore[arg-type]
