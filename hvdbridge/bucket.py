@@ -224,11 +224,6 @@ class Bucket:
         """The same bucket around another buffer of the same layout."""
         return replace(self, buffer=buffer)
 
-    def select(self, layout: Layout) -> Bucket:
-        """The part of this bucket that ``layout`` names, in its order; a copy."""
-        chosen = flatten({name: self.grads[name] for name in layout.names}, layout)
-        return replace(self, buffer=chosen, layout=layout, spare=None)
-
 
 BLOCK = 1024
 """Elements of the block that a sharded scheme never splits between two owners."""

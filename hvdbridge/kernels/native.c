@@ -423,3 +423,11 @@ void weigh_and_add(const float *restrict x, float factor, const float *restrict 
 {
     for (int64_t i = 0; i < count; i++) out[i] = x[i] * factor + y[i];
 }
+
+/* runs.Runs: of each row (here, there, length) of the table, in elements of `size` bytes; `back`: from there to here. */
+void move_runs(const uint8_t *restrict source, uint8_t *restrict target, const int64_t *restrict table, int64_t count,
+               int64_t size, int32_t back)
+{
+    for (int64_t i = 0; i < count; i++, table += 3)
+        memcpy(target + table[!back] * size, source + table[!!back] * size, table[2] * size);
+}

@@ -50,6 +50,7 @@ FUNCTIONS = {
     "outer": (None, P, I64, I64, I64, I64, P, I64, P, I64, I64, I32),
     "orthonormal": (None, P, I64, I64, F64, F64, F64, F64, P, P),
     "weigh_and_add": (None, P, F32, P, I64, P),
+    "move_runs": (None, P, P, P, I64, I64, I32),
     "reaching": (I64, P, I64, I32, I32, P, I64),
 }
 """Result and parameters."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from hvdbridge.kernels.fused import Fused, fused
 from hvdbridge.kernels.pack import pack, packed_bytes, unpack
 from hvdbridge.kernels.random import hashed_bits
+from hvdbridge.kernels.runs import Runs
 
 CHUNK = 1 << 18
 """Elements that a CPU codes at a time, so that temporaries stay in its cache."""
@@ -102,10 +103,9 @@ class Blocks:
         heads = fresh.nonzero().view(-1).tolist()
         self.runs: list[tuple[int, int, int]] = []
         """(position, first block, blocks) of each run."""
-        self._cuts: list[int] = []
-        self._pads: list[int] = []
+        copied: list[tuple[int, int, int]] = []
         loose: list[Tensor] = []
-        self._covered = 0
+        covered = rows = 0
         for head, end in pairwise([*heads, self.count] if heads else []):
             at, last = int(starts[head]), int(lengths[end - 1])
             full = end - head - (last < width)
@@ -114,11 +114,12 @@ class Blocks:
                 head, at = head + full, at + full * width
             if head < end:
                 size = (end - head - 1) * width + last
-                self._cuts += [at - self._covered, size]
-                self._pads += [size, (end - head) * width - size]
-                self._covered = at + size
+                copied.append((at, rows * width, size))
+                rows += end - head
+                covered = at + size
                 loose.append(torch.arange(head, end, device="cpu"))
-        self._ends = max([self._covered, *(at + full * width for at, _, full in self.runs)])
+        self._copied = Runs(copied)
+        self._ends = max([covered, *(at + full * width for at, _, full in self.runs)])
         self.loose = torch.cat(loose).to(device) if loose else None
         """Numbers of the blocks that :meth:`gather` copies, in its order."""
         self.numbers, self.lengths = numbers.to(device, torch.int32), lengths.to(device)
@@ -144,22 +145,14 @@ class Blocks:
 
     def gather(self, flat: Tensor) -> Tensor:
         """All blocks outside of runs, filled up with zeros: ``[blocks, width]``."""
-        theirs, ours, matrix = self._loose_views(flat, None)
-        torch._foreach_copy_(ours, theirs)
+        assert self.loose is not None
+        matrix = torch.zeros((self.loose.numel(), self.width), dtype=flat.dtype, device=flat.device)
+        self._copied.to(flat, matrix.view(-1))
         return matrix
 
     def scatter(self, matrix: Tensor, flat: Tensor) -> None:
         """The inverse of :meth:`gather`, into ``flat``."""
-        theirs, ours, _ = self._loose_views(flat, matrix)
-        torch._foreach_copy_(theirs, ours)
-
-    def _loose_views(self, flat: Tensor, matrix: Tensor | None) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        assert self.loose is not None
-        if matrix is None:
-            matrix = torch.zeros((self.loose.numel(), self.width), dtype=flat.dtype, device=flat.device)
-        theirs = flat[: self._covered].split(self._cuts)[1::2]
-        ours = matrix.view(-1).split(self._pads)[::2]
-        return list(theirs), list(ours), matrix
+        self._copied.back(flat, matrix.view(-1))
 
     def clear_padding(self, flat: Tensor) -> None:
         """Zeros behind the last block."""

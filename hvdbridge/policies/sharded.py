@@ -21,7 +21,7 @@ Rules:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,6 +34,7 @@ from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.fused import fused
 from hvdbridge.kernels.quantise import Blocks, Code, Places, decode, encode
 from hvdbridge.kernels.random import seed_of
+from hvdbridge.kernels.runs import SHORT, Runs
 from hvdbridge.policy import Aggregated
 
 
@@ -129,6 +130,33 @@ class BlockShards(Shards):
         # Each owner's pieces lie one behind the other in its shard.
         self._owned = [[n * width for _, n, width, owner, _ in self.pieces if owner == r] for r in range(size)]
         self._owned = [[*sizes, self.length - sum(sizes)] for sizes in self._owned]
+        self._runs = [Runs(self._places(owner)) for owner in range(size)] if self._many else []
+
+    @property
+    def _many(self) -> bool:
+        """Whether there are so many pieces that a view of each costs more than a pass over the vector."""
+        return self.numel < SHORT * len(self.pieces)
+
+    def _places(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """Where each of an owner's blocks lies in the vector and in its shard, with its length."""
+        for start, count, width, owner, at in self.pieces:
+            if owner == rank:
+                yield from ((start + i * self.size * BLOCK, at + i * BLOCK, width) for i in range(count))
+
+    def _deal(self, flat: Tensor) -> Tensor | None:
+        """The vector in the order of the shards, ``[size, length]`` of its type, padded with zeros; None: by views."""
+        if not (self._runs and flat.is_contiguous() and self._runs[0].pay(flat)):
+            return None
+        rows = torch.empty((self.size, self.length), dtype=flat.dtype, device=flat.device)
+        for row, runs, sizes in zip(rows, self._runs, self._owned, strict=True):
+            row[self.length - sizes[-1] :].zero_()
+            runs.to(flat, row)
+        return rows
+
+    def _collect(self, rows: Tensor, flat: Tensor) -> None:
+        """The inverse of :meth:`_deal`."""
+        for runs, row in zip(self._runs, rows, strict=True):
+            runs.back(flat, row)
 
     def _pairs(self, flat: Tensor, rows: Tensor, rank: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """Views of the vector, and of the same elements in the shards; ``rank``: in the only row, that owner's."""
@@ -146,6 +174,9 @@ class BlockShards(Shards):
         return theirs, ours
 
     def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0) -> Tensor:
+        dealt = self._deal(flat)
+        if dealt is not None:
+            return (dealt if power == 1.0 else dealt.mul_(power)).to(wire)
         rows = torch.empty((self.size, self.length), dtype=wire, device=flat.device)
         for row, sizes in zip(rows, self._owned, strict=True):
             row[self.length - sizes[-1] :].zero_()
@@ -161,6 +192,8 @@ class BlockShards(Shards):
         """The elements of ``flat`` that ``rank`` owns, ``[length]``, padded with zeros."""
         shard = torch.empty(self.length, dtype=flat.dtype, device=flat.device)
         shard[self.length - self._owned[rank][-1] :].zero_()
+        if self._runs:
+            return self._runs[rank].to(flat, shard)
         theirs, ours = self._pairs(flat, shard.unsqueeze(0), rank)
         if ours:
             torch._foreach_copy_(ours, theirs)
@@ -168,20 +201,28 @@ class BlockShards(Shards):
 
     def add_owned(self, flat: Tensor, rank: int, shard: Tensor) -> None:
         """Add ``shard`` to the elements of ``flat`` that ``rank`` owns."""
+        if self._runs:
+            self._runs[rank].back(flat, self.owned(flat, rank).add_(shard))
+            return
         theirs, ours = self._pairs(flat, shard.unsqueeze(0), rank)
         if theirs:
             torch._foreach_add_(theirs, ours)
 
     def subtract(self, flat: Tensor, rows: Tensor, power: float = 1.0) -> None:
         """Take ``rows / power`` ``[size, length]`` off ``flat``, which is no narrower. ``power`` is one of two."""
-        if self.pieces:
+        dealt = self._deal(flat)
+        if dealt is not None:
+            self._collect(dealt.sub_(rows, alpha=1 / power), flat)
+        elif self.pieces:
             theirs, ours = self._pairs(flat, rows)
             for mine, sent in zip(theirs, ours, strict=True):
                 mine.sub_(sent, alpha=1 / power)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         flat = torch.empty(self.numel, dtype=dtype, device=rows.device) if out is None else out
-        if self.pieces:
+        if self._runs and self._runs[0].pay(flat):
+            self._collect(rows.to(flat.dtype), flat)
+        elif self.pieces:
             theirs, ours = self._pairs(flat, rows)
             torch._foreach_copy_(theirs, ours)
         return flat

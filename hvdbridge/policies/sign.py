@@ -24,6 +24,7 @@ from hvdbridge.collectives import AllGather, AllToAll
 from hvdbridge.kernels.pack import pack_bits, unpack_bits
 from hvdbridge.kernels.quantise import decode, encode
 from hvdbridge.kernels.random import hashed_bits, key
+from hvdbridge.kernels.runs import Runs
 from hvdbridge.kernels.select import poison
 from hvdbridge.kernels.signs import ScaledSign, majority, weighted_majority
 from hvdbridge.options import option
@@ -209,21 +210,18 @@ class Words:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         # Parameters up to the first that does not fill its words are packed together.
-        self._cuts: list[int] = []
-        for size in layout.sizes.values():
-            if self._cuts and self._cuts[-1] % WORD == 0:
-                self._cuts[-1] += size
-            else:
-                self._cuts.append(size)
-        self._pads = [part for size in self._cuts for part in (size, -size % WORD)]
-        self.count = sum(self._pads) // WORD
+        at, runs = 0, []
+        for name, size in layout.sizes.items():
+            runs.append((layout.offsets[name], at, size))
+            at += -(-size // WORD) * WORD
+        self.count = at // WORD
+        self._padded = Runs(runs) if at > layout.numel else None
 
     def pack(self, bits: Tensor) -> Tensor:
         """``[layout.numel]`` bool -> int32 ``[count]``."""
-        if len(self._cuts) > 1:
+        if self._padded is not None:
             padded = torch.zeros(self.count * WORD, dtype=torch.uint8, device=bits.device)
-            torch._foreach_copy_(list(padded.split(self._pads)[::2]), list(bits.view(torch.uint8).split(self._cuts)))
-            bits = padded
+            bits = self._padded.to(bits.view(torch.uint8), padded)
         return as_words(bits)
 
     def unpack(self, words: Tensor, magnitude: float, out: Tensor) -> Tensor:
@@ -233,11 +231,11 @@ class Words:
         bits = torch.arange(256, device=out.device)[:, None] >> torch.arange(8, device=out.device) & 1
         table = (bits * 2 - 1).to(out.dtype).mul_(magnitude)
         index = words.clone(memory_format=torch.contiguous_format).view(torch.uint8).to(torch.int32)
-        if self.layout.numel == self.count * WORD:
+        if self._padded is None:
             torch.index_select(table, 0, index, out=out.view(-1, 8))
         else:
             padded = table.index_select(0, index).view(-1)
-            torch._foreach_copy_(list(out.split(self._cuts)), list(padded.split(self._pads)[::2]))
+            self._padded.back(out, padded)
         return out
 
     def numbers(self, first: Mapping[str, int], device: torch.device) -> Tensor:

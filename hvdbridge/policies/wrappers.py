@@ -9,6 +9,7 @@ Rules:
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor
 from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.norm import global_norm
+from hvdbridge.kernels.runs import Runs
 from hvdbridge.options import option
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.feedback import RESIDUAL, feedback, residuals
@@ -134,8 +136,8 @@ class Clip(Policy):
         return Aggregated(result.update, state={"inner": result.state})
 
 
-Plan = tuple[dict[str, Layout], list[tuple[str, int, int]]]
-"""The layout of each rule's part, and the bucket as runs ``(rule, start, end)`` in those parts."""
+Plan = dict[str, tuple[Layout, Runs]]
+"""The layout of each rule's part, and where it lies in the bucket."""
 
 
 @dataclass(frozen=True)
@@ -194,37 +196,31 @@ class Partition(Policy):
         return self._each(bucket, state, lambda key: inners[key].after_step if inners[key].due(bucket.step) else keep)
 
     def start_from(self, bucket: Bucket, state: State) -> State:
-        parts, _ = self._plan(bucket)
         inners = self.inners()
-        return {key: inners[key].start_from(bucket.select(names), state[key]) for key, names in parts.items()}
+        return {
+            key: inners[key].start_from(_select(bucket, *part), state[key]) for key, part in self._plan(bucket).items()
+        }
 
     def _each(self, bucket: Bucket, state: State, start: Callable[[str], Callable[[Bucket, State], Flow]]) -> Flow:
         """Run each part's flow, one after the other; where one is early, the rest of them after all have begun."""
-        layout, (parts, runs) = bucket.layout, self._plan(bucket)
+        plan = self._plan(bucket)
         given: dict[str, Bucket] = {}
         flows: dict[str, Flow] = {}
         ends: dict[str, Early | Aggregated] = {}
-        for key, names in parts.items():
-            given[key] = bucket if names is layout else bucket.select(names)
+        for key, part in plan.items():
+            given[key] = _select(bucket, *part)
             flows[key] = start(key)(given[key], state[key])
             ends[key] = yield from advance(flows[key])
-        if any(isinstance(end, Early) for end in ends.values()):
-            yield Early(self._join({key: end.update for key, end in ends.items()}, runs))
+        early = any(isinstance(end, Early) for end in ends.values())
+        if early:
+            yield Early(_join({key: end.update for key, end in ends.items()}, bucket, plan))
         results: dict[str, Aggregated] = {}
         for key, end in ends.items():
             results[key] = (yield from finish(flows[key])) if isinstance(end, Early) else end
-        update = self._join({key: result.update for key, result in results.items()}, runs)
+        update = _join({key: result.update for key, result in results.items()}, bucket, plan, room=not early)
         left = {key: results[key].left_of(part) for key, part in given.items()} if bucket.needs_sent else {}
         state = {key: result.state for key, result in results.items()}
-        return Aggregated(update, state=state, rest=self._join(left, runs) if left else None)
-
-    @staticmethod
-    def _join(tensors: Mapping[str, Tensor], runs: list[tuple[str, int, int]]) -> Tensor:
-        """The bucket's vector, made of its parts' vectors."""
-        if len(tensors) == 1:
-            (only,) = tensors.values()
-            return only
-        return torch.cat([tensors[key][start:end] for key, start, end in runs])
+        return Aggregated(update, state=state, rest=_join(left, bucket, plan) if left else None)
 
     def _plan(self, bucket: Bucket) -> Plan:
         layout = bucket.layout
@@ -236,15 +232,31 @@ class Partition(Policy):
         rules = {name: self.rule_of(name, shape, dtype) for (name, shape), dtype in kinds}
         keys = [key for key in self.inners() if key in rules.values()] or ["rest"]
         parts = {key: layout.part(name for name, rule in rules.items() if rule == key) for key in keys}
-        runs: list[tuple[str, int, int]] = []
-        for name, key in rules.items():
-            start = parts[key].offsets[name]
-            end = start + layout.sizes[name]
-            if runs and runs[-1][0] == key:
-                runs[-1] = (key, runs[-1][1], end)
-            else:
-                runs.append((key, start, end))
-        return parts, runs
+        at = layout.offsets
+        return {
+            key: (part, Runs((at[name], part.offsets[name], part.sizes[name]) for name in part.names))
+            for key, part in parts.items()
+        }
+
+
+def _select(bucket: Bucket, part: Layout, runs: Runs) -> Bucket:
+    """The part of a bucket, a copy; the bucket itself if it is all of it."""
+    if part is bucket.layout:
+        return bucket
+    chosen = runs.to(bucket.buffer, part.empty(bucket.buffer.dtype, bucket.buffer.device))
+    return replace(bucket, buffer=chosen, layout=part, spare=None)
+
+
+def _join(tensors: Mapping[str, Tensor], bucket: Bucket, plan: Plan, room: bool = False) -> Tensor:
+    """The bucket's vector, made of its parts' vectors; ``room``: where the bucket has some for it."""
+    if len(tensors) == 1:
+        (only,) = tensors.values()
+        return only
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+    whole = bucket.room(dtype) if room else bucket.layout.empty(dtype, bucket.buffer.device)
+    for key, (_, runs) in plan.items():
+        runs.back(whole, tensors[key])
+    return whole
 
 
 def keep(bucket: Bucket, state: State) -> Flow:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from hvdbridge.after import AfterStep
 from hvdbridge.aggregator import Aggregator, Piece
-from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts
+from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts, flatten
 from hvdbridge.collectives import AllReduce, Collective
 from hvdbridge.communicators.base import Answer, Communicator
 from hvdbridge.driver import ThreadDriver
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels.norm import global_norm
 from hvdbridge.policies import dense, from_spec
 from hvdbridge.policy import Aggregated, Early, Flow, Policy, Slot, State
 from hvdbridge.simulation import Simulation, simulate
@@ -696,3 +697,17 @@ def test_clip_is_not_additive_and_bounded() -> None:
     for wrong in ("0", "-1", "nan"):
         with pytest.raises(ConfigurationError, match=r"norm=.* must be > 0"):
             from_spec(f"clip:norm={wrong}")
+
+
+@pytest.mark.parametrize("sizes", [[3, 5000, 7, 0, 4096, 40000, 1], [1] * 40000, [4096] * 20, [0, 5000, 0], [0]])
+def test_a_norm_knows_no_order(sizes: list[int]) -> None:
+    torch.manual_seed(0)
+    parts = {f"p{i}": torch.randn(size) for i, size in enumerate(sizes)}
+    norms = []
+    for names in (list(parts), list(reversed(parts)), [*list(parts)[1::2], *list(parts)[::2]]):
+        layout = Layout({name: parts[name].shape for name in names})
+        norms.append(float(global_norm(flatten(parts, layout), layout)))
+    # Each rounds a sum of numel squares at most numel times, by 2^-53 of it, and a norm has half of a sum's error
+    exact = math.sqrt(math.fsum(x * x for part in parts.values() for x in part.tolist()))
+    assert norms == [pytest.approx(exact, rel=sum(sizes) * 2**-53)] * 3
+    assert len(set(norms)) == 1

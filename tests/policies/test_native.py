@@ -22,10 +22,11 @@ from hvdbridge.kernels import native, pack, select
 from hvdbridge.kernels.orthogonal import orthonormal
 from hvdbridge.kernels.quantise import Blocks, Code, Linear, Places, decode, encode
 from hvdbridge.kernels.random import hashed_bits
+from hvdbridge.kernels.runs import SHORT, Runs
 from hvdbridge.kernels.signs import ScaledSign
 from hvdbridge.policies.feedback import _corrected
 from hvdbridge.policies.matrices import COLS, ROWS, outer, project, take_outer
-from hvdbridge.policies.sharded import _code_plan
+from hvdbridge.policies.sharded import BlockShards, _code_plan
 from hvdbridge.simulation import Simulation
 from policies.policies import CASES, SHAPES, Case
 
@@ -372,3 +373,64 @@ def test_only_for_what_lies_as_expected() -> None:
     assert native.compiled(torch.ones(4, 4).t()) is None
     assert native.compiled(torch.ones(4, device="meta")) is None
     assert native.compiled(torch.ones(4, dtype=torch.float64)) is None
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.uint8)
+
+
+@several
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=9), st.randoms(),
+       st.sampled_from(DTYPES))  # fmt: skip
+def test_runs_move_what_they_name_and_nothing_else(
+    gaps: list[tuple[int, int, int]], random: Any, dtype: torch.dtype
+) -> None:
+    """(gap here, gap there, length), there in any order."""
+    lengths, there, at = [length for _, _, length in gaps], {}, 0
+    for i in random.sample(range(len(gaps)), len(gaps)):
+        there[i], at = at + gaps[i][1], at + gaps[i][1] + lengths[i]
+    here, end, runs = 0, at, []
+    for i, (gap, _, length) in enumerate(gaps):
+        runs.append((here + gap, there[i], length))
+        here += gap + length
+    given = torch.arange(1, here + 3).to(dtype)
+    expected, back = [0.0] * (end + 3), [0.0] * (here + 2)
+    for a, b, length in runs:
+        expected[b : b + length] = given[a : a + length].tolist()
+        back[a : a + length] = given[a : a + length].tolist()
+    for found in both(lambda: Runs(runs).to(given, given.new_zeros(end + 3))):
+        assert found.tolist() == expected
+        for again in both(lambda message=found: Runs(runs).back(given.new_zeros(here + 2), message)):
+            assert again.tolist() == back
+    wide = Runs(runs).to(given, torch.zeros(end + 3, dtype=torch.float64))  # of two types: torch's operations
+    assert wide.tolist() == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_many_small_pieces_are_dealt_as_few_large_ones(size: int, wire: torch.dtype) -> None:
+    """Every operation of :class:`BlockShards`, in one pass and by views; the blocks of "large" have several owners."""
+    torch.manual_seed(size)
+    shapes = {f"p{i}": (i % 50,) for i in range(200)} | {"large": (40, 300)} | {f"q{i}": (7,) for i in range(30)}
+    layout = Layout(shapes)
+    shards = BlockShards(layout, {name: 13 * i for i, name in enumerate(layout.names)}, size)
+    assert layout.numel < SHORT * len(shards.pieces)
+    flat, row = torch.randn(layout.numel), torch.randn(shards.length)
+    rows = torch.randn(size, shards.length).to(wire)
+
+    def changed(change: Callable[[Tensor], None]) -> Tensor:
+        copy = flat.clone()
+        change(copy)
+        return copy
+
+    for work in (
+        lambda: shards.pack(flat, wire),
+        lambda: shards.pack(flat, wire, 4.0),
+        lambda: shards.owned(flat, size - 1),
+        lambda: changed(lambda copy: shards.add_owned(copy, 0, row)),
+        lambda: changed(lambda copy: shards.subtract(copy, rows, 4.0)),
+        lambda: shards.unpack(rows, torch.float32),
+        lambda: shards.unpack(rows, torch.float64, torch.empty(layout.numel, dtype=torch.float64)),
+    ):
+        ours, theirs = both(work)
+        assert torch.equal(ours, theirs)
+    assert torch.equal(shards.unpack(shards.pack(flat, torch.float32), torch.float32), flat)

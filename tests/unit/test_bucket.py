@@ -69,15 +69,6 @@ def test_plus_widens_and_remembers_the_gradients_type() -> None:
     assert wider.dtypes == {"a": torch.bfloat16, "b": torch.bfloat16}
 
 
-def test_select_copies_in_the_order_of_the_part() -> None:
-    layout = Layout({"a": (2,), "b": (1,), "c": (2,)})
-    bucket = Bucket(torch.arange(5.0), layout)
-    part = bucket.select(layout.part(["a", "c"]))
-    assert part.buffer.tolist() == [0.0, 1.0, 3.0, 4.0]
-    part.buffer.zero_()
-    assert bucket.buffer.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-
-
 def test_place_names_the_known_groups() -> None:
     bucket = Bucket(torch.zeros(1), Layout({"a": (1,)}), rank=3, size=4, groups={"node": (1, 2)})
     assert (bucket.place("world"), bucket.place("node")) == ((3, 4), (1, 2))
