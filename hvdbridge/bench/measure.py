@@ -111,8 +111,8 @@ def measure(
     module, loss = named_model(model, samples)
     module.to(hb.device())
     name, make = native(hb.backend(), against)
-    unused = _leaves_some_out(module, loss)
     theirs, mine, plain = module, copy.deepcopy(module), copy.deepcopy(module)
+    unused = _leaves_some_out(plain, loss)  # after the copies: a module may keep what has no copy, an activation
     ways = {}
     try:
         ways["native"] = make(theirs, _optimizer(theirs), unused)
@@ -131,7 +131,11 @@ def measure(
     order = list(ways)
     for number in range(WARM_UP + steps):
         for way in order:
-            spent, cpu = _step(ways[way], loss)
+            try:
+                spent, cpu = _step(ways[way], loss)
+            except ConfigurationError:  # which all ranks come to
+                sync.close()
+                raise
             if number >= WARM_UP:
                 seconds[way].append(spent)
                 busy[way].append(cpu)

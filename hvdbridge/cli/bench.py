@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from hvdbridge.errors import BackendUnavailable, ConfigurationError, Unsupported
+from hvdbridge.rendezvous.start import starter
 from hvdbridge.world import World
 
 SHOW_SECONDS = 2.0
@@ -112,6 +113,25 @@ def _launch(arguments: argparse.Namespace) -> int:
     return status
 
 
+def _missing(backend: str) -> str | None:
+    """Why a backend that is not installed cannot run, which all ranks of one machine find alike.
+
+    Raises:
+        BackendUnavailable: so it is, and ranks of other machines may find otherwise: they would wait for this one.
+    """
+    if backend == "auto":
+        return None
+    world, chosen = World.from_environment(), starter(backend)()
+    try:
+        if chosen.running() is None:
+            chosen.check(world)
+    except BackendUnavailable as error:
+        if world.local_size != world.size:
+            raise
+        return str(error)
+    return None
+
+
 def _measure(arguments: argparse.Namespace) -> int:
     import hvdbridge as hb
     from hvdbridge.bench import network, report
@@ -119,6 +139,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
     rows: list[Row] = []
     left_out: list[str] = []
+    written: dict[Path, None] = {}
     link: network.Network | None = None
     models = arguments.models.split(",")
     console = Console(stderr=True)
@@ -152,7 +173,8 @@ def _measure(arguments: argparse.Namespace) -> int:
             report.show(report.measured(rows))
             if arguments.plot is not None:
                 report.plot_measured(arguments.plot, rows)
-            for path in filter(None, (arguments.json, arguments.plot)):
+                written[arguments.plot] = None
+            for path in written:
                 console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
 
     with ExitStack() as stack:
@@ -162,11 +184,10 @@ def _measure(arguments: argparse.Namespace) -> int:
         progress = stack.enter_context(Progress(*columns, console=console, disable=quiet))
         try:
             for backend in arguments.backends.split(","):
-                try:
-                    hb.init(backend=backend)
-                except BackendUnavailable as error:
-                    left_out.append(f"{backend}: left out: {error}")
+                if (reason := _missing(backend)) is not None:
+                    left_out.append(f"{backend}: left out: {reason}")
                     continue
+                hb.init(backend=backend)
                 tell(f"{hb.backend()}: probing the network")
                 link = network.probe(hb.current().communicator, hb.device())
                 for model in models:
@@ -189,6 +210,7 @@ def _measure(arguments: argparse.Namespace) -> int:
                         tell(f"{cell}: {1e3 * rows[-1].step:.1f} ms a step")
                         if first and arguments.json is not None:  # after every row: Ctrl-C leaves those so far
                             report.save(arguments.json, link, rows)
+                            written[arguments.json] = None
                 hb.shutdown()
         except KeyboardInterrupt:
             interrupted = True

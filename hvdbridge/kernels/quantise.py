@@ -74,10 +74,18 @@ class Places:
         return self._columns, self._table.shape[0]
 
 
+@dataclass(frozen=True)
+class Loose:
+    """Blocks that are copied: their numbers, int64, and where they lie in the vector and in the matrix."""
+
+    numbers: Tensor
+    runs: Runs
+
+
 class Blocks:
     """Where the blocks of a flat vector lie: all of ``width`` elements, some shorter.
 
-    Long runs of full blocks are matrices in place; all the others are copied into one matrix, filled up with zeros.
+    Long runs of full blocks are matrices in place; the others are copied into matrices, filled up with zeros.
 
     Args:
         starts: int64, ascending: where each block begins.
@@ -87,7 +95,7 @@ class Blocks:
         device: of the vectors.
 
     >>> blocks = Blocks(*(torch.tensor(t) for t in ([0, 4, 6], [4, 2, 1], [0, 1024, 2048])), 4, 7, "cpu")
-    >>> blocks.gather(torch.arange(7.))
+    >>> blocks.gather(torch.arange(7.), blocks.loose[0])
     tensor([[0., 1., 2., 3.],
             [4., 5., 0., 0.],
             [6., 0., 0., 0.]])
@@ -103,9 +111,7 @@ class Blocks:
         heads = fresh.nonzero().view(-1).tolist()
         self.runs: list[tuple[int, int, int]] = []
         """(position, first block, blocks) of each run."""
-        copied: list[tuple[int, int, int]] = []
         loose: list[Tensor] = []
-        covered = rows = 0
         for head, end in pairwise([*heads, self.count] if heads else []):
             at, last = int(starts[head]), int(lengths[end - 1])
             full = end - head - (last < width)
@@ -113,16 +119,16 @@ class Blocks:
                 self.runs.append((at, head, full))
                 head, at = head + full, at + full * width
             if head < end:
-                size = (end - head - 1) * width + last
-                copied.append((at, rows * width, size))
-                rows += end - head
-                covered = at + size
                 loose.append(torch.arange(head, end, device="cpu"))
-        self._copied = Runs(copied)
-        self._ends = max([covered, *(at + full * width for at, _, full in self.runs)])
-        self.loose = torch.cat(loose).to(device) if loose else None
-        """Numbers of the blocks that :meth:`gather` copies, in its order."""
+        self._ends = int(starts[-1] + lengths[-1]) if self.count else 0
         self.numbers, self.lengths = numbers.to(device, torch.int32), lengths.to(device)
+        self._at_once = max(1, CHUNK // width if self.numbers.device.type == "cpu" else self.count)
+        self.loose: list[Loose] = []
+        """The blocks outside of runs, on a CPU in parts that stay in its cache."""
+        for some in torch.cat(loose).split(self._at_once) if loose else ():
+            rows = range(0, some.numel() * width, width)
+            runs = Runs(zip(starts[some].tolist(), rows, lengths[some].tolist(), strict=True))
+            self.loose.append(Loose(some.to(device), runs))
         self.starts, self.counts = starts, lengths
         self._inside = torch.arange(width, dtype=torch.int32, device=device)
 
@@ -134,25 +140,23 @@ class Blocks:
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
         """The runs as (position, first block, blocks), on a CPU in pieces that stay in its cache."""
-        rows = max(1, CHUNK // self.width) if self.numbers.device.type == "cpu" else max(1, self.count)
         for at, first, count in self.runs:
-            for skip in range(0, count, rows):
-                yield at + skip * self.width, first + skip, min(rows, count - skip)
+            for skip in range(0, count, self._at_once):
+                yield at + skip * self.width, first + skip, min(self._at_once, count - skip)
 
     def view(self, flat: Tensor, at: int, count: int) -> Tensor:
         """``count`` full blocks from position ``at`` as a matrix."""
         return flat[at : at + count * self.width].view(count, self.width)
 
-    def gather(self, flat: Tensor) -> Tensor:
-        """All blocks outside of runs, filled up with zeros: ``[blocks, width]``."""
-        assert self.loose is not None
-        matrix = torch.zeros((self.loose.numel(), self.width), dtype=flat.dtype, device=flat.device)
-        self._copied.to(flat, matrix.view(-1))
+    def gather(self, flat: Tensor, some: Loose) -> Tensor:
+        """Blocks filled up with zeros: ``[blocks, width]``."""
+        matrix = torch.zeros((some.numbers.numel(), self.width), dtype=flat.dtype, device=flat.device)
+        some.runs.to(flat, matrix.view(-1))
         return matrix
 
-    def scatter(self, matrix: Tensor, flat: Tensor) -> None:
+    def scatter(self, matrix: Tensor, flat: Tensor, some: Loose) -> None:
         """The inverse of :meth:`gather`, into ``flat``."""
-        self._copied.back(flat, matrix.view(-1))
+        some.runs.back(flat, matrix.view(-1))
 
     def clear_padding(self, flat: Tensor) -> None:
         """Zeros behind the last block."""
@@ -163,8 +167,8 @@ class Blocks:
         found = torch.empty(self.count, dtype=torch.float32, device=flat.device)
         for at, first, count in self.pieces():
             found[first : first + count] = what(self.view(flat, at, count).to(torch.float32))
-        if self.loose is not None:
-            found.index_copy_(0, self.loose, what(self.gather(flat).to(torch.float32)))
+        for some in self.loose:
+            found.index_copy_(0, some.numbers, what(self.gather(flat, some).to(torch.float32)))
         return found
 
     def noise(self, blocks: slice | Tensor, seed: int) -> Tensor:
@@ -293,15 +297,15 @@ def encode(
         x = blocks.view(flat, at, count).to(torch.float32)
         noise = blocks.noise(these, seed) if code.random else None
         code.encode(x, blocks.width, noise, blocks.view(codes, at, count), None if scales is None else scales[these])
-    if blocks.loose is not None:
-        x = blocks.gather(flat).to(torch.float32)
-        noise = blocks.noise(blocks.loose, seed) if code.random else None
-        some = torch.empty(x.shape, dtype=code.dtype, device=flat.device)
-        theirs = None if scales is None else scales.index_select(0, blocks.loose)
-        code.encode(x, blocks.lengths[blocks.loose], noise, some, theirs)
-        blocks.scatter(some, codes)
+    for some in blocks.loose:
+        x = blocks.gather(flat, some).to(torch.float32)
+        noise = blocks.noise(some.numbers, seed) if code.random else None
+        theirs = None if scales is None else scales.index_select(0, some.numbers)
+        coded = torch.empty(x.shape, dtype=code.dtype, device=flat.device)
+        code.encode(x, blocks.lengths[some.numbers], noise, coded, theirs)
+        blocks.scatter(coded, codes, some)
         if given is None and scales is not None and theirs is not None:
-            scales.index_copy_(0, blocks.loose, theirs)
+            scales.index_copy_(0, some.numbers, theirs)
     return codes, scales
 
 
@@ -340,25 +344,25 @@ def decode(
         spare = here if direct and len(rows) == 1 else torch.empty(here.shape, dtype=torch.float32, device=here.device)
         for row in rows:
             theirs = None if scales is None else scales[row, first : first + count]
-            some = blocks.view(codes[row], at, count)
+            coded = blocks.view(codes[row], at, count)
             if row or add is not None:
-                code.add(some, theirs, here, add or 1, spare)
+                code.add(coded, theirs, here, add or 1, spare)
             elif direct:
-                code.decode(some, theirs, here)
+                code.decode(coded, theirs, here)
             else:
-                code.decode(some, theirs, spare)
+                code.decode(coded, theirs, spare)
                 here.copy_(spare)
-    if blocks.loose is not None:
-        spare = torch.zeros((blocks.loose.numel(), blocks.width), dtype=torch.float32, device=codes.device)
-        whole = torch.zeros_like(spare) if add is None else blocks.gather(total)
+    for some in blocks.loose:
+        spare = torch.zeros((some.numbers.numel(), blocks.width), dtype=torch.float32, device=codes.device)
+        whole = torch.zeros_like(spare) if add is None else blocks.gather(total, some)
         for row in rows:
-            theirs = None if scales is None else scales[row].index_select(0, blocks.loose)
-            some = blocks.gather(codes[row])
+            theirs = None if scales is None else scales[row].index_select(0, some.numbers)
+            coded = blocks.gather(codes[row], some)
             if row or add is not None:
-                code.add(some, theirs, whole, add or 1, spare)
+                code.add(coded, theirs, whole, add or 1, spare)
             else:
-                code.decode(some, theirs, whole)
-        blocks.scatter(whole, total)
+                code.decode(coded, theirs, whole)
+        blocks.scatter(whole, total, some)
     return total
 
 

@@ -61,7 +61,9 @@ class Runs:
 
     def _move(self, here: Tensor, there: Tensor, forth: bool) -> None:
         c = native.compiled(self._table) if self.pay(here) and here.dtype == there.dtype else None
-        if c is not None and here.is_contiguous() and there.is_contiguous():
+        flat = here.is_contiguous() and there.is_contiguous()
+        # Vectors that are too short are refused below, by torch
+        if c is not None and flat and self._here.fit(here) and self._there.fit(there):
             source, target = (here, there) if forth else (there, here)
             table, size = self._table, here.element_size()
             c.move_runs(source.data_ptr(), target.data_ptr(), table.data_ptr(), len(table), size, 0 if forth else 1)
@@ -81,6 +83,9 @@ class _Cuts:
             self._sizes += [starts[i] - self._covered, lengths[i]]
             self._covered = starts[i] + lengths[i]
         self._places = None if order == list(range(len(order))) else sorted(range(len(order)), key=order.__getitem__)
+
+    def fit(self, flat: Tensor) -> bool:
+        return flat.numel() >= self._covered
 
     def views(self, flat: Tensor) -> list[Tensor]:
         parts = list(flat[: self._covered].split(self._sizes)[1::2])

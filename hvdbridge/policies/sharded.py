@@ -143,20 +143,9 @@ class BlockShards(Shards):
             if owner == rank:
                 yield from ((start + i * self.size * BLOCK, at + i * BLOCK, width) for i in range(count))
 
-    def _deal(self, flat: Tensor) -> Tensor | None:
-        """The vector in the order of the shards, ``[size, length]`` of its type, padded with zeros; None: by views."""
-        if not (self._runs and flat.is_contiguous() and self._runs[0].pay(flat)):
-            return None
-        rows = torch.empty((self.size, self.length), dtype=flat.dtype, device=flat.device)
-        for row, runs, sizes in zip(rows, self._runs, self._owned, strict=True):
-            row[self.length - sizes[-1] :].zero_()
-            runs.to(flat, row)
-        return rows
-
-    def _collect(self, rows: Tensor, flat: Tensor) -> None:
-        """The inverse of :meth:`_deal`."""
-        for runs, row in zip(self._runs, rows, strict=True):
-            runs.back(flat, row)
+    def _by_runs(self, flat: Tensor) -> bool:
+        """Whether to go owner by owner, with a shard in the vector's type beside the message, and not by views."""
+        return bool(self._runs) and self._runs[0].pay(flat)
 
     def _pairs(self, flat: Tensor, rows: Tensor, rank: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """Views of the vector, and of the same elements in the shards; ``rank``: in the only row, that owner's."""
@@ -174,10 +163,12 @@ class BlockShards(Shards):
         return theirs, ours
 
     def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0) -> Tensor:
-        dealt = self._deal(flat)
-        if dealt is not None:
-            return (dealt if power == 1.0 else dealt.mul_(power)).to(wire)
         rows = torch.empty((self.size, self.length), dtype=wire, device=flat.device)
+        if self._by_runs(flat):
+            for rank, row in enumerate(rows):
+                shard = self.owned(flat, rank)
+                row.copy_(shard if power == 1.0 else shard.mul_(power))
+            return rows
         for row, sizes in zip(rows, self._owned, strict=True):
             row[self.length - sizes[-1] :].zero_()
         theirs, ours = self._pairs(flat, rows)
@@ -192,7 +183,7 @@ class BlockShards(Shards):
         """The elements of ``flat`` that ``rank`` owns, ``[length]``, padded with zeros."""
         shard = torch.empty(self.length, dtype=flat.dtype, device=flat.device)
         shard[self.length - self._owned[rank][-1] :].zero_()
-        if self._runs:
+        if self._by_runs(flat):
             return self._runs[rank].to(flat, shard)
         theirs, ours = self._pairs(flat, shard.unsqueeze(0), rank)
         if ours:
@@ -201,7 +192,7 @@ class BlockShards(Shards):
 
     def add_owned(self, flat: Tensor, rank: int, shard: Tensor) -> None:
         """Add ``shard`` to the elements of ``flat`` that ``rank`` owns."""
-        if self._runs:
+        if self._by_runs(flat):
             self._runs[rank].back(flat, self.owned(flat, rank).add_(shard))
             return
         theirs, ours = self._pairs(flat, shard.unsqueeze(0), rank)
@@ -210,9 +201,9 @@ class BlockShards(Shards):
 
     def subtract(self, flat: Tensor, rows: Tensor, power: float = 1.0) -> None:
         """Take ``rows / power`` ``[size, length]`` off ``flat``, which is no narrower. ``power`` is one of two."""
-        dealt = self._deal(flat)
-        if dealt is not None:
-            self._collect(dealt.sub_(rows, alpha=1 / power), flat)
+        if self._by_runs(flat):
+            for rank, row in enumerate(rows):
+                self._runs[rank].back(flat, self.owned(flat, rank).sub_(row, alpha=1 / power))
         elif self.pieces:
             theirs, ours = self._pairs(flat, rows)
             for mine, sent in zip(theirs, ours, strict=True):
@@ -220,8 +211,9 @@ class BlockShards(Shards):
 
     def unpack(self, rows: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         flat = torch.empty(self.numel, dtype=dtype, device=rows.device) if out is None else out
-        if self._runs and self._runs[0].pay(flat):
-            self._collect(rows.to(flat.dtype), flat)
+        if self._by_runs(flat):
+            for runs, row in zip(self._runs, rows, strict=True):
+                runs.back(flat, row.to(dtype))
         elif self.pieces:
             theirs, ours = self._pairs(flat, rows)
             torch._foreach_copy_(theirs, ours)

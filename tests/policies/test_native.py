@@ -405,6 +405,16 @@ def test_runs_move_what_they_name_and_nothing_else(
     assert wide.tolist() == expected
 
 
+def test_runs_beyond_a_vector_are_refused() -> None:
+    """As an update of a user's policy that is too short for its part of a partition."""
+    runs = Runs([(0, 0, 3), (5, 3, 3)])
+    for here, there in ((8, 5), (7, 6)):
+        with pytest.raises(RuntimeError, match="split"):
+            runs.to(torch.zeros(here), torch.zeros(there))
+        with pytest.raises(RuntimeError, match="split"):
+            runs.back(torch.zeros(here), torch.zeros(there))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_many_small_pieces_are_dealt_as_few_large_ones(size: int, wire: torch.dtype) -> None:

@@ -19,12 +19,13 @@ from hvdbridge.bench.network import Line, Load, Network
 from hvdbridge.bench.predict import MOST, Planner, Prediction
 from hvdbridge.bench.report import measured, plot_measured, predicted, recommend, save, show
 from hvdbridge.bridges.compression import from_horovod_compression
-from hvdbridge.cli import main
+from hvdbridge.cli import bench, main
 from hvdbridge.collectives import Broadcast
 from hvdbridge.dry_run import Asked, Ended, dry_run
-from hvdbridge.errors import ConfigurationError, Unsupported
+from hvdbridge.errors import BackendUnavailable, ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec
 from hvdbridge.torch.compression import Compression
+from hvdbridge.world import World
 
 SPECS = [
     "mean", "bf16", "int8", "int4", "qsgd", "natural", "topk:ratio=0.1", "oktopk:ratio=0.1", "randomk:ratio=0.1",
@@ -76,6 +77,27 @@ def test_a_model_of_ones_own() -> None:
     module, loss = models.model(f"{__name__}:own")
     loss(module).backward()
     assert module.weight.grad is not None
+
+
+@pytest.mark.parametrize("local_size", [4, 2])
+def test_a_backend_is_left_out_where_all_ranks_know_it(local_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another machine it may be installed, and its ranks would wait for this one's."""
+
+    class Absent:
+        def running(self) -> None:
+            return None
+
+        def check(self, world: World) -> None:
+            raise BackendUnavailable("not here")
+
+    monkeypatch.setattr(bench, "starter", lambda name: Absent)
+    world = World(rank=0, size=4, local_rank=0, local_size=local_size, launcher="torchrun")
+    monkeypatch.setattr(World, "from_environment", classmethod(lambda cls: world))
+    if local_size == 4:
+        assert bench._missing("horovod") == "not here"
+    else:
+        with pytest.raises(BackendUnavailable):
+            bench._missing("horovod")
 
 
 @pytest.mark.parametrize(("text", "error"), [("resnet5", "Did you mean 'resnet50'"), ("os:nowhere", "os:nowhere: ")])
