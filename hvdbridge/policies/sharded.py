@@ -21,7 +21,7 @@ Rules:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,6 +31,7 @@ from torch import Tensor
 from hvdbridge.bucket import BLOCK, Bucket, Layout, number_blocks
 from hvdbridge.collectives import AllGather, AllToAll, Collective
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels import native
 from hvdbridge.kernels.fused import fused
 from hvdbridge.kernels.quantise import Blocks, Code, Places, decode, encode
 from hvdbridge.kernels.random import seed_of
@@ -128,24 +129,25 @@ class BlockShards(Shards):
                 filled[owner] += short
         self.length = max(filled)
         # Each owner's pieces lie one behind the other in its shard.
-        self._owned = [[n * width for _, n, width, owner, _ in self.pieces if owner == r] for r in range(size)]
-        self._owned = [[*sizes, self.length - sum(sizes)] for sizes in self._owned]
-        self._runs = [Runs(self._places(owner)) for owner in range(size)] if self._many else []
+        self._owned: list[list[int]] = [[] for _ in range(size)]
+        for _, count, width, owner, _ in self.pieces:
+            self._owned[owner].append(count * width)
+        for sizes, used in zip(self._owned, filled, strict=True):
+            sizes.append(self.length - used)
 
-    @property
-    def _many(self) -> bool:
-        """Whether there are so many pieces that a view of each costs more than a pass over the vector."""
-        return self.numel < SHORT * len(self.pieces)
-
-    def _places(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """Where each of an owner's blocks lies in the vector and in its shard, with its length."""
+    @cached_property
+    def _runs(self) -> list[Runs]:
+        """Where each owner's blocks lie in the vector and in its shard."""
+        places: list[list[tuple[int, int, int]]] = [[] for _ in range(self.size)]
         for start, count, width, owner, at in self.pieces:
-            if owner == rank:
-                yield from ((start + i * self.size * BLOCK, at + i * BLOCK, width) for i in range(count))
+            places[owner] += [(start + i * self.size * BLOCK, at + i * BLOCK, width) for i in range(count)]
+        return [Runs(some) for some in places]
 
     def _by_runs(self, flat: Tensor) -> bool:
-        """Whether to go owner by owner, with a shard in the vector's type beside the message, and not by views."""
-        return bool(self._runs) and self._runs[0].pay(flat)
+        """Whether to go owner by owner, with a shard in the vector's type beside the message: where a view of each of
+        so many pieces costs more than a pass over the vector."""
+        many = self.numel < SHORT * len(self.pieces)
+        return many and flat.device.type == "cpu" and native.compiled() is not None
 
     def _pairs(self, flat: Tensor, rows: Tensor, rank: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """Views of the vector, and of the same elements in the shards; ``rank``: in the only row, that owner's."""
