@@ -32,8 +32,8 @@ def trainable(model: Module) -> dict[str, Parameter]:
     """
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            kind = type(module).__name__
-            raise Unsupported(f"{kind}{f' {name!r}' * bool(name)} makes sparse gradients. Use sparse=False.")
+            shown = f"{type(module).__name__} {name!r}" if name else type(module).__name__
+            raise Unsupported(f"{shown} makes sparse gradients. Use sparse=False.")
     params = {bare_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     if not params:
         raise ConfigurationError(f"{type(model).__name__} has no parameter that requires a gradient")

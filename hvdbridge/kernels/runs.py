@@ -15,6 +15,7 @@ from hvdbridge.kernels import native
 
 SHORT = 4096
 """Elements of a run, on average, below which views are what takes the time."""
+CPU = torch.device("cpu")
 
 
 class Runs:
@@ -51,24 +52,17 @@ class Runs:
         self._move(here, there, forth=False)
         return here
 
-    def pay(self, vector: Tensor) -> bool:
-        """Whether one call moves them faster than views do: they are short, and lie on a CPU."""
-        return self._short and vector.device.type == "cpu" and native.compiled() is not None
-
-    def views(self, here: Tensor, there: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The runs of both vectors."""
-        return self._here.views(here), self._there.views(there)
-
     def _move(self, here: Tensor, there: Tensor, forth: bool) -> None:
-        c = native.compiled(self._table) if self.pay(here) and here.dtype == there.dtype else None
-        flat = here.is_contiguous() and there.is_contiguous()
-        # Vectors that are too short are refused below, by torch
-        if c is not None and flat and self._here.fit(here) and self._there.fit(there):
+        count = len(self._table)
+        flat = here.is_contiguous() and there.is_contiguous() and here.dtype == there.dtype
+        fit = self._here.fit(here) and self._there.fit(there)  # vectors that are too short are refused below, by torch
+        c = native.compiled() if flat and fit and {here.device, there.device} == {CPU} and self._short else None
+        if c is not None:
             source, target = (here, there) if forth else (there, here)
             table, size = self._table, here.element_size()
-            c.move_runs(source.data_ptr(), target.data_ptr(), table.data_ptr(), len(table), size, 0 if forth else 1)
-        elif len(self._table):
-            mine, theirs = self.views(here, there)
+            c.move_runs(source.data_ptr(), target.data_ptr(), table.data_ptr(), count, size, 0 if forth else 1)
+        elif count:
+            mine, theirs = self._here.views(here), self._there.views(there)
             torch._foreach_copy_(*((theirs, mine) if forth else (mine, theirs)))
 
 

@@ -209,7 +209,6 @@ class Words:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        # Parameters up to the first that does not fill its words are packed together.
         at, runs = 0, []
         for name, size in layout.sizes.items():
             runs.append((layout.offsets[name], at, size))
