@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -48,7 +49,6 @@ class Rows:
     Attributes:
         numbers: of the parameters, among those of the layout.
         counts, starts, first: of each row the elements to choose, its offset in the vector, its first slot.
-        slots: where each of ``[rows, most]`` goes in the message; those beyond a row's own count to its end.
     """
 
     numbers: tuple[int, ...]
@@ -58,7 +58,6 @@ class Rows:
     counts: Tensor
     starts: Tensor
     first: Tensor
-    slots: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,15 +66,20 @@ class Large:
 
     Attributes:
         count: elements to choose; they stand at ``slot`` in the message.
-        sample: positions whose ``tail``-th largest magnitude is the threshold of candidates; None: no sample.
+        drawn: elements of a sample, whose ``tail``-th largest magnitude is the threshold of candidates; 0: no sample.
     """
 
     start: int
     size: int
     count: int
     slot: int
-    sample: Tensor | None
+    drawn: int
     tail: int
+
+    def sample(self) -> Array:
+        """Positions of the sample: one in each of equal strata, so distinct and ascending; the same at every step."""
+        return np.minimum((_strata(self.drawn) * (self.size / self.drawn)).astype(np.int64), self.size - 1)
+
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +120,7 @@ def _plan(layout: Layout, counts: Sequence[int], device: torch.device, exact: bo
     for number, (name, count) in enumerate(zip(layout.names, counts, strict=True)):
         start, size = layout.offsets[name], layout.sizes[name]
         if size > ROW and count:
-            large.append(_large(name, start, size, count, slot, device, exact))
+            large.append(_large(start, size, count, slot, device, exact))
         elif count:
             classes.setdefault((size - 1).bit_length(), []).append((number, start, size, count, slot))
         slot += count
@@ -127,16 +131,13 @@ def _plan(layout: Layout, counts: Sequence[int], device: torch.device, exact: bo
         several = [members[i : i + step] for members, step in pieces for i in range(0, len(members), step)]
     for members in several:
         most = max(count for *_, count, _ in members)
-        slots = torch.full((len(members), most), slot)
-        for row, (_, _, _, count, first) in enumerate(members):
-            slots[row, :count] = torch.arange(first, first + count)
         numbers, sizes = tuple(m[0] for m in members), tuple(m[2] for m in members)
         own, starts, first_slots = (torch.tensor([m[i] for m in members], device=device) for i in (3, 1, 4))
-        rows.append(Rows(numbers, sizes, max(sizes), most, own, starts, first_slots, slots.view(-1).to(device)))
+        rows.append(Rows(numbers, sizes, max(sizes), most, own, starts, first_slots))
     return Plan(layout, dict(zip(layout.names, counts, strict=True)), slot, tuple(rows), tuple(large))
 
 
-def _large(name: str, start: int, size: int, count: int, slot: int, device: torch.device, exact: bool) -> Large:
+def _large(start: int, size: int, count: int, slot: int, device: torch.device, exact: bool) -> Large:
     """The sample, and how far to look, so that the candidates hold the ``count`` largest.
 
     The number of sampled elements among the ``count`` largest is binomial with mean ``inside``; with the
@@ -148,11 +149,23 @@ def _large(name: str, start: int, size: int, count: int, slot: int, device: torc
         inside = drawn * count / size
         tail = math.ceil(inside + 4.5 * math.sqrt(inside) + 4)
         if tail < drawn // 2:
-            # One position in each of equal strata: distinct, ascending, and the same at every step.
-            uniform = torch.rand(drawn, generator=generator("sample", name), dtype=torch.float64)
-            positions = ((torch.arange(drawn) + uniform) * (size / drawn)).long().clamp_(max=size - 1)
-            return Large(start, size, count, slot, positions, tail)
-    return Large(start, size, count, slot, None, 0)
+            return Large(start, size, count, slot, drawn, tail)
+    return Large(start, size, count, slot, 0, 0)
+
+
+@cache
+def _points(number: int) -> Array:
+    """The points of some strata: one table for all parameters, which needs no more than a 16th of the largest."""
+    uniform = torch.rand(CHUNK, generator=generator("sample", number), dtype=torch.float64)
+    points: Array = np.arange(number * CHUNK, (number + 1) * CHUNK) + uniform.numpy()
+    return points
+
+
+def _strata(count: int) -> Array:
+    """A random point in each of ``count`` strata of length 1, ascending."""
+    if count <= CHUNK:
+        return _points(0)[:count]
+    return np.concatenate([_points(number) for number in range(-(-count // CHUNK))])[:count]
 
 
 def check_indices(numel: int, what: str, remedy: str) -> None:
@@ -196,8 +209,10 @@ def _largest(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:
     found = torch.empty(plan.total + 1, dtype=bits.dtype, device=bits.device)
     for group, rows in _matrices(bits, plan, mask):
         top = torch.topk(rows, group.most, dim=1)
-        found[group.slots] = top.values.view(-1)
-        indices[group.slots] = top.indices.add_(group.starts[:, None]).view(-1)
+        place = torch.arange(group.most, device=bits.device)
+        slots = torch.where(place < group.counts[:, None], group.first[:, None] + place, plan.total)
+        found[slots] = top.values
+        indices[slots] = top.indices.add_(group.starts[:, None])
     for part in plan.large:
         here = slice(part.slot, part.slot + part.count)
         top = torch.topk(bits[part.start : part.start + part.size] & mask, part.count, sorted=False)
@@ -233,8 +248,8 @@ def _largest_on_cpu(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor
     for part in plan.large:
         piece = source[part.start : part.start + part.size]
         limit = piece.dtype.type(1)
-        if part.sample is not None:
-            sampled = piece[part.sample.numpy()] & piece.dtype.type(mask)
+        if part.drawn:
+            sampled = piece[part.sample()] & piece.dtype.type(mask)
             limit = max(limit, np.partition(sampled, -part.tail)[-part.tail])
         positions = _reaching(piece, limit, mask, part.count, *work)
         positions = positions[_first(piece[positions] & piece.dtype.type(mask), part.count)]
@@ -309,19 +324,20 @@ def shuffled(plan: Plan, seed: int, device: torch.device) -> Tensor:
     (50, [100, 101, 102])
     """
 
-    def make() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def make() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         layout = plan.layout
         check_indices(max(layout.sizes.values(), default=0), "a parameter", "partition(...) it out")
         sizes = torch.tensor([max(1, layout.sizes[name]) for name in layout.names], dtype=torch.int64, device=device)
         names = torch.tensor([key(name) for name in layout.names], dtype=torch.int64, device=device)
         counts = torch.tensor([plan.counts[name] for name in layout.names], dtype=torch.int64, device=device)
-        owner = torch.repeat_interleave(counts, output_size=plan.total)
         first = torch.cumsum(counts, 0) - counts
         start = torch.tensor([layout.offsets[name] for name in layout.names], dtype=torch.int64, device=device)
-        number = torch.arange(plan.total, device=device) - first[owner]
-        return sizes, names, owner, sizes.int()[owner], number.int(), start[owner]
+        return sizes, names, counts, first.int(), start
 
-    sizes, names, owner, size, number, start = plan.layout.derive(("shuffle", plan, device), make)
+    sizes, names, counts, first, start = plan.layout.derive(("shuffle", plan, device), make)
+    owner = torch.repeat_interleave(counts, output_size=plan.total)
+    size = sizes.int().index_select(0, owner)
+    number = torch.arange(plan.total, dtype=torch.int32, device=device) - first.index_select(0, owner)
     # By round and parameter: 62 bits of pivot, 31 of salt.
     # As numbers, not as a tensor: bringing one to a GPU would wait for its stream
     drawn = _mixed(torch.stack([names ^ key(seed, round_) for round_ in range(ROUNDS + 1)]))
@@ -335,7 +351,7 @@ def shuffled(plan: Plan, seed: int, device: torch.device) -> Tensor:
         swap = torch.maximum(x, other).add_(salt.index_select(0, owner)).mul_(-1640531535)
         swap.bitwise_xor_(swap >> 15).mul_(-2048144789)
         x = torch.where(swap < 0, other, x)
-    return start + x
+    return start.index_select(0, owner).add_(x)
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -123,11 +123,10 @@ class Routes:
         self.capacity = table([c for row in self.capacities for c in row] + [0])
         self.first = table([f for row in first for f in row] + [0])
         self.group = torch.arange(len(self.names) * size + 1, device=device)
-        # By slot of what was chosen here.
-        self.number = torch.repeat_interleave(table(counts), output_size=plan.total)
-        self.start = table([layout.offsets[name] for name in self.names])[self.number]
-        self.whole = table(whole)[self.number]
-        self.slot = torch.arange(plan.total, device=device)
+        # By parameter.
+        self.counts, self.start, self.whole = (
+            table(values) for values in (counts, [layout.offsets[name] for name in self.names], whole)
+        )
         self._owned: dict[int, Plan] = {}
 
     def address(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,12 +135,14 @@ class Routes:
         A value that is not finite makes all of its parameter so: what finds no room must not hide it.
         """
         empty = values == 0
+        number = torch.repeat_interleave(self.counts, output_size=values.numel())
         bad = torch.zeros(len(self.names), dtype=values.dtype, device=values.device)
-        values = values + bad.index_add_(0, self.number, values * 0)[self.number]
-        owner = torch.where(self.whole < 0, _hash(indices - self.start) % self.size, self.whole)
-        group = (self.number * self.size + owner).masked_fill_(empty, self.group.numel() - 1)
+        values = values + bad.index_add_(0, number, values * 0)[number]
+        whole = self.whole[number]
+        owner = torch.where(whole < 0, _hash(indices - self.start[number]) % self.size, whole)
+        group = (number * self.size + owner).masked_fill_(empty, self.group.numel() - 1)
         group, order = torch.sort(group, stable=True)
-        place = self.slot - torch.searchsorted(group, self.group)[group]
+        place = torch.arange(group.numel(), device=group.device) - torch.searchsorted(group, self.group)[group]
         target = (self.first[group] + place).masked_fill_(place >= self.capacity[group], self.size * self.width)
         shape = self.size * self.width + 1  # one more, where meets what finds no room
         rows = torch.zeros(shape, dtype=indices.dtype, device=indices.device).scatter_(0, target, indices[order])

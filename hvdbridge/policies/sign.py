@@ -98,11 +98,8 @@ class Sign(Policy):
 
     def _coins(self, bucket: Bucket, words: Words, length: int) -> Tensor:
         """Bits for the words that this rank owns, int32 ``[length]``."""
-        numbers = words.numbers(first_blocks(bucket), bucket.buffer.device)
-        mine = torch.zeros(length, dtype=torch.int32, device=numbers.device)
-        own = numbers[bucket.rank * length : (bucket.rank + 1) * length]
-        mine[: own.numel()] = own
-        low, high = (hashed_bits(mine, key(bucket.seed, bucket.step // 2, "tie", half)) for half in (0, 1))
+        numbers = words.numbers(first_blocks(bucket), bucket.rank * length, length, bucket.buffer.device)
+        low, high = (hashed_bits(numbers, key(bucket.seed, bucket.step // 2, "tie", half)) for half in (0, 1))
         coins = low ^ (high << 8)
         return coins if bucket.step % 2 == 0 else ~coins
 
@@ -237,17 +234,23 @@ class Words:
             self._padded.back(out, padded)
         return out
 
-    def numbers(self, first: Mapping[str, int], device: torch.device) -> Tensor:
-        """int32 ``[count]``: the number of each word in the whole model."""
+    def numbers(self, first: Mapping[str, int], at: int, count: int, device: torch.device) -> Tensor:
+        """int32 ``[count]``: the whole model's numbers of the words from ``at`` on; behind the last, any."""
 
-        def make() -> Tensor:
-            parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        def make() -> tuple[Tensor, Tensor]:
+            inside, shifts, begin = [], [], -at
             for name, size in self.layout.sizes.items():
-                parts.append(torch.arange(-(-size // WORD), device="cpu") + first[name] * (BLOCK // WORD))
-            return torch.cat(parts).to(device, torch.int32)
+                end = begin + -(-size // WORD)
+                inside.append(max(0, min(end, count) - max(begin, 0)))
+                shifts.append(first[name] * (BLOCK // WORD) - begin)
+                begin = end
+            table = torch.tensor([[*inside, count - sum(inside)], [*shifts, 0]]).to(device)
+            return table[0], table[1].int()
 
-        key = ("words", device, tuple(first[name] for name in self.layout.names))
-        return self.layout.derive(key, make)
+        key = ("words", at, count, device, tuple(first[name] for name in self.layout.names))
+        inside, shifts = self.layout.derive(key, make)
+        own = torch.repeat_interleave(shifts, inside, output_size=count)
+        return own.add_(torch.arange(count, dtype=torch.int32, device=device))
 
 
 def as_words(bits: Tensor) -> Tensor:

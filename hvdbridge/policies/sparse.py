@@ -156,19 +156,20 @@ class RandomK(WithFeedback):
             return Aggregated(bucket.room(dtype).zero_(), rest=flat if bucket.needs_sent else None)
         indices = shuffled(plan, key(bucket.seed, bucket.step, "randomk"), flat.device)
         values = flat.index_select(0, indices).to(dtype)
-        numbers, slots, scale = layout.derive(("randomk", plan), lambda: _slots(plan, flat.device))
+        numbers, slots, counts, scale = layout.derive(("randomk", plan), lambda: _slots(plan, flat.device))
         values.index_add_(0, slots, poison(flat, layout)[numbers].to(dtype))
         if self.unbiased:
-            values.mul_(scale)
+            values.mul_(torch.repeat_interleave(scale, counts, output_size=plan.total))
         rest = rest_of(bucket, indices, values)
         total = yield AllReduce(values)
         return Aggregated(bucket.room(dtype).zero_().index_copy_(0, indices, total), rest=rest)
 
 
-def _slots(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The numbers of the parameters that have elements, the first slot of each, and n/k of every slot."""
+def _slots(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The numbers of the parameters that have elements, and the first slot of each; k and n/k of all parameters."""
     sizes = torch.tensor([plan.layout.sizes[name] for name in plan.layout.names], dtype=torch.int64)
     counts = torch.tensor(list(plan.counts.values()), dtype=torch.int64)
     numbers = torch.tensor([i for i, count in enumerate(plan.counts.values()) if count], dtype=torch.int64)
-    scale = torch.repeat_interleave(sizes.double() / counts.clamp(min=1), counts)
-    return numbers.to(device), (counts.cumsum(0) - counts)[numbers].to(device), scale.float().to(device)
+    scale = (sizes.double() / counts.clamp(min=1)).float()
+    first = (counts.cumsum(0) - counts)[numbers]
+    return numbers.to(device), first.to(device), counts.to(device), scale.to(device)

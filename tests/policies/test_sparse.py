@@ -104,7 +104,7 @@ def test_a_sample_finds_what_a_search_finds(shape: str, ratio: float, dtype: tor
     layout = Layout({"w": (300_000,)})
     k = count_of(ratio, 300_000)
     plan = Plan.of(layout, {"w": k}, CPU)
-    assert plan.large[0].sample is not None
+    assert plan.large[0].drawn
     indices, values = largest(x, plan)
     assert torch.equal(values, x[indices])
     limit = x.abs().sort(descending=True).values[k - 1]
@@ -150,10 +150,10 @@ def test_a_sample_is_large_enough() -> None:
     """The chance that a candidate is lacking, exactly: P(Binomial(m, k/n) >= tail) < 1e-5 by its terms."""
     for n in (40_000, 100_000, 1_000_000, 10_000_000):
         for ratio in (1e-4, 1e-3, 0.01, 0.05, 0.1):
-            part = select._large("w", 0, n, count_of(ratio, n), 0, CPU, exact=False)
-            if part.sample is None:
+            part = select._large(0, n, count_of(ratio, n), 0, CPU, exact=False)
+            if not part.drawn:
                 continue
-            m, p = part.sample.numel(), part.count / n
+            m, p = part.drawn, part.count / n
             logs = [
                 math.lgamma(m + 1)
                 - math.lgamma(i + 1)
