@@ -47,7 +47,7 @@ from hvdbridge.communicators.torch import OPS, TorchCommunicator
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels import select
 from hvdbridge.kernels.fused import differences
-from hvdbridge.kernels.quantise import Blocks, Linear, encode
+from hvdbridge.kernels.quantise import Blocks, Linear, Part, encode
 from hvdbridge.kernels.signs import ScaledSign
 from hvdbridge.policies.matrices import COLS, ROWS, aligned, project
 from hvdbridge.policies.sharded import _code_plan
@@ -296,8 +296,7 @@ def kernels(device: str) -> Iterator[Finding]:
     numel = ELEMENTS * (10 if device == "cuda" else 1)  # more than a GPU's cache holds
     x = torch.randn(numel, device=device)
     y, half = torch.empty_like(x), torch.empty_like(x, dtype=torch.bfloat16)
-    starts = torch.arange(0, numel, 1024)
-    blocks = Blocks(starts, torch.full_like(starts, 1024), starts, 1024, numel, device)
+    blocks = Blocks([Part(0, numel)], 1024, numel, device)
     layout = Layout({"w": (numel,)})
     plan = select.Plan.of(layout, {"w": numel // 100}, x.device)
     messages = _code_plan(Bucket(x, layout), 1024).everyone

@@ -94,28 +94,31 @@ class InC:
         self, flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor,
         keep_rest: bool,
     ) -> None:  # fmt: skip
+        table = places.table(self._native)
         self._native.linear_encode(
-            flat.data_ptr(), *places.given, levels, offset, mask, *_lie(codes), *_lie(scales), keep_rest
+            flat.data_ptr(), table.data_ptr(), len(table), levels, offset, mask, *_lie(codes), *_lie(scales), keep_rest
         )
 
     def linear_decode(
         self, codes: Tensor, scales: Tensor, places: Places, offset: int, out: Tensor, add: int
     ) -> None:
-        messages = codes.shape[0] // places.height
+        table, messages = places.table(self._native), codes.shape[0] // places.height
         self._native.linear_decode(
-            *_lie(codes), *_lie(scales), messages, places.height, *places.given, offset, out.data_ptr(), add
-        )
+            *_lie(codes), *_lie(scales), messages, places.height, table.data_ptr(), len(table), offset,
+            out.data_ptr(), add,
+        )  # fmt: skip
 
     def sign_encode(self, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool) -> None:
+        table = places.table(self._native)
         self._native.sign_encode(
-            flat.data_ptr(), *places.given, places.width, *_lie(codes), *_lie(scales), keep_rest
+            flat.data_ptr(), table.data_ptr(), len(table), places.width, *_lie(codes), *_lie(scales), keep_rest
         )
 
     def sign_decode(self, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: int) -> None:
-        messages = codes.shape[0] // places.height
+        table, messages = places.table(self._native), codes.shape[0] // places.height
         self._native.sign_decode(
-            *_lie(codes), *_lie(scales), messages, places.height, *places.given, out.data_ptr(), add
-        )  # fmt: skip
+            *_lie(codes), *_lie(scales), messages, places.height, table.data_ptr(), len(table), out.data_ptr(), add
+        )
 
     def squeeze(self, codes: Tensor, bits: int, packed: Tensor) -> None:
         self._native.squeeze(codes.data_ptr(), codes.numel() // 8, bits, packed.data_ptr())
@@ -160,7 +163,7 @@ def _on_cuda(device: torch.device) -> Fused | None:
 def differences(kernels: ModuleType | Any, device: torch.device) -> str:
     """What ``kernels`` get wrong on ``device``, by name; compared with the CPU, whose bits all devices give. Waits."""
     from hvdbridge.kernels import pack, signs
-    from hvdbridge.kernels.quantise import Blocks, Linear, decode, encode
+    from hvdbridge.kernels.quantise import Blocks, Linear, Part, decode, encode
 
     draw, wrong = torch.Generator("cpu").manual_seed(0), []
     for code, width in itertools.product((Linear(127), Linear(7), signs.ScaledSign()), (1024, 16)):
@@ -169,9 +172,7 @@ def differences(kernels: ModuleType | Any, device: torch.device) -> str:
         x *= torch.empty_like(x).normal_(generator=draw).mul_(8).exp_()
         x[:width] = (x[:width] * 4).round().clamp(-254, 254) / 2  # halves, between two codes
         x[0], x[2 * width : 3 * width], x[-1] = 127.0, 0.0, 1e-40
-        starts = torch.arange(0, numel, width, device="cpu")
-        table = starts, (numel - starts).clamp(max=width), starts, width, numel
-        blocks, theirs = Blocks(*table, "cpu"), Blocks(*table, device)
+        blocks, theirs = (Blocks([Part(0, numel)], width, numel, where) for where in ("cpu", device))
         codes, scales = encode(code, x, blocks)
         assert scales is not None, "these codes have them"
         rest = decode(code, codes.unsqueeze(0), scales.unsqueeze(0), blocks, x.clone(), add=-1)

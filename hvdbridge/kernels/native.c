@@ -13,9 +13,36 @@
 static inline int32_t bits_of(float x) { int32_t i; memcpy(&i, &x, 4); return i; }
 static inline float float_of(int32_t i) { float x; memcpy(&x, &i, 4); return x; }
 
-/* Where a block lies (quantise.Places): `count` elements from `start` of a vector, their codes from `code` of row `row`
+/* Where a block lies (quantise.blocks_in): `count` elements from `start` of a vector, their codes from `code` of row `row`
    of the codes, their scale the `scale`-th of that row. Rows are `stride` bytes apart; a scale may lie at any byte. */
 struct place { int64_t start; int32_t count, row, code, scale; };
+
+/* quantise.blocks_in: the blocks of some quantise.Strip. Those whose parts lie between each other's take turns, so that
+   the vector is gone through in its order: the other way a coder takes up to three times as long. */
+struct strip { int64_t start, hop, parts, size, row, code, scale; };
+
+void lay_blocks(const struct strip *restrict strips, int64_t number, int64_t width, struct place *restrict out)
+{
+    const struct strip *end = strips + number;
+    for (const struct strip *first = strips, *next; first < end; first = next) {
+        for (next = first + 1; next < end && next->hop == first->hop && next->start == next[-1].start + next->size;)
+            next++;
+        for (int64_t part = 0, left = 1; left; part++) {
+            left = 0;
+            for (const struct strip *at = first; at < next; at++) {
+                if (part >= at->parts) continue;
+                left |= part + 1 < at->parts;
+                int64_t start = at->start + part * at->hop, code = at->code + part * at->size;
+                int64_t scale = at->scale + part * ((at->size + width - 1) / width);
+                for (int64_t i = 0; i < at->size; i += width) {
+                    int64_t elements = at->size - i < width ? at->size - i : width;
+                    *out++ = (struct place){start + i, (int32_t)elements, (int32_t)at->row, (int32_t)(code + i),
+                                            (int32_t)scale++};
+                }
+            }
+        }
+    }
+}
 
 static inline float float_at(const uint8_t *at) { float x; memcpy(&x, at, 4); return x; }
 

@@ -14,11 +14,11 @@ Rules:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from ctypes import CDLL
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,49 +37,115 @@ TINY = 2.0**-126
 Rounding = Literal["nearest", "stochastic"]
 
 
-class Places:
-    """Where :mod:`.fused` kernels find blocks.
+class Strip(NamedTuple):
+    """Equal parts of a vector, each cut into blocks, of which the last may be short; and where these travel.
 
-    Args:
-        starts, counts: int64 ``[blocks]``: of each block the first element in the vector, and how many it has.
-        rows: of the codes, and of the scales, the row that it is in.
-        codes, scales: how many of that row come before.
-        height: rows of one message.
-        width: of a full block.
-
-    Raises:
-        ValueError: blocks of more than 1024, or a row of more than 2**31 codes.
+    Attributes:
+        start, hop: of the first part, and from each to the next, in elements of the vector.
+        parts, size: how many, and elements of each.
+        row: of the codes, and of the scales, that they are in.
+        code, scale: how many of that row come before.
     """
 
-    def __init__(
-        self, starts: Tensor, counts: Tensor, rows: Tensor, codes: Tensor, scales: Tensor, height: int, width: int
-    ) -> None:
-        if width > 1024 or (codes.numel() and int(codes.max()) >= 2**31):
-            raise ValueError(f"kernels have no room for {starts.numel()} blocks of {width}, or rows of so many codes")
-        narrow = [column.to(torch.int32) for column in (counts, rows, codes, scales)]
-        self._table = torch.cat([starts.view(-1, 1).view(torch.int32), torch.stack(narrow, 1)], 1)
+    start: int
+    hop: int
+    parts: int
+    size: int
+    row: int
+    code: int
+    scale: int
+
+
+def blocks_in(strips: Tensor, width: int) -> Tensor:
+    """int64 ``[blocks, 5]``: of each block its start, its elements, its row, and the codes and scales before it there.
+
+    Args:
+        strips: int64 ``[strips, 7]``, see :class:`Strip`.
+
+    >>> blocks_in(torch.tensor([Strip(start=0, hop=9, parts=2, size=6, row=1, code=20, scale=3)]), 4)
+    tensor([[ 0,  4,  1, 20,  3],
+            [ 4,  2,  1, 24,  4],
+            [ 9,  4,  1, 26,  5],
+            [13,  2,  1, 30,  6]])
+    """
+    start, hop, parts, size, row, code, scale = strips.unbind(1)
+    each = (size + width - 1) // width
+    number = parts * each
+    strip = torch.arange(len(strips), device=strips.device).repeat_interleave(number)
+    place = torch.arange(strip.numel(), device=strips.device) - (number.cumsum(0) - number)[strip]
+    part, inside = place // each[strip], place % each[strip] * width
+    return torch.stack(
+        [
+            start[strip] + part * hop[strip] + inside,
+            (size[strip] - inside).clamp_(max=width),
+            row[strip],
+            code[strip] + part * size[strip] + inside,
+            scale[strip] + place,
+        ],
+        1,
+    )
+
+
+class Places:
+    """Where :mod:`.fused` kernels find blocks of ``width``, and their codes and scales in messages of ``height`` rows.
+
+    For these kernels blocks have at most 1024 elements, and a row at most 2**31 codes; else a ValueError is raised.
+    """
+
+    def __init__(self, strips: Iterable[Strip], height: int, width: int) -> None:
+        self._strips = torch.tensor([*strips], dtype=torch.int64, device="cpu").view(-1, len(Strip._fields))
+        _, _, parts, size, _, code, _ = self._strips.unbind(1)
+        self._fit = width <= 1024 and not bool((code + parts * size > 2**31).any())
+        self._number = int((parts * ((size + width - 1) // width)).sum())
         self._columns: Tensor | None = None
         self.height, self.width = height, width
 
-    @property
-    def given(self) -> tuple[int, int]:
-        """For native.c: the table's address, a struct for each block, and how many blocks it has."""
-        return self._table.data_ptr(), self._table.shape[0]
+    def table(self, native: CDLL) -> Tensor:
+        """A struct of native.c for each block, int32 ``[blocks, 6]``: made anew, as it may be long."""
+        self._check()
+        made = torch.empty((self._number, 6), dtype=torch.int32, device="cpu")
+        native.lay_blocks(self._strips.data_ptr(), len(self._strips), self.width, made.data_ptr())
+        return made
+
+    def blocks(self) -> Tensor:
+        """See :func:`blocks_in`; in the order of the vector."""
+        table = blocks_in(self._strips, self.width)
+        return table[table[:, 0].argsort()]
 
     def columns(self, device: torch.device) -> tuple[Tensor, int]:
-        """The same as int64 ``[5, blocks]``, in the order of the arguments, on the one GPU that they are for."""
+        """The same as ``[5, blocks]``, and how many; kept on the one GPU that they are for."""
         if self._columns is None:
-            starts = self._table[:, :2].contiguous().view(torch.int64).view(1, -1)
-            self._columns = torch.cat([starts, self._table[:, 2:].t()]).to(device)
-        return self._columns, self._table.shape[0]
+            self._check()
+            self._columns = self.blocks().t().contiguous().to(device)
+        return self._columns, self._number
+
+    def _check(self) -> None:
+        if not self._fit:
+            raise ValueError(f"kernels have no room for blocks of {self.width}, or for so many codes in a row")
 
 
 @dataclass(frozen=True)
 class Loose:
-    """Blocks that are copied: their numbers, int64, and where they lie in the vector and in the matrix."""
+    """Blocks that are copied: which, int64, their lengths, and where they lie in the vector and in the matrix."""
 
-    numbers: Tensor
+    which: Tensor
+    lengths: Tensor
     runs: Runs
+
+
+class Part(NamedTuple):
+    """``times`` times ``size`` elements of a vector, which lie side by side, each of them cut into blocks.
+
+    Attributes:
+        start: of the first.
+        number, hop: what randomness calls its first element, and from each of them to the next; see :mod:`.random`.
+    """
+
+    start: int
+    size: int
+    number: int = 0
+    times: int = 1
+    hop: int = 0
 
 
 class Blocks:
@@ -88,59 +154,79 @@ class Blocks:
     Long runs of full blocks are matrices in place; the others are copied into matrices, filled up with zeros.
 
     Args:
-        starts: int64, ascending: where each block begins.
-        lengths: int64: elements of each block, at most ``width``.
-        numbers: int32: what randomness calls each block's first element; see :mod:`.random`.
+        parts: in their order; ``width`` divides the size of those that are several.
         numel: of the vector; what no block covers is padding behind the last.
         device: of the vectors.
 
-    >>> blocks = Blocks(*(torch.tensor(t) for t in ([0, 4, 6], [4, 2, 1], [0, 1024, 2048])), 4, 7, "cpu")
+    >>> blocks = Blocks([Part(0, 6), Part(6, 1)], 4, 7, "cpu")
     >>> blocks.gather(torch.arange(7.), blocks.loose[0])
     tensor([[0., 1., 2., 3.],
             [4., 5., 0., 0.],
             [6., 0., 0., 0.]])
     """
 
-    def __init__(
-        self, starts: Tensor, lengths: Tensor, numbers: Tensor, width: int, numel: int, device: torch.device | str
-    ) -> None:
-        self.count, self.width, self.numel = starts.numel(), width, numel
-        # Blocks that follow each other without a gap; the last of such a group may be short.
-        fresh = torch.ones(self.count, dtype=torch.bool, device="cpu")
-        fresh[1:] = (starts[1:] != starts[:-1] + width) | (lengths[:-1] != width)
-        heads = fresh.nonzero().view(-1).tolist()
-        self.runs: list[tuple[int, int, int]] = []
-        """(position, first block, blocks) of each run."""
-        loose: list[Tensor] = []
-        for head, end in pairwise([*heads, self.count] if heads else []):
-            at, last = int(starts[head]), int(lengths[end - 1])
-            full = end - head - (last < width)
-            if full * width >= RUN:
-                self.runs.append((at, head, full))
-                head, at = head + full, at + full * width
-            if head < end:
-                loose.append(torch.arange(head, end, device="cpu"))
-        self._ends = int(starts[-1] + lengths[-1]) if self.count else 0
-        self.numbers, self.lengths = numbers.to(device, torch.int32), lengths.to(device)
-        self._at_once = max(1, CHUNK // width if self.numbers.device.type == "cpu" else self.count)
-        self.loose: list[Loose] = []
-        """The blocks outside of runs, on a CPU in parts that stay in its cache."""
-        for some in torch.cat(loose).split(self._at_once) if loose else ():
-            rows = range(0, some.numel() * width, width)
-            runs = Runs(zip(starts[some].tolist(), rows, lengths[some].tolist(), strict=True))
-            self.loose.append(Loose(some.to(device), runs))
-        self.starts, self.counts = starts, lengths
-        self._inside = torch.arange(width, dtype=torch.int32, device=device)
+    def __init__(self, parts: Iterable[Part], width: int, numel: int, device: torch.device | str) -> None:
+        self.parts, self.width, self.numel = [part for part in parts if part.size and part.times], width, numel
+        self.device = torch.device(device)
+        self.count = sum(-(-part.size // width) * part.times for part in self.parts)
+        self._ends = max((part.start + part.size * part.times for part in self.parts), default=0)
+        self._at_once = max(1, CHUNK // width if self.device.type == "cpu" else self.count)
 
     @cached_property
     def places(self) -> Places:
         """With codes in the order of the vector, as :func:`encode` has them."""
-        none, numbers = torch.zeros_like(self.starts), torch.arange(self.count, device="cpu")
-        return Places(self.starts, self.counts, none, self.starts, numbers, 1, self.width)
+        return Places(self._strips(lambda part: (part.start, part.size)), 1, self.width)
+
+    def _strips(self, start: Callable[[Part], tuple[int, int]]) -> Iterator[Strip]:
+        scale = 0
+        for part in self.parts:
+            yield Strip(*start(part), part.times, part.size, 0, part.start, scale)
+            scale += -(-part.size // self.width) * part.times
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """int32 ``[blocks]``: of each block's first element, for randomness."""
+        strips = torch.tensor([*self._strips(lambda part: (part.number, part.hop))], dtype=torch.int64, device="cpu")
+        return blocks_in(strips.view(-1, len(Strip._fields)), self.width)[:, 0].to(self.device, torch.int32)
+
+    @cached_property
+    def _groups(self) -> list[tuple[int, int, int, int]]:
+        """Blocks that follow each other without a gap, of which the last may be short: (position, first block, full
+        blocks, elements of the short one)."""
+        groups: list[tuple[int, int, int, int]] = []
+        first = 0
+        for part in self.parts:
+            full, short = divmod(part.size * part.times, self.width)
+            at, begin, before = part.start, first, 0
+            first += full + (short > 0)
+            if groups and groups[-1][0] + groups[-1][2] * self.width == at and not groups[-1][3]:
+                at, begin, before, _ = groups.pop()
+            groups.append((at, begin, before + full, short))
+        return groups
+
+    def _in_place(self, full: int) -> int:
+        """How many of a group's full blocks are a matrix in place."""
+        return full if full * self.width >= RUN else 0
+
+    @cached_property
+    def loose(self) -> list[Loose]:
+        """The blocks outside of runs, on a CPU in parts that stay in its cache."""
+        blocks = [
+            (at + i * self.width, begin + i, self.width if i < full else short)
+            for at, begin, full, short in self._groups
+            for i in range(self._in_place(full), full + (short > 0))
+        ]
+        found = []
+        for some in (blocks[i : i + self._at_once] for i in range(0, len(blocks), self._at_once)):
+            runs = Runs((at, row * self.width, length) for row, (at, _, length) in enumerate(some))
+            which, lengths = (torch.tensor([b[i] for b in some], device="cpu").to(self.device) for i in (1, 2))
+            found.append(Loose(which, lengths, runs))
+        return found
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
         """The runs as (position, first block, blocks), on a CPU in pieces that stay in its cache."""
-        for at, first, count in self.runs:
+        for at, first, full, _ in self._groups:
+            count = self._in_place(full)
             for skip in range(0, count, self._at_once):
                 yield at + skip * self.width, first + skip, min(self._at_once, count - skip)
 
@@ -150,7 +236,7 @@ class Blocks:
 
     def gather(self, flat: Tensor, some: Loose) -> Tensor:
         """Blocks filled up with zeros: ``[blocks, width]``."""
-        matrix = torch.zeros((some.numbers.numel(), self.width), dtype=flat.dtype, device=flat.device)
+        matrix = torch.zeros((some.which.numel(), self.width), dtype=flat.dtype, device=flat.device)
         some.runs.to(flat, matrix.view(-1))
         return matrix
 
@@ -168,12 +254,13 @@ class Blocks:
         for at, first, count in self.pieces():
             found[first : first + count] = what(self.view(flat, at, count).to(torch.float32))
         for some in self.loose:
-            found.index_copy_(0, some.numbers, what(self.gather(flat, some).to(torch.float32)))
+            found.index_copy_(0, some.which, what(self.gather(flat, some).to(torch.float32)))
         return found
 
     def noise(self, blocks: slice | Tensor, seed: int) -> Tensor:
         """24 bits for every element of some blocks, int32 ``[blocks, width]``."""
-        return hashed_bits(self.numbers[blocks].unsqueeze(1) + self._inside, seed)
+        inside = torch.arange(self.width, dtype=torch.int32, device=self.device)
+        return hashed_bits(self.numbers[blocks].unsqueeze(1) + inside, seed)
 
 
 class Code(ABC):
@@ -278,7 +365,7 @@ def encode(
         seed: of the noise.
         given: ``[blocks, ...]``, for a code that does not find its scales itself.
 
-    >>> blocks = Blocks(*(torch.tensor(t) for t in ([0, 4], [4, 2], [0, 4])), 4, 6, "cpu")
+    >>> blocks = Blocks([Part(0, 6)], 4, 6, "cpu")
     >>> codes, scales = encode(Linear(127), torch.tensor([127., -64., 1., 0., 5., -10.]), blocks)
     >>> codes.view(torch.int8).tolist(), scales.tolist()
     ([127, -64, 1, 0, 64, -127], [1.0, 0.07874015718698502])
@@ -299,13 +386,13 @@ def encode(
         code.encode(x, blocks.width, noise, blocks.view(codes, at, count), None if scales is None else scales[these])
     for some in blocks.loose:
         x = blocks.gather(flat, some).to(torch.float32)
-        noise = blocks.noise(some.numbers, seed) if code.random else None
-        theirs = None if scales is None else scales.index_select(0, some.numbers)
+        noise = blocks.noise(some.which, seed) if code.random else None
+        theirs = None if scales is None else scales.index_select(0, some.which)
         coded = torch.empty(x.shape, dtype=code.dtype, device=flat.device)
-        code.encode(x, blocks.lengths[some.numbers], noise, coded, theirs)
+        code.encode(x, some.lengths, noise, coded, theirs)
         blocks.scatter(coded, codes, some)
         if given is None and scales is not None and theirs is not None:
-            scales.index_copy_(0, some.numbers, theirs)
+            scales.index_copy_(0, some.which, theirs)
     return codes, scales
 
 
@@ -324,7 +411,7 @@ def decode(
         out: where to, float32 or wider ``[numel]``; it is returned.
         add: to what is in ``out`` add what they stand for, or take it off.
 
-    >>> blocks = Blocks(*(torch.tensor(t) for t in ([0, 4], [4, 2], [0, 4])), 4, 6, "cpu")
+    >>> blocks = Blocks([Part(0, 6)], 4, 6, "cpu")
     >>> codes, scales = torch.tensor([[127, -64, 1, 0, 64, -127]], dtype=torch.int8), torch.tensor([[1., 2.]])
     >>> decode(Linear(127), codes.view(torch.uint8), scales, blocks)
     tensor([ 127.,  -64.,    1.,    0.,  128., -254.])
@@ -353,10 +440,10 @@ def decode(
                 code.decode(coded, theirs, spare)
                 here.copy_(spare)
     for some in blocks.loose:
-        spare = torch.zeros((some.numbers.numel(), blocks.width), dtype=torch.float32, device=codes.device)
+        spare = torch.zeros((some.which.numel(), blocks.width), dtype=torch.float32, device=codes.device)
         whole = torch.zeros_like(spare) if add is None else blocks.gather(total, some)
         for row in rows:
-            theirs = None if scales is None else scales[row].index_select(0, some.numbers)
+            theirs = None if scales is None else scales[row].index_select(0, some.which)
             coded = blocks.gather(codes[row], some)
             if row or add is not None:
                 code.add(coded, theirs, whole, add or 1, spare)

@@ -21,7 +21,8 @@ Rules:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,7 +34,7 @@ from hvdbridge.collectives import AllGather, AllToAll, Collective
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels import native
 from hvdbridge.kernels.fused import fused
-from hvdbridge.kernels.quantise import Blocks, Code, Places, decode, encode
+from hvdbridge.kernels.quantise import Blocks, Code, Part, Places, Strip, decode, encode
 from hvdbridge.kernels.random import seed_of
 from hvdbridge.kernels.runs import SHORT, Runs
 from hvdbridge.policy import Aggregated
@@ -388,39 +389,26 @@ class _Messages:
 
     Args:
         blocks: of the vector.
-        order: the blocks of each shard, in its order.
+        strips: of all shards, those of each in its order.
+        used: elements and blocks of each shard.
         slots, length: blocks and elements of the longest shard.
         shards: how the vector is divided; None: it is one shard, in this order.
     """
 
     def __init__(
-        self, blocks: Blocks, order: list[Tensor], slots: int, length: int, shards: BlockShards | None = None
-    ) -> None:
-        self._blocks, self._order, self._shards = blocks, order, shards
+        self, blocks: Blocks, strips: Sequence[Strip], used: Sequence[tuple[int, int]], slots: int, length: int,
+        shards: BlockShards | None = None,
+    ) -> None:  # fmt: skip
+        self._blocks, self._shards = blocks, shards
         self._slots, self._length = slots, length
-        self._used = [(int(blocks.counts[these].sum()), these.numel()) for these in order]
-        """Elements and blocks of each shard."""
-
-    def _where(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each block its shard, and how many codes and scales come before it there."""
-        counts = self._blocks.counts
-        row, code, scale = (torch.zeros_like(counts) for _ in range(3))
-        for owner, these in enumerate(self._order):
-            row[these] = owner
-            code[these] = counts[these].cumsum(0) - counts[these]
-            scale[these] = torch.arange(these.numel(), device="cpu")
-        return row, code, scale
-
-    @cached_property
-    def _places(self) -> Places:
-        blocks = self._blocks
-        return Places(blocks.starts, blocks.counts, *self._where(), len(self._order), blocks.width)
+        self._used = used
+        self._places = Places(strips, len(used), blocks.width)
 
     @cached_property
     def _slot(self) -> Tensor:
         """Of each block, the place of its scale among those of all messages."""
-        row, _, scale = self._where()
-        return (row * self._slots + scale).to(self._blocks.lengths.device)
+        _, _, row, _, scale = self._places.blocks().unbind(1)
+        return (row * self._slots + scale).to(self._blocks.device)
 
     def encode(self, code: Code, flat: Tensor, seed: int, keep_rest: bool = False) -> Tensor:
         """uint8 ``[shards, bytes]``; with ``keep_rest`` ``flat`` becomes what these do not say."""
@@ -497,41 +485,44 @@ class _CodePlan:
     """
 
     def __init__(self, bucket: Bucket, block: int) -> None:
-        self.shards, blocks = block_shards(bucket), blocks_of(bucket, block)
-        shards, size = self.shards, bucket.size
-        # The blocks of each owner in the order of its shard: each piece is `count` times `width` elements.
-        places: list[list[Tensor]] = [[] for _ in range(size)]
-        inside = torch.arange(0, BLOCK, block, device="cpu")
-        for start, count, width, owner, _ in shards.pieces:
-            heads = torch.arange(start, start + count * size * BLOCK, size * BLOCK, device="cpu")[:count]
-            places[owner].append((heads[:, None] + inside[inside < width]).view(-1))
-        order = [torch.searchsorted(blocks.starts, torch.cat(p)) if p else blocks.starts.new_empty(0) for p in places]
-        slots = max(these.numel() for these in order)
-        self.everyone = _Messages(blocks, order, slots, shards.length, shards)
-        mine = order[bucket.rank]
-        lengths, numbers = blocks.counts[mine], _cut(bucket.layout, first_blocks(bucket), block)[2][mine]
-        starts = lengths.cumsum(0) - lengths
-        owned = Blocks(starts, lengths, numbers, block, shards.length, bucket.buffer.device)
-        self.own = _Messages(owned, [torch.arange(mine.numel(), device="cpu")], slots, shards.length)
+        self.shards, rank, device = block_shards(bucket), bucket.rank, bucket.buffer.device
+        shards, hop = self.shards, bucket.size * BLOCK
+        strips, used = [], [(0, 0)] * bucket.size
+        for start, count, width, owner, at in shards.pieces:
+            elements, blocks = used[owner]
+            strips.append(Strip(start, hop, count, width, owner, at, blocks))
+            used[owner] = elements + count * width, blocks + count * -(-width // block)
+        slots, length = max(blocks for _, blocks in used), shards.length
+        self.everyone = _Messages(blocks_of(bucket, block), strips, used, slots, length, shards)
+        mine, first = [strip for strip in strips if strip.row == rank], _first_numbers(bucket)
+        owned = Blocks([Part(s.code, s.size, first(s.start), s.parts, hop) for s in mine], block, length, device)
+        mine = [strip._replace(start=strip.code, hop=strip.size, row=0) for strip in mine]
+        self.own = _Messages(owned, mine, [used[rank]], slots, length)
 
 
-def _cut(layout: Layout, first: Mapping[str, int], block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Start, length and number of the first element of each block of a layout."""
-    starts, lengths, numbers = [], [], []
-    for name, numel in layout.sizes.items():
-        inside = torch.arange(0, numel, block, device="cpu")
-        starts.append(inside + layout.offsets[name])
-        lengths.append((numel - inside).clamp_(max=block))
-        numbers.append(inside + first[name] * BLOCK)
-    none = torch.empty(0, dtype=torch.int64, device="cpu")
-    return tuple(torch.cat([none, *parts]) for parts in (starts, lengths, numbers))  # type: ignore[return-value]
+def _first_numbers(bucket: Bucket) -> Callable[[int], int]:
+    """What randomness calls the element at a position of the bucket."""
+    layout, first = bucket.layout, first_blocks(bucket)
+    names = [name for name, size in layout.sizes.items() if size]
+    starts = [layout.offsets[name] for name in names]
+
+    def number(at: int) -> int:
+        i = bisect_right(starts, at) - 1
+        return first[names[i]] * BLOCK + at - starts[i]
+
+    return number
 
 
 def blocks_of(bucket: Bucket, block: int = BLOCK) -> Blocks:
     """The blocks of a bucket, starting anew at each parameter, in its order."""
     layout, first, device = bucket.layout, first_blocks(bucket), bucket.buffer.device
     key = ("blocks of", block, device, tuple(first[name] for name in layout.names))
-    return layout.derive(key, lambda: Blocks(*_cut(layout, first, block), block, layout.numel, device))
+
+    def make() -> Blocks:
+        parts = (Part(layout.offsets[name], size, first[name] * BLOCK) for name, size in layout.sizes.items())
+        return Blocks(parts, block, layout.numel, device)
+
+    return layout.derive(key, make)
 
 
 def _code_plan(bucket: Bucket, block: int) -> _CodePlan:

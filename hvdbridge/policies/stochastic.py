@@ -150,14 +150,18 @@ class _Parameters:
         sizes = [size for size in bucket.layout.sizes.values() if size]
         device = bucket.buffer.device
         self.sizes = torch.tensor(sizes, dtype=torch.float64, device=device)
-        counts = torch.tensor([-(-size // BLOCK) for size in sizes], dtype=torch.int64, device="cpu")
-        self.of_block = torch.arange(len(sizes), device="cpu").repeat_interleave(counts).to(device)
-        """Number of each block's parameter, the empty ones not counted."""
+        self._counts = torch.tensor([-(-size // BLOCK) for size in sizes], dtype=torch.int64, device=device)
 
     @staticmethod
     def of(bucket: Bucket, blocks: Blocks) -> _Parameters:
         key = ("parameters", bucket.buffer.device)
         return bucket.layout.derive(key, lambda: _Parameters(bucket, blocks))
+
+    @property
+    def of_block(self) -> Tensor:
+        """Number of each block's parameter, the empty ones not counted; int64 ``[blocks]``."""
+        numbers = torch.arange(self._counts.numel(), device=self._counts.device)
+        return numbers.repeat_interleave(self._counts, output_size=self.blocks.count)
 
     def largest(self, flat: Tensor) -> Tensor:
         """The largest magnitude of each parameter, float32; NaN where it has one."""

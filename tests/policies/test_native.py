@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from hvdbridge.bucket import Bucket, Layout, Views
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels import native, pack, select
 from hvdbridge.kernels.orthogonal import orthonormal
-from hvdbridge.kernels.quantise import Blocks, Code, Linear, Places, decode, encode
+from hvdbridge.kernels.quantise import Blocks, Code, Linear, Part, Places, Strip, decode, encode
 from hvdbridge.kernels.random import hashed_bits
 from hvdbridge.kernels.runs import SHORT, Runs
 from hvdbridge.kernels.signs import ScaledSign
@@ -75,8 +76,7 @@ def vector(seed: int, numel: int, special: float) -> Tensor:
 
 
 def cut(numel: int, width: int) -> Blocks:
-    starts = torch.arange(0, numel, width)
-    return Blocks(starts, (numel - starts).clamp(max=width), starts, width, numel, "cpu")
+    return Blocks([Part(0, numel)], width, numel, "cpu")
 
 
 def same_codes(both: Both, seed: int, code: Code, width: int, numel: int, special: float) -> None:
@@ -135,11 +135,45 @@ def test_messages(
 
 
 def test_blocks_that_c_has_no_room_for() -> None:
-    one = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="no room for 1 blocks of 2048"):
-        Places(one, one, one, one, one, 1, 2048)
+    loaded = native._load()
+    assert loaded is not None
+    with pytest.raises(ValueError, match="no room for blocks of 2048"):
+        Places([Strip(0, 0, 1, 1, 0, 0, 0)], 1, 2048).table(loaded)
+    Places([Strip(0, 0, 2, 1, 0, 2**31 - 2, 0)], 1, 1024).table(loaded)
     with pytest.raises(ValueError, match="no room"):
-        Places(one, one, one, one + 2**31, one, 1, 1024)
+        Places([Strip(0, 0, 2, 1, 0, 2**31 - 1, 0)], 1, 1024).table(loaded)
+
+
+@several
+@given(st.integers(0, 2**31), st.sampled_from([1, 4, 16, 1024]))
+def test_where_blocks_lie(seed: int, width: int) -> None:
+    """A table of any strips, in C and by torch's operations, is that of a loop."""
+    draw = random.Random(seed)
+    strips = [
+        Strip(draw.randrange(2**40), draw.randrange(9999), draw.randrange(4), draw.choice([0, 1, 15, 16, 1024, 2500]),
+              draw.randrange(9), draw.randrange(2**20), draw.randrange(2**20))
+        for _ in range(draw.randrange(4))
+    ]  # fmt: skip
+    wanted = []
+    for start, hop, count, size, row, code, scale in strips:
+        for part in range(count):
+            for at in range(0, size, width):
+                wanted.append((start + part * hop + at, min(width, size - at), row, code + part * size + at, scale))
+                scale += 1
+    places, loaded = Places(strips, 9, width), native._load()
+    assert loaded is not None
+    table = places.table(loaded)
+    ours = torch.cat([table[:, :2].contiguous().view(torch.int64), table[:, 2:]], 1)
+    assert sorted(map(tuple, ours.tolist())) == sorted(wanted)
+    assert sorted(map(tuple, places.blocks().tolist())) == sorted(wanted)
+
+
+def test_dealt_blocks_are_gone_through_in_the_order_of_the_vector() -> None:
+    loaded = native._load()
+    assert loaded is not None
+    dealt = [Strip(1024 * row, 3072, -(-(7 - row) // 3), 1024, row, 0, 0) for row in range(3)]
+    for table in (Places(dealt, 3, 512).table(loaded)[:, [0, 3]], Places(dealt, 3, 512).blocks()[:, [0, 2]]):
+        assert table.tolist() == [[start, start // 1024 % 3] for start in range(0, 7 * 1024, 512)]
 
 
 @several

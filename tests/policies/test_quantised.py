@@ -24,7 +24,7 @@ from hvdbridge.bucket import Bucket, Layout, Views
 from hvdbridge.collectives import AllGather, Collective
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels import quantise as kernels
-from hvdbridge.kernels.quantise import Blocks, Code, Float8, Linear, PowerOfTwo, decode, encode
+from hvdbridge.kernels.quantise import Blocks, Code, Float8, Linear, Part, PowerOfTwo, decode, encode
 from hvdbridge.policies import Fp8, Int4, Int8, from_spec
 from hvdbridge.policies.sharded import _code_plan, sharded_code
 from hvdbridge.policy import Flow, Policy, State
@@ -218,7 +218,7 @@ def test_rounding_to_the_nearest_contracts(levels: int, values: list[float]) -> 
     """|x - Q(x)|^2 <= (1 - 1/d) |x|^2: zero is a level, so no element errs by more than itself, and the largest is
     exact (to its rounding in float32). And none errs by more than half a step."""
     x = torch.tensor(values)
-    blocks = Blocks(torch.tensor([0]), torch.tensor([len(values)]), torch.tensor([0]), 16, len(values), "cpu")
+    blocks = Blocks([Part(0, len(values))], 16, len(values), "cpu")
     codes, scales = encode(Linear(levels), x, blocks)
     assert scales is not None
     error = x.double() - decode(Linear(levels), codes[None], scales[None], blocks)
@@ -373,19 +373,19 @@ def test_a_block_does_not_know_where_it_lies(code: Code, run: int, monkeypatch: 
     """Whatever is done in place, in pieces, or in the matrix of the rest: each block is coded as if it were alone."""
     monkeypatch.setattr(kernels, "RUN", run)
     monkeypatch.setattr(kernels, "CHUNK", 48)
-    lengths = torch.tensor([16, 16, 16, 16, 16, 3, 16, 16, 5, 1, 16, 16, 16, 16, 16, 16, 9, 16])
-    starts = lengths.cumsum(0) - lengths
-    numbers = torch.arange(len(lengths)) * 1024
-    numel = int(lengths.sum())
+    lengths = [16, 16, 16, 16, 16, 3, 16, 16, 5, 1, 16, 16, 16, 16, 16, 16, 9, 16]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    numel = sum(lengths)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(1))
-    together = Blocks(starts, lengths, numbers, 16, numel + 5, "cpu")
+    parts = [Part(at, length, 1024 * i) for i, (at, length) in enumerate(zip(starts, lengths, strict=True))]
+    together = Blocks(parts, 16, numel + 5, "cpu")
     codes, scales = encode(code, torch.cat([x, torch.ones(5)]), together, 77)
     assert not codes[numel:].any()
     rows = None if scales is None else torch.stack([scales, scales])
     back = decode(code, torch.stack([codes, codes]), rows, together)
     assert not back[numel:].any()
-    for i, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        alone = Blocks(torch.tensor([0]), lengths[i : i + 1], numbers[i : i + 1], 16, length, "cpu")
+    for i, (start, length, number, *_) in enumerate(parts):
+        alone = Blocks([Part(0, length, number)], 16, length, "cpu")
         theirs, scale = encode(code, x[start : start + length], alone, 77)
         assert torch.equal(codes[start : start + length], theirs)
         assert scales is None or (scale is not None and torch.equal(scales[i : i + 1], scale))
@@ -396,7 +396,7 @@ def test_a_block_does_not_know_where_it_lies(code: Code, run: int, monkeypatch: 
 @pytest.mark.parametrize("code", CODES, ids=repr)
 def test_codes_travel(code: Code) -> None:
     x = torch.randn(3 * 37, generator=torch.Generator().manual_seed(1))
-    blocks = Blocks(torch.tensor([0]), torch.tensor([111]), torch.tensor([0]), 128, 111, "cpu")
+    blocks = Blocks([Part(0, 111)], 128, 111, "cpu")
     codes = encode(code, x, blocks)[0].view(3, 37)
     wire = code.to_wire(codes)
     assert wire.dtype == torch.uint8
@@ -405,9 +405,8 @@ def test_codes_travel(code: Code) -> None:
 
 
 def test_no_blocks_at_all() -> None:
-    none = torch.empty(0, dtype=torch.int64)
     for numel in (0, 3):
-        blocks = Blocks(none, none, none, 16, numel, "cpu")
+        blocks = Blocks([], 16, numel, "cpu")
         codes, scales = encode(Linear(7), torch.ones(numel), blocks)
         assert (codes.tolist(), scales.tolist() if scales is not None else None) == ([0] * numel, [])
         assert decode(Linear(7), codes[None], torch.empty(1, 0), blocks).tolist() == [0.0] * numel

@@ -17,7 +17,7 @@ from torch import Tensor
 from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.collectives import AllGather
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.kernels.quantise import Blocks, Code, Linear, PowerOfTwo, decode, encode
+from hvdbridge.kernels.quantise import Blocks, Code, Linear, Part, PowerOfTwo, decode, encode
 from hvdbridge.policies import Qsgd, TernGrad, from_spec
 from hvdbridge.policies.sharded import _code_plan, sharded_code
 from hvdbridge.simulation import Simulation, simulate
@@ -167,7 +167,7 @@ def test_clipping_is_biased() -> None:
 
 def one_block(code: Code, x: Tensor, seed: int) -> Tensor:
     n = x.numel()
-    blocks = Blocks(torch.tensor([0]), torch.tensor([n]), torch.tensor([0]), 1 << (n - 1).bit_length(), n, "cpu")
+    blocks = Blocks([Part(0, n)], 1 << (n - 1).bit_length(), n, "cpu")
     codes, scales = encode(code, x, blocks, seed)
     return decode(code, codes[None], None if scales is None else scales[None], blocks)
 
