@@ -33,6 +33,8 @@ from hvdbridge.policies.sharded import accumulator, blocks_of, check_block, firs
 from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
 
 WORD = 32
+CHUNK = 1 << 18
+"""Elements at a time where they must be copied to their words, and back: few, so that a CPU's cache holds them."""
 
 
 @dataclass(frozen=True)
@@ -206,19 +208,33 @@ class Words:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        at, runs = 0, []
-        for name, size in layout.sizes.items():
-            runs.append((layout.offsets[name], at, size))
-            at += -(-size // WORD) * WORD
-        self.count = at // WORD
-        self._padded = Runs(runs) if at > layout.numel else None
+        self.count = sum(-(-size // WORD) for size in layout.sizes.values())
+        self._parts = [] if self.count * WORD == layout.numel else self._cut()
+        """Of words that are not the vector as it lies: how many, and where their bits belong."""
+
+    def _cut(self) -> list[tuple[int, Runs]]:
+        parts: list[tuple[int, Runs]] = []
+        words, runs = 0, []
+        for name, size in self.layout.sizes.items():
+            for skip in range(0, size, CHUNK):
+                some = min(CHUNK, size - skip)
+                runs.append((self.layout.offsets[name] + skip, words * WORD, some))
+                words += -(-some // WORD)
+                if words * WORD >= CHUNK:
+                    parts.append((words, Runs(runs)))
+                    words, runs = 0, []
+        return [*parts, (words, Runs(runs))] if runs else parts
 
     def pack(self, bits: Tensor) -> Tensor:
         """``[layout.numel]`` bool -> int32 ``[count]``."""
-        if self._padded is not None:
-            padded = torch.zeros(self.count * WORD, dtype=torch.uint8, device=bits.device)
-            bits = self._padded.to(bits.view(torch.uint8), padded)
-        return as_words(bits)
+        if not self._parts:
+            return as_words(bits)
+        bits = bits.view(torch.uint8)
+        found = []
+        for words, runs in self._parts:
+            padded = torch.zeros(words * WORD, dtype=torch.uint8, device=bits.device)
+            found.append(as_words(runs.to(bits, padded)))
+        return torch.cat(found)
 
     def unpack(self, words: Tensor, magnitude: float, out: Tensor) -> Tensor:
         """int32 ``[count]`` -> ``magnitude`` with those signs, into ``out``, ``[layout.numel]``, which is returned."""
@@ -227,11 +243,12 @@ class Words:
         bits = torch.arange(256, device=out.device)[:, None] >> torch.arange(8, device=out.device) & 1
         table = (bits * 2 - 1).to(out.dtype).mul_(magnitude)
         index = words.clone(memory_format=torch.contiguous_format).view(torch.uint8).to(torch.int32)
-        if self._padded is None:
+        if not self._parts:
             torch.index_select(table, 0, index, out=out.view(-1, 8))
-        else:
-            padded = table.index_select(0, index).view(-1)
-            self._padded.back(out, padded)
+        at = 0
+        for count, runs in self._parts:
+            runs.back(out, table.index_select(0, index[at : at + 4 * count]).view(-1))
+            at += 4 * count
         return out
 
     def numbers(self, first: Mapping[str, int], at: int, count: int, device: torch.device) -> Tensor:

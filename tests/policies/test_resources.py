@@ -1,7 +1,8 @@
 """What a policy holds in memory: beside the gradients and its declared state.
 
 One rank's flows are run by hand, and every storage that comes to life is counted until it dies. Figures are in
-buckets: multiples of the largest bucket's gradients (for a policy of scope "step", of all gradients).
+buckets: multiples of the largest bucket's gradients (for a policy of scope "step", of all gradients). There are eight
+buckets, so what each of them keeps counts eight times.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from policies.policies import CASES, Case
 
 SIZE = 5
 NODES = (0, 0, 1, 1, 2)
-SHAPES = {f"{i}.weight": (1024, 1024) for i in range(2)} | {f"{i}.bias": (1024,) for i in range(2)} | {"scale": ()}
+LAYER: dict[str, tuple[int, ...]] = {"weight": (1024, 512), "bias": (1024,), "scale": ()}
+SHAPES = {f"{i}.{name}": shape for i in range(16) for name, shape in LAYER.items()}
 BUCKET_MB = 4.0
 USUAL = 2.0
 
@@ -103,7 +105,8 @@ class Rank:
     """Rank 0 of :data:`SIZE`, as an aggregator treats it.
 
     Attributes:
-        peak, rest: what was held beside gradients and state at most, and between steps; in buckets.
+        peak, rest: what was held beside gradients and state at most, in buckets, and between steps, as a share of all
+            gradients.
     """
 
     policy: Policy
@@ -131,7 +134,7 @@ class Rank:
                 living.peak = living.now
                 self._step(step, buffers, store)
                 self.peak = max(self.peak, (living.peak - kept) / at_once)
-                self.rest = max(self.rest, (living.now - kept) / at_once)
+                self.rest = max(self.rest, (living.now - kept) / sum(sizes))
 
     def _step(self, step: int, buffers: Sequence[Tensor], store: StateStore) -> None:
         if self.policy.scope == "bucket":
@@ -169,12 +172,10 @@ class Rank:
 JOINED = "the bucket is a copy of all gradients"
 ROWS = "the ranks' rows of a shard, and what is worked out from them"
 MORE: dict[str, tuple[float, str]] = {
-    "int8:ef=true,block=64": (2.25, "tables of the many blocks, kept between steps"),
+    "partition(*.bias=mean, 2d=topk(ratio=0.1), <2=fp16, rest=bf16)": (2.25, "a copy of each part, and of its update"),
     "dgc:ratio=0.05": (2.5, "momentum and accumulated gradient anew; messages"),
     "dgc:ratio=0.05,clip=10.0,nesterov=true,warmup=2": (7.75, f"the same; {JOINED}; a quarter of all elements travels"),
     "oktopk:ratio=0.05": (2.5, "the owner's sum of what arrives; routes and messages"),
-    "sign:momentum=0.9": (2.5, "the new momentum; bits of parameters that do not fill words, apart and together"),
-    "efsign:exact=true,block=64": (2.25, "tables of the many blocks; N messages"),
     "onebit": (2.75, "the owners' new error; messages"),
     "adasum": (2.25, ROWS),
     "krum": (3.01, f"{ROWS}; {JOINED}"),
@@ -184,11 +185,10 @@ MORE: dict[str, tuple[float, str]] = {
     "delayed(ef(bf16))": (3.5, "a copy of the gradients, which outlives the step; the residual; half messages"),
     "hierarchical(ef(bf16))": (3.75, "the residual; half messages, and a piece of each for this lane"),
     "clip(ef(bf16), norm=30.0)": (3.01, f"{JOINED}; the residual; half messages"),
-    "partition(*.bias=mean, 2d=topk(ratio=0.1), <2=fp16, rest=bf16)": (3.25, "a copy of each part, and of its update"),
 }
 """What needs more than :data:`USUAL` for a moment, and what for; its documentation says so, too."""
-KEPT = 0.5
-"""Plans that are kept between steps: most are of fixed size, some proportional to what travels."""
+KEPT = 1 / 64
+"""Plans that are kept between steps. Most are of fixed size for a parameter; randomness takes 16 bytes a block."""
 
 
 def test_the_list_is_of_policies() -> None:
@@ -208,8 +208,8 @@ def test_many_small_parameters_need_no_more_than_large_ones(spec: str) -> None:
 def test_gradients_and_declared_state_and_two_buckets(case: Case) -> None:
     """Or as much as is said. At rest nothing is held but plans."""
     rank = Rank(usual(case))
-    rank.train(3)
+    rank.train(2)
     limit, reason = MORE.get(case.spec, (USUAL + 0.03, ""))  # flags, scales, and factors of rank 2 in 4 MiB
     assert rank.peak <= limit, f"{rank.peak:.2f} buckets {reason}"
     assert case.spec not in MORE or rank.peak > USUAL, f"{rank.peak:.2f} buckets need no exception any more"
-    assert rank.rest <= KEPT, f"{rank.rest:.2f} buckets"
+    assert rank.rest <= KEPT, f"{rank.rest:.4f} of all gradients"
