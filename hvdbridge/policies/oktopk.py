@@ -8,8 +8,7 @@ Rules:
    belongs to one rank as a whole), so shares are balanced wherever the large elements lie, and bucket boundaries
    do not matter.
 2. Capacities are fixed per parameter and owner; what does not fit waits in the residual.
-3. Memory: an owner adds what arrives in one more vector like the bucket, and the routes are kept: some 40 bytes per
-   element that travels, for as long as buckets stay as they are.
+3. Memory: an owner adds what arrives in one more vector like the bucket.
 4. An element counts as sent where its owner's sum of it was among those that came back.
 """
 

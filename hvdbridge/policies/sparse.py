@@ -6,8 +6,7 @@ Rules:
    For parameters that should travel whole write ``partition(<1024=mean, rest=topk)``.
 2. Messages have a fixed capacity; an empty slot is (index 0, value 0).
 3. What ranks sent is added in rank order: equal bits everywhere.
-4. Memory: an all-gather brings ``8 k N`` bytes to a rank; plans keep some 30 bytes per element that travels, for
-   as long as buckets stay as they are.
+4. Memory: an all-gather brings ``8 k N`` bytes to a rank.
 5. NaN and inf are chosen first, or, where nothing is chosen by size, poison what their parameter sends.
 """
 
