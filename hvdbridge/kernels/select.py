@@ -156,7 +156,7 @@ def _large(start: int, size: int, count: int, slot: int, device: torch.device, e
 @cache
 def _points(number: int) -> Array:
     """The points of some strata: one table for all parameters, which needs no more than a 16th of the largest."""
-    uniform = torch.rand(CHUNK, generator=generator("sample", number), dtype=torch.float64)
+    uniform = torch.rand(CHUNK, generator=generator("sample", number), dtype=torch.float64, device="cpu")
     points: Array = np.arange(number * CHUNK, (number + 1) * CHUNK) + uniform.numpy()
     return points
 
@@ -224,8 +224,8 @@ def _largest(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:
 
 def _largest_on_cpu(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:
     """The same, where the host may look: numpy finds and partitions several times faster than torch does."""
-    indices = torch.zeros(plan.total, dtype=torch.int64)
-    empty = torch.ones(plan.total, dtype=torch.bool)
+    indices = torch.zeros(plan.total, dtype=torch.int64, device=bits.device)
+    empty = torch.ones(plan.total, dtype=torch.bool, device=bits.device)
     target, unfilled = indices.numpy(), empty.numpy()
     for group, matrix in _matrices(bits, plan, mask):
         rows, counts = matrix.numpy(), group.counts.numpy()

@@ -261,7 +261,7 @@ class Words:
                 inside.append(max(0, min(end, count) - max(begin, 0)))
                 shifts.append(first[name] * (BLOCK // WORD) - begin)
                 begin = end
-            table = torch.tensor([[*inside, count - sum(inside)], [*shifts, 0]]).to(device)
+            table = torch.tensor([[*inside, count - sum(inside)], [*shifts, 0]], device="cpu").to(device)
             return table[0], table[1].int()
 
         key = ("words", at, count, device, tuple(first[name] for name in self.layout.names))

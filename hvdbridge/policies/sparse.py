@@ -166,9 +166,10 @@ class RandomK(WithFeedback):
 
 def _slots(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The numbers of the parameters that have elements, and the first slot of each; k and n/k of all parameters."""
-    sizes = torch.tensor([plan.layout.sizes[name] for name in plan.layout.names], dtype=torch.int64)
-    counts = torch.tensor(list(plan.counts.values()), dtype=torch.int64)
-    numbers = torch.tensor([i for i, count in enumerate(plan.counts.values()) if count], dtype=torch.int64)
+    sizes = torch.tensor([plan.layout.sizes[name] for name in plan.layout.names], dtype=torch.int64, device="cpu")
+    counts = torch.tensor(list(plan.counts.values()), dtype=torch.int64, device="cpu")
+    chosen = [i for i, count in enumerate(plan.counts.values()) if count]
+    numbers = torch.tensor(chosen, dtype=torch.int64, device="cpu")
     scale = (sizes.double() / counts.clamp(min=1)).float()
     first = (counts.cumsum(0) - counts)[numbers]
     return numbers.to(device), first.to(device), counts.to(device), scale.to(device)

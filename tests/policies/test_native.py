@@ -381,16 +381,18 @@ def test_another_default_type(case: Case) -> None:
         assert bits(found[0][name].reshape(-1)) == bits(found[1][name].float().reshape(-1))
 
 
-@pytest.mark.parametrize("spec", ["int8", "int4", "onebit", "efsign:exact=true", "qsgd", "terngrad"])
+@pytest.mark.parametrize("spec", ["int8", "int4", "onebit", "efsign:exact=true", "qsgd", "terngrad", "sign", "topk",
+                                  "threshold:value=1.0", "randomk", "oktopk", "dgc"])  # fmt: skip
 def test_another_default_device(spec: str) -> None:
     draw = torch.Generator().manual_seed(1)
-    grads = [{"w": torch.randn(9000, generator=draw)} for _ in range(2)]
+    grads = [{"w": torch.randn(90_000, generator=draw), "b": torch.randn(5, generator=draw)} for _ in range(2)]
     found = []
     for device in ("cpu", "meta"):
-        simulation = Simulation(spec, {"w": torch.zeros(9000)}, 2)
+        simulation = Simulation(spec, {"w": torch.zeros(90_000), "b": torch.zeros(5)}, 2)
+        select._points.cache_clear()
         with torch.device(device):
-            found.append(simulation.step([{"w": each["w"].clone()} for each in grads])[0]["w"])
-    assert torch.equal(*found)
+            found.append(simulation.step([{n: each[n].clone() for n in each} for each in grads])[0])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in grads[0])
 
 
 def test_what_is_decoded_into_lies_anywhere() -> None:
