@@ -7,7 +7,8 @@ Rules:
 2. Weights travel on the host-side control communicator. The first step always exchanges; if no rank set one,
    none exchanges again, and a rank that sets one later is an error.
 3. A total weight of zero skips the step: updates are zeros, no state changes, nothing else travels.
-4. A policy of scope "step" gets one bucket of all gradients when the last is ready.
+4. A policy of scope "step" gets one bucket of all gradients when the last is ready: the source's own where it has one,
+   else a copy.
 5. A flow that said :class:`~hvdbridge.policy.Early` has delivered; the rest of it runs behind the step's last bucket,
    in the order of the buckets, while the caller goes on. The next step's flows come after it.
 """
@@ -285,10 +286,7 @@ class Aggregator:
         key = tuple(piece.layout for piece in pieces)
         if key not in self._joint:
             self._joint = {key: join_layouts(key)}
-        dtype = torch.float32
-        for piece in pieces:
-            dtype = torch.promote_types(dtype, piece.buffer.dtype)
-        return self._joint[key], torch.cat([piece.buffer.to(dtype) for piece in pieces])
+        return self._joint[key], torch.cat([piece.buffer for piece in pieces])  # in the widest of their types
 
     def _exchange(self, step: int) -> Task[Tensor]:
         self._count(step)

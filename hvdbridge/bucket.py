@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
@@ -257,6 +258,8 @@ FIRST_BUCKET_BYTES = 1 << 20
 def cut_layouts(params: Mapping[str, Tensor], bucket_bytes: float) -> list[Layout]:
     """Cut a model, last registered parameter first, into layouts of about ``bucket_bytes``; one dtype and device each.
 
+    The first is small, unless they are of infinite size.
+
     >>> params = {"a": torch.zeros(4), "b": torch.zeros(3), "c": torch.zeros(2, dtype=torch.float64)}
     >>> [layout.names for layout in cut_layouts(params, 28)]
     [('b', 'a'), ('c',)]
@@ -264,7 +267,7 @@ def cut_layouts(params: Mapping[str, Tensor], bucket_bytes: float) -> list[Layou
     open_shapes: dict[tuple[torch.dtype, torch.device], dict[str, torch.Size]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     cuts: list[dict[str, torch.Size]] = []
-    limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
+    limit = bucket_bytes if math.isinf(bucket_bytes) else min(FIRST_BUCKET_BYTES, bucket_bytes)
     for name, p in reversed(list(params.items())):
         kind = (p.dtype, p.device)
         open_shapes.setdefault(kind, {})[name] = p.shape

@@ -143,7 +143,8 @@ T = TypeVar("T")
 def relay(flow: Generator[Collective, Tensor, T], answer: Callable[[Collective], Generator[Any, Any, Tensor]]) -> Any:
     """``flow`` with ``answer(request)`` in the place of each request: a generator of what the answers yield.
 
-    An error of an answer is thrown into ``flow``, so the traceback shows the line that asked.
+    An error of an answer is thrown into ``flow``, so the traceback shows the line that asked. Neither a request nor an
+    answer is held when the flow has gone on: these are messages.
     """
     try:
         request = next(flow)
@@ -153,7 +154,9 @@ def relay(flow: Generator[Collective, Tensor, T], answer: Callable[[Collective],
             except Exception as error:
                 request = flow.throw(error)
             else:
+                del request
                 request = flow.send(tensor)
+                del tensor
     except StopIteration as end:
         return end.value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,25 +119,20 @@ def dry_run(
         except StopIteration:
             yield Ended(index, layout.numel, spent + clock() - since)
 
-    def widest(layout: Layout) -> torch.dtype:
-        dtype = torch.float32
-        for name in layout.names:
-            dtype = torch.promote_types(dtype, given[name].dtype)
-        return dtype
-
+    widest = functools.reduce(torch.promote_types, (p.dtype for p in given.values()))
     if buckets is None:
         layouts = cut_layouts(given, bucket_mb * 2**20)
     else:
         layouts = [Layout({name: given[name].shape for name in names}) for names in buckets]
-    if policy.scope == "step" and len(layouts) > 1:
+    if policy.scope == "step":
         layouts = [join_layouts(layouts)]
-        yield from run(policy.aggregate, layouts[0], 0, widest(layouts[0]))
+        yield from run(policy.aggregate, layouts[0], 0, widest)
     else:
         for index, layout in enumerate(layouts):
             yield from run(policy.aggregate, layout, index, given[layout.names[0]].dtype)
     if policy.due(step):
         whole = Layout({name: p.shape for name, p in given.items()})
-        yield from run(policy.after_step, whole, len(layouts), widest(whole))
+        yield from run(policy.after_step, whole, len(layouts), torch.promote_types(widest, torch.float32))
 
 
 def _part(state: State, layout: Layout) -> State:

@@ -88,7 +88,8 @@ Exchange = Generator[Collective, Tensor, Tensor]
 def advance(flow: Flow) -> Generator[Collective, Tensor, Early | Aggregated]:
     """Pass on a flow's requests up to its :class:`Early` or its end, and return that; call again after an Early.
 
-    An error from whoever answers is thrown into ``flow``, so the traceback shows the line that asked.
+    An error from whoever answers is thrown into ``flow``, so the traceback shows the line that asked. As in
+    :func:`~hvdbridge.collectives.relay`, no message is held.
     """
     try:
         request = next(flow)
@@ -98,7 +99,9 @@ def advance(flow: Flow) -> Generator[Collective, Tensor, Early | Aggregated]:
             except Exception as error:
                 request = flow.throw(error)
             else:
+                del request
                 request = flow.send(answer)
+                del answer
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
     return request

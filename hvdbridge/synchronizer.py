@@ -48,6 +48,8 @@ class GradientSynchronizer:
             (:attr:`Policy.bucket_mb <hvdbridge.policy.Policy.bucket_mb>`: 25 as in DDP, or 10). ``"auto"``: the
             best for this policy, model and network, by measurements of some seconds. Policies that are not dense may
             give other bits with another size: where runs must be equal, take the number that :attr:`bucket_mb` says.
+            Policies of the whole gradient (:attr:`Policy.scope <hvdbridge.policy.Policy.scope>` ``"step"``) have one
+            bucket, whatever it is.
         group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
             Every rank of the job takes part in the construction, each with the group it belongs to.
         find_unused_parameters: a parameter that got no gradient on any rank keeps its old one. With False,
@@ -99,6 +101,7 @@ class GradientSynchronizer:
             self.policy.bucket_mb if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
             find_unused_parameters, static_graph, broadcast_buffers,
             views_pay(params.values()) if gradient_as_bucket_view is None else gradient_as_bucket_view,
+            whole=self.policy.scope == "step",
         )  # fmt: skip
         self._communicator, self._control, ranks = open_group(session.communicator, group)
         given = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}
@@ -380,7 +383,7 @@ def average_gradients(
     aggregator = Aggregator(chosen, params, communicator, control, driver)
     aggregator.weight = weight
     aggregator.step = next(calls)  # random policies throw other dice in each
-    options = Options(bucket_mb, gradient_as_bucket_view=False)
+    options = Options(bucket_mb, gradient_as_bucket_view=False, whole=chosen.scope == "step")
     HookSource(params, aggregator, options, hooked=()).run()
 
 

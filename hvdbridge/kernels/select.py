@@ -13,7 +13,7 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -396,18 +396,21 @@ def unpack_pairs(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Of messages ``[..., 2 K]`` the indices and the values of type ``dtype``, ``[..., K]``."""
     words = dtype.itemsize // 4
     count = message.shape[-1] // (words + 1)
-    values = message[..., : count * words].reshape(-1).view(dtype)
-    return message[..., count * words :], values.view(*message.shape[:-1], count)
+    values = message[..., : count * words].reshape(-1)
+    if words > 1:
+        values = values.clone()  # where they lie aligned
+    return message[..., count * words :], values.view(dtype).view(*message.shape[:-1], count)
 
 
-def add_up(indices: Tensor, values: Tensor, out: Tensor) -> Tensor:
-    """Zeros to which the rows of ``values`` ``[N, K]`` were added, in their order: in ``out``, flat, of their type.
+def add_up(pairs: Iterable[tuple[Tensor, Tensor]], out: Tensor) -> Tensor:
+    """Zeros to which sparse vectors (indices and values) were added, in their order: in ``out``, flat, of their type.
 
-    >>> add_up(torch.tensor([[0, 2], [2, 0]]), torch.tensor([[1., 2.], [4., 0.]]), torch.empty(3))
+    >>> first, second = (torch.tensor([0, 2]), torch.tensor([1., 2.])), (torch.tensor([2]), torch.tensor([4.]))
+    >>> add_up([first, second], torch.empty(3))
     tensor([1., 0., 6.])
     """
     out.zero_()
     if out.numel():
-        for where, what in zip(indices, values, strict=True):
-            out.index_add_(0, where, what)
+        for indices, values in pairs:
+            out.index_add_(0, indices, values)
     return out

@@ -66,6 +66,7 @@ def adasum(flat: Tensor, bucket: Bucket, into: Bucket | None = None) -> Exchange
             group[0] if len(group) == 1 else combine_by_parameter(group, shares[:, i, : len(group)].T, cells)
             for i, group in enumerate(groups)
         ]
+        del groups
     mine = rows[0]
     del rows
     return (yield from collect(mine, shards, flat.dtype, into))
@@ -83,8 +84,7 @@ class Adasum(Policy):
     the ranks changes the result. NaN and inf reach every rank, in their parameter.
 
     On the wire: ``2 (N-1)/N`` of the gradient in its own type (all-to-all, all-gather) and, for every 8 ranks and
-    three levels of the tree, one all-reduce of at most 36 doubles per parameter. Memory: up to two and a quarter
-    buckets beside the gradients, the ranks' rows and what they become.
+    three levels of the tree, one all-reduce of at most 36 doubles per parameter.
     """
 
     unequal_weights = False

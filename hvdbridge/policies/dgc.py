@@ -40,8 +40,8 @@ class Dgc(Policy):
 
     The update is the sum over ranks of what was sent. State: ``momentum`` and ``accumulated``, float32, of this
     rank. A rank of weight 0 sends nothing and keeps both. On the wire: as ``topk`` of the present ratio.
-    Memory: the new momentum and accumulated gradient stand beside the old ones while a bucket travels, and with
-    ``clip`` so does the clipped gradient, of all parameters at once; in the warm-up N ranks' messages are longer.
+    Memory: the new momentum and accumulated gradient stand beside the old ones while a bucket travels (with ``clip``
+    all parameters are one), and so do N ranks' messages, which are longer in the warm-up.
 
     Attributes:
         ratio: share of the elements that travel after the warm-up.

@@ -76,7 +76,7 @@ class OkTopK(WithFeedback):
             came.index_fill_(0, _aside(where, what, numel).view(-1), True)
             lost = ~came[_aside(indices, values, numel)]
             rest = rest_of(bucket, indices.reshape(-1), values.masked_fill(lost, 0).view(-1))
-        return Aggregated(add_up(where, what, bucket.room(values.dtype)), rest=rest)
+        return Aggregated(add_up(zip(where, what, strict=True), bucket.room(values.dtype)), rest=rest)
 
 
 def _aside(indices: Tensor, values: Tensor, numel: int) -> Tensor:
@@ -151,7 +151,7 @@ class Routes:
     def keep(self, owner: int, indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """The largest sums of what arrived at ``owner``: rows ``[size, width]`` in, ``[back]`` out."""
         where = _aside(indices, values, numel)
-        total = add_up(where, values, values.new_empty(numel + 1))
+        total = add_up(zip(where, values, strict=True), values.new_empty(numel + 1))
         total[numel:] = 0
         sums = torch.empty_like(values)
         for row, places in zip(sums, where, strict=True):  # each sum once, where it was met first

@@ -57,7 +57,7 @@ class DifferentiallyPrivate(Policy):
     so under a GradScaler ``norm`` is in units of its scale.
 
     On the wire: an all-reduce of the gradient, in its own type. It needs the whole gradient, so nothing travels while
-    backward runs. Memory: up to twice the gradient for a moment (all gradients in one bucket, and its noise).
+    backward runs. Memory: its noise for a moment, the size of the whole gradient.
 
     Attributes:
         norm: the largest L2 norm of a rank's gradient, all parameters together.

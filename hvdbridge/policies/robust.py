@@ -8,8 +8,7 @@ Rules:
    the whole rank in the others. Where more than f are faulty in this way the update is NaN on every rank.
 3. Raw gradients travel, in their own type; arithmetic is in float32 (float64 for float64), dot products in float64.
 4. Memory: the ranks' gradients of a shard, N times 1/N of the bucket, are held as they came and as they are worked on,
-   beside update and messages: up to two buckets; where the whole gradient is one bucket, up to three and a quarter
-   times that, the bucket itself included.
+   beside update and messages: up to two buckets, where the whole gradient may be one.
 5. The owner of a shard aggregates it and sends the result, so all ranks end with the same bits.
 """
 
@@ -148,9 +147,9 @@ class _Whole(Policy):
         raise NotImplementedError
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        return Aggregated((yield from self._combine(bucket, None, bucket)))
+        return Aggregated((yield from self._combine(bucket)))
 
-    def _combine(self, bucket: Bucket, centre: Tensor | None, into: Bucket | None) -> Exchange:
+    def _combine(self, bucket: Bucket, centre: Tensor | None = None) -> Exchange:
         """``centre``: a vector that all ranks have, as one more row, behind those of the ranks."""
         weights = weights_of(bucket)
         self.check_ranks(weights)
@@ -164,7 +163,7 @@ class _Whole(Policy):
         products = torch.where(good & good[:, None], products, torch.zeros_like(products))
         mine = combine(rows, self.coefficients(products, good, weights), good)
         del rows
-        return (yield from collect(mine, shards, flat.dtype, into))
+        return (yield from collect(mine, shards, flat.dtype, bucket))
 
 
 @dataclass(frozen=True)
@@ -307,8 +306,9 @@ class ClippedMean(_Whole):
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         centre = flatten(state["centre"], bucket.layout)
-        update = yield from self._combine(bucket, centre, None)  # which the state keeps
-        return Aggregated(update, state={"centre": Views(bucket.layout, update)})
+        update = yield from self._combine(bucket, centre)
+        kept = update.clone() if update is bucket.buffer else update
+        return Aggregated(update, state={"centre": Views(bucket.layout, kept)})
 
     def coefficients(self, products: Tensor, good: Tensor, weights: Sequence[float]) -> Tensor:
         share, lost = _shares(good[:-1], weights, self.f)

@@ -352,21 +352,21 @@ def sharded_code(
     keep_rest = rest is not None or carry is not None
     seed = seed_of(bucket, "back") if back.random else 0
     home = AllGather(plan.own.encode(back, total, seed, keep_rest)[0])
-    error = None
-    if keep_rest:
-        if carry is not None:
-            # torch.zeros takes ten times as long
-            error = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device).zero_()
-        where = rest if error is None else error
-        assert where is not None
-        plan.shards.add_owned(where, rank, total)
-    del total
+    if carry is None:
+        if rest is not None:
+            plan.shards.add_owned(rest, rank, total)
+        del total
     answer = yield home
     del home
     wide = accumulator(flat.dtype)
     codes, scales = plan.everyone.read(back, answer, wide)
     del answer
-    return Coded(plan.everyone.decode(back, codes, scales, bucket.room(wide)), rest, error)
+    update, error = plan.everyone.decode(back, codes, scales, bucket.room(wide)), None
+    if carry is not None:
+        del codes, scales  # before there is another vector; torch.zeros takes ten times as long
+        error = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device).zero_()
+        plan.shards.add_owned(error, rank, total)
+    return Coded(update, rest, error)
 
 
 def check_block(policy: object, block: int) -> None:

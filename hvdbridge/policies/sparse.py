@@ -50,7 +50,7 @@ def gathered_sum(bucket: Bucket, indices: Tensor, values: Tensor) -> Exchange:
     del indices, values
     messages = yield request
     del request
-    return add_up(*unpack_pairs(messages, dtype), bucket.room(dtype))
+    return add_up((unpack_pairs(message, dtype) for message in messages), bucket.room(dtype))
 
 
 def rest_of(bucket: Bucket, indices: Tensor, values: Tensor) -> Tensor | None:

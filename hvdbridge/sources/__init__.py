@@ -47,7 +47,9 @@ def attach_torch(
     # None: a small first bucket. A list of sizes makes one, too, since torch 2.13; but then a static graph has several
     # in its first step, of which DDP says that each is the first and none the last.
     given["bucket_cap_mb"] = None if options.bucket_mb == DDP_MB else options.bucket_mb
-    if "bucket_cap_mb_list" in known and aggregator.policy.bucket_mb != DDP_MB and not options.static_graph:
+    if options.whole:
+        given["bucket_cap_mb"] = 1 + sum(p.numel() * p.element_size() for p in params.values()) / 2**20
+    elif "bucket_cap_mb_list" in known and aggregator.policy.bucket_mb != DDP_MB and not options.static_graph:
         given["bucket_cap_mb_list"] = [min(FIRST_BUCKET_BYTES / 2**20, options.bucket_mb), options.bucket_mb]
     shares = (
         aggregator.policy.takes_shares

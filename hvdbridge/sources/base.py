@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -18,17 +19,23 @@ from hvdbridge.errors import Unsupported
 
 @dataclass(frozen=True)
 class Options:
-    """What a source is told, besides model and optimizers; see ``GradientSynchronizer``."""
+    """What a source is told, besides model and optimizers; see ``GradientSynchronizer``.
+
+    Attributes:
+        whole: the policy waits for the last gradient anyway, so all of one type and device are one bucket, which need
+            not be joined.
+    """
 
     bucket_mb: float
     find_unused_parameters: bool = False
     static_graph: bool = False
     broadcast_buffers: bool = True
     gradient_as_bucket_view: bool = False
+    whole: bool = False
 
     @property
     def bucket_bytes(self) -> float:
-        return self.bucket_mb * 2**20
+        return math.inf if self.whole else self.bucket_mb * 2**20
 
 
 LARGE = 1 << 20

@@ -234,7 +234,8 @@ class Reducer:
         self.aggregator = Aggregator(
             settings.policy, self.dense, communicator, self.channel.control, self.driver, weighted=False
         )
-        self.buckets = self._cut(settings, Options(bucket_mb(self.operations, settings.policy)))
+        size, whole = bucket_mb(self.operations, settings.policy), settings.policy.scope == "step"
+        self.buckets = self._cut(settings, Options(size, whole=whole))
         self.slots: dict[Tensor, Slot] = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self.running = False
         self.begun = 0
@@ -255,7 +256,7 @@ class Reducer:
             parts = [[names[p] for p in group if p in names] for group in settings.groups]
             grouped = {name for part in parts for name in part}
             parts += [[name] for name in self.dense if name not in grouped]
-        whole = replace(options, bucket_mb=float("inf"))
+        whole = replace(options, whole=True)
         found = []
         for part in reversed([part for part in parts if part]):
             found += make_buckets({name: self.dense[name] for name in part}, whole)

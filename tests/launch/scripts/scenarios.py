@@ -474,13 +474,35 @@ class GlobalClip:
 
 
 def step_scope() -> str:
-    model = mlp()
-    sync = synchronize(model, sgd(model), policy=GlobalClip.make())
-    sync.optimizer.zero_grad()
-    loss_of(sync.model, 0).backward()
-    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-    torch.testing.assert_close(norm, torch.tensor(0.1), rtol=1e-5, atol=0)  # 283 roundings of 6e-8
-    sync.optimizer.step()
+    """One bucket of each type, whatever their size: nothing is sent before the last gradient, so none is joined."""
+
+    class TwoTypes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.narrow, self.wide = mlp(), mlp().double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.narrow(x) + self.wide(x.double())
+
+    for model, buckets in ((mlp(), 1), (TwoTypes(), 2)):
+        sync = synchronize(model, sgd(model), policy=GlobalClip.make())
+        handed_in, submit = [], sync._aggregator.submit
+
+        def counted(piece: Any, last: bool, submit: Any = submit, handed_in: list[bool] = handed_in) -> None:
+            handed_in.append(last)
+            submit(piece, last)
+
+        sync._aggregator.submit = counted
+        for step in range(2):  # DDP makes its buckets anew after the first
+            sync.optimizer.zero_grad()
+            x, y = batch(step)
+            out = sync.model(x)
+            nn.functional.mse_loss(out, y.to(out.dtype)).backward()
+            norm = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm()
+            # 283 roundings of 6e-8
+            torch.testing.assert_close(norm, torch.tensor(0.1, dtype=torch.float64), rtol=2e-5, atol=0)
+            sync.optimizer.step()
+        assert handed_in == [*[False] * (buckets - 1), True] * 2, handed_in
     return "clipped"
 
 
