@@ -231,7 +231,7 @@ class Aggregator:
         return Bucket(
             buffer, layout, index, step, self.seed, communicator.rank, communicator.size, self.weights,
             blocks=self._blocks, groups=communicator.places(), nodes=communicator.nodes, scaled=scaled,
-            dtypes=self._dtypes, last=last,
+            dtypes=self._dtypes, last=last, fresh=self.store.fresh,
         )  # fmt: skip
 
     def _start_rest(self) -> None:
@@ -275,10 +275,8 @@ class Aggregator:
             self._unfinished.append((index, flow, layout))
         else:
             self.store.merge(layout, end.state, end.update)
-        if len(pieces) == 1:
-            return [end.update.to(pieces[0].buffer.dtype)]
         parts = end.update.split([piece.layout.numel for piece in pieces])
-        return [part.to(piece.buffer.dtype) for part, piece in zip(parts, pieces, strict=True)]
+        return [brought(part, piece.buffer) for part, piece in zip(parts, pieces, strict=True)]
 
     def _join(self, pieces: list[Piece]) -> tuple[Layout, Tensor]:
         if len(pieces) == 1:
@@ -311,3 +309,9 @@ class Aggregator:
             self.weights = None
         if self.weighted is None and not self.joining:
             self.weighted = bool(given)
+
+
+def brought(update: Tensor, buffer: Tensor) -> Tensor:
+    """``update`` in ``buffer``: what takes it may wait for all of a step, and then nothing else is held for it."""
+    same = update.data_ptr() == buffer.data_ptr() and update.dtype == buffer.dtype
+    return update if same else buffer.copy_(update)

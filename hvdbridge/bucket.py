@@ -133,6 +133,7 @@ class Bucket:
             weighted last is weighted.
         last: whether no bucket of this step follows.
         spare: memory like the buffer's whose content nobody needs; see :meth:`room`.
+        fresh: uninitialised memory like a flat tensor, for what a :attr:`~hvdbridge.policy.Slot.reused` slot will hold.
     """
 
     buffer: Tensor
@@ -152,6 +153,7 @@ class Bucket:
     mark: Mark = field(default_factory=Mark)
     last: bool = True
     spare: Tensor | None = None
+    fresh: Callable[[Tensor], Tensor] = torch.empty_like
 
     def __post_init__(self) -> None:
         if not self.dtypes:

@@ -61,7 +61,8 @@ class Mean(Policy):
         # Nothing is rounded for the wire, so nobody asks who owned a shard: flat ones will do.
         shards = FlatShards(flat.numel(), bucket.size)
         wide = torch.promote_types(flat.dtype, torch.float32)
-        update = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide)
+        room = None if bucket.needs_sent else (lambda: bucket.room(wide))  # there flat stands in it
+        update = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide, out=room)
         return Aggregated(update, rest=rest)
 
 

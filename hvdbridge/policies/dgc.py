@@ -60,8 +60,8 @@ class Dgc(Policy):
     warmup: int = option(0, at_least=0)
     rounds = 1
     slots: ClassVar[Mapping[str, Slot]] = {
-        "momentum": Slot(local=True, gradient_units=True),
-        "accumulated": Slot(local=True, gradient_units=True),
+        "momentum": Slot(local=True, gradient_units=True, reused=True),
+        "accumulated": Slot(local=True, gradient_units=True, reused=True),
     }
 
     @property
@@ -94,18 +94,19 @@ class Dgc(Policy):
         if self.clip is not None:
             gradient.mul_(self._shrink(gradient, bucket))
         momentum, accumulated = flatten(state["momentum"], layout), flatten(state["accumulated"], layout)
+        new = bucket.fresh(momentum)
         if self.nesterov:
-            momentum = torch.add(momentum, gradient).mul_(self.momentum)
-            accumulated = torch.add(accumulated, momentum).add_(gradient)
+            momentum = torch.add(momentum, gradient, out=new).mul_(self.momentum)
+            accumulated = torch.add(accumulated, momentum, out=bucket.fresh(accumulated)).add_(gradient)
         else:
-            momentum = torch.mul(momentum, self.momentum).add_(gradient)
-            accumulated = torch.add(accumulated, momentum)
+            momentum = torch.mul(momentum, self.momentum, out=new).add_(gradient)
+            accumulated = torch.add(accumulated, momentum, out=bucket.fresh(accumulated))
         indices, values = largest(accumulated, plan)
         # An empty slot points at element 0 but must not clear it: it subtracts 0 and multiplies by 1.
         accumulated.index_add_(0, indices, values, alpha=-1)
         momentum.scatter_reduce_(0, indices, (values == 0).to(dtype), "prod")
-        new = {"momentum": Views(layout, momentum), "accumulated": Views(layout, accumulated)}
-        return Aggregated((yield from gathered_sum(bucket, indices, values)), state=new)
+        held = {"momentum": Views(layout, momentum), "accumulated": Views(layout, accumulated)}
+        return Aggregated((yield from gathered_sum(bucket, indices, values)), state=held)
 
     def _shrink(self, gradient: Tensor, bucket: Bucket) -> Tensor:
         """What takes the norm of this rank's own gradient (before its weight) to the limit; at most 1, and 1

@@ -29,7 +29,7 @@ from hvdbridge.bucket import Bucket, Views, flatten
 from hvdbridge.kernels.native import compiled
 from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
 
-RESIDUAL: Mapping[str, Slot] = {"residual": Slot(local=True, gradient_units=True)}
+RESIDUAL: Mapping[str, Slot] = {"residual": Slot(local=True, gradient_units=True, reused=True)}
 """The slot that feedback keeps."""
 
 
@@ -61,12 +61,13 @@ def _corrected(bucket: Bucket, residual: Mapping[str, Tensor]) -> Bucket:
     factor = 1.0 if bucket.scaled else bucket.factor
     alike = gradient.dtype == left.dtype == torch.float32 and gradient.shape == left.shape
     if factor == 0.0 or not (alike and (native := compiled(gradient, left))):
-        bucket = bucket.weighted().plus(Views(bucket.layout, left))
+        wide = torch.promote_types(gradient.dtype, left.dtype)
+        total = bucket.fresh(left) if left.dtype == wide else torch.empty_like(gradient)
+        torch.add(bucket.weighted().buffer, left, out=total)
     else:
-        total = torch.empty_like(gradient)  # the same bits, in one pass
+        total = bucket.fresh(left)  # the same bits, in one pass
         native.weigh_and_add(gradient.data_ptr(), factor, left.data_ptr(), total.numel(), total.data_ptr())
-        bucket = replace(bucket, buffer=total, scaled=True)
-    return replace(bucket, needs_sent=True, spare=gradient)
+    return replace(bucket, buffer=total, scaled=True, needs_sent=True, spare=gradient)
 
 
 class WithFeedback(Policy):

@@ -87,7 +87,7 @@ class FlatShards(Shards):
 
     def unpack(self, rows: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         flat = rows.reshape(-1)[: self.numel]
-        return flat.to(dtype) if out is None or flat.dtype == dtype else out.copy_(flat)
+        return flat.to(dtype) if out is None else out.copy_(flat)
 
 
 class BlockShards(Shards):
@@ -363,8 +363,8 @@ def sharded_code(
     del answer
     update, error = plan.everyone.decode(back, codes, scales, bucket.room(wide)), None
     if carry is not None:
-        del codes, scales  # before there is another vector; torch.zeros takes ten times as long
-        error = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device).zero_()
+        del codes, scales  # before there is another vector
+        error = bucket.fresh(carry).zero_()
         plan.shards.add_owned(error, rank, total)
     return Coded(update, rest, error)
 

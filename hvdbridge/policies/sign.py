@@ -58,7 +58,7 @@ class Sign(Policy):
 
     scale: float = option(1.0, above=0)
     momentum: float = option(0.0, at_least=0, below=1)
-    slots: ClassVar[Mapping[str, Slot]] = {"momentum": Slot(local=True, gradient_units=True)}
+    slots: ClassVar[Mapping[str, Slot]] = {"momentum": Slot(local=True, gradient_units=True, reused=True)}
     additive = False
     rounds = 2
     deterministic = False  # but for ties it is
@@ -72,7 +72,7 @@ class Sign(Policy):
         votes, new = flat, None
         if self.momentum and bucket.weight > 0:
             old = flatten(state["momentum"], layout)
-            votes = torch.mul(old, self.momentum).add_(flat, alpha=1 - self.momentum)
+            votes = torch.mul(old, self.momentum, out=bucket.fresh(old)).add_(flat, alpha=1 - self.momentum)
             new = {"momentum": Views(layout, votes)}
         length = -(-words.count // size)
         signs = torch.zeros(size * length, dtype=torch.int32, device=flat.device)
@@ -184,7 +184,7 @@ class OneBit(WithFeedback):
     block: int = BLOCK
     ef: bool = True
     rounds = 2
-    slots: ClassVar[Mapping[str, Slot]] = {"server": Slot(local=True, gradient_units=True, owned=True)}
+    slots: ClassVar[Mapping[str, Slot]] = {"server": Slot(local=True, gradient_units=True, owned=True, reused=True)}
 
     def __post_init__(self) -> None:
         super().__post_init__()

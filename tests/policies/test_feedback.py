@@ -84,7 +84,7 @@ def test_without_it_the_state_is_the_leafs_own() -> None:
 
 @pytest.mark.parametrize("policy", [Coarse(), ErrorFeedback(Coarse(ef=False))])
 def test_slots_are_found(policy: Policy) -> None:
-    assert slot_of(policy, ("residual",)) == Slot(local=True, gradient_units=True)
+    assert slot_of(policy, ("residual",)) == Slot(local=True, gradient_units=True, reused=True)
     assert slot_of(policy, ("inner", "seen")) == Slot(local=True)
     assert slot_of(policy, ("inner", "count")) == Slot()
     inside = Partition({"*.bias": policy})  # type: ignore[arg-type]
