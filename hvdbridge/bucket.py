@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.errors import Unsupported
+from hvdbridge.memory import Memory
 
 T = TypeVar("T")
 
@@ -133,7 +134,7 @@ class Bucket:
             weighted last is weighted.
         last: whether no bucket of this step follows.
         spare: memory like the buffer's whose content nobody needs; see :meth:`room`.
-        fresh: uninitialised memory like a flat tensor, for what a :attr:`~hvdbridge.policy.Slot.reused` slot will hold.
+        memory: where a flow takes what it gives back, and what a :attr:`~hvdbridge.policy.Slot.reused` slot will hold.
     """
 
     buffer: Tensor
@@ -153,7 +154,7 @@ class Bucket:
     mark: Mark = field(default_factory=Mark)
     last: bool = True
     spare: Tensor | None = None
-    fresh: Callable[[Tensor], Tensor] = torch.empty_like
+    memory: Memory = field(default_factory=Memory)
 
     def __post_init__(self) -> None:
         if not self.dtypes:
@@ -218,6 +219,10 @@ class Bucket:
         if own is not None and own.dtype == dtype and own.numel() == self.layout.numel:
             return own
         return self.layout.empty(dtype, self.buffer.device)
+
+    def fresh(self, like: Tensor) -> Tensor:
+        """Uninitialised memory like a flat tensor, for what a :attr:`~hvdbridge.policy.Slot.reused` slot will hold."""
+        return self.memory.take(like.numel(), like.dtype, like.device)
 
     def plus(self, tensors: Mapping[str, Tensor]) -> Bucket:
         """A bucket with ``tensors`` (by name, same shapes) added; the wider of both dtypes."""

@@ -3,7 +3,8 @@
 Rules:
 
 1. One request, one tensor back.
-2. The tensor of a request is given away: whoever answers may reduce into it and send it back.
+2. The tensor of a request is given away: whoever answers may reduce into it and send it back. So is ``out``, memory
+   for the answer, which need not be used: only where the answer fits there exactly may it stand there.
 3. ``group`` names who takes part: ``"world"`` (the synchronizer's ranks), ``"node"`` (those on this
    host), ``"cross"`` (the same local rank on every host), a division of all ranks, ``"ranks:0,1|2,3"``, of which this
    rank's part is meant, or a name that the communicator was given.
@@ -102,6 +103,7 @@ class AllGather(Collective):
     """Every rank's tensor (same shape everywhere). Answer: stacked in rank order, ``[N, *shape]``."""
 
     group: str = "world"
+    out: Tensor | None = None
 
     def _share(self, whole: int, size: int) -> int:
         return whole
@@ -112,6 +114,7 @@ class AllToAll(Collective):
     """``tensor`` is ``[N, ...]``, row i goes to rank i. Answer: ``[N, ...]``, row i came from rank i."""
 
     group: str = "world"
+    out: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_rows("AllToAll", self.tensor)
@@ -135,6 +138,14 @@ class Broadcast(Collective):
 
     root: int = 0
     group: str = "world"
+
+
+def room(request: AllGather | AllToAll, numel: int) -> Tensor | None:
+    """``request.out``, flat, if an answer of ``numel`` elements fits there."""
+    out, like = request.out, request.tensor
+    if out is None or (out.dtype, out.device, out.numel()) != (like.dtype, like.device, numel):
+        return None
+    return out.view(-1) if out.is_contiguous() else None
 
 
 T = TypeVar("T")

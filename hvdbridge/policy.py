@@ -147,7 +147,7 @@ class Slot:
             changes, its sum goes to the ``residual`` of the feedback around this policy.
         by_node: local to the node instead of the rank: its ranks hold the same. Said by :attr:`Policy.between_nodes`.
         guarded: a parameter keeps its old value where the flow's update is not finite. False: it is replaced always.
-        reused: its flat values are made in the memory that :attr:`Bucket.fresh` gives, and nobody else holds them: on a
+        reused: its flat values are made in the memory that :meth:`Bucket.fresh` gives, and nobody else holds them: on a
             CPU that of a replaced one is taken for the next. A C library would keep the holes that blocks leave which
             live for a step between others that live for a moment: once or twice the state.
     """

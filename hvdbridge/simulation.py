@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts, number_blocks
-from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
 from hvdbridge.errors import CollectiveMismatch, ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec
 from hvdbridge.policy import Aggregated, Early, Flow, Policy, check_weights, finish, too_early
@@ -288,6 +288,15 @@ def execute(requests: Sequence[Collective]) -> list[Tensor]:
     Raises:
         Unsupported: AllToAll or ReduceScatter whose tensor has not one row per rank.
     """
+    answers = _answers(requests)
+    for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        if isinstance(request, AllGather | AllToAll) and (out := room(request, answer.numel())) is not None:
+            answers[i] = out.view(answer.shape).copy_(answer)
+    return answers
+
+
+def _answers(requests: Sequence[Collective]) -> list[Tensor]:
+    """In memory of their own."""
     tensors, size = [request.tensor for request in requests], len(requests)
     match requests[0]:
         case AllToAll() | ReduceScatter() if tensors[0].shape[0] != size:

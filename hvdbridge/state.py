@@ -25,19 +25,14 @@ from torch import Tensor
 from hvdbridge.bucket import Layout, Views, flatten
 from hvdbridge.collectives import used_here
 from hvdbridge.errors import ConfigurationError, nearest
+from hvdbridge.memory import Memory
 from hvdbridge.policy import Policy, Slot, State
 
 Path = tuple[str, ...]
 """Keys from the root to a leaf: ``("inner", "residual")``."""
 
-KEPT = 3
-"""Values of each reused slot that were replaced, whose memory is kept: as many as flows are under way at once."""
-
-LARGE = 1 << 25
-"""Bytes of a value beyond which its memory is not kept: C has pages for it alone then, and gives them back."""
-
-CLOSE = 1.125
-"""So many times the memory that it needs may a value get of one that was replaced."""
+AT_ONCE, ROOMS = 3, 2
+"""Flows under way, for each of which idle memory is kept: that of a value of each reused slot, and of messages."""
 
 SHOWN = 8
 """Differences that an error lists before it only counts them."""
@@ -210,8 +205,7 @@ class StateStore:
         self._laid: dict[Path, dict[Layout, Mapping[str, Tensor]]] = {}
         self._parts: dict[Layout, _Part] = {}
         self._slots = {path: slot_of(policy, path) for path, _ in leaves(self._tree)}
-        self._replaced: list[torch.UntypedStorage] = []
-        self._reused = sum(slot.reused for slot in self._slots.values())
+        self.memory = Memory(AT_ONCE * (ROOMS + sum(slot.reused for slot in self._slots.values())))
 
     @property
     def nbytes(self) -> int:
@@ -238,10 +232,6 @@ class StateStore:
         """
         if new is not None and self._slots:
             self._merge((), self._tree, layout, new, _Guard(layout, update))
-
-    def fresh(self, like: Tensor) -> Tensor:
-        """See :attr:`Bucket.fresh <hvdbridge.bucket.Bucket.fresh>`."""
-        return self._memory(like.numel(), like.dtype, like.device)
 
     def whole(self) -> dict[str, Any]:
         """The whole state as it is now, until the next step; leaves are views, nothing is copied."""
@@ -326,7 +316,7 @@ class StateStore:
                 own = layout.part(names)
                 for name in names:  # made on the user's stream, which has their memory back as soon as they are dropped
                     used_here(node[name])
-                flat = self._memory(own.numel, *alike.pop())
+                flat = self.memory.take(own.numel, *alike.pop())
                 torch.cat([node[name].reshape(-1) for name in names], out=flat)
                 part: Mapping[str, Tensor] = Views(own, flat)
             else:
@@ -335,26 +325,13 @@ class StateStore:
             node.update({name: torch.empty_like(node[name], device="meta") for name in names})
         return self._laid[path][layout]
 
-    def _memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Flat, uninitialised; that of a value that was replaced, if one of about that size was."""
-        size = numel * dtype.itemsize
-        for i, storage in enumerate(self._replaced):
-            if size <= storage.nbytes() <= CLOSE * size and device.type == "cpu":
-                return torch.empty(0, dtype=dtype, device=device).set_(self._replaced.pop(i), 0, (numel,), (1,))
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def _keep(self, replaced: Tensor, by: Tensor) -> None:
-        here = replaced.device.type == "cpu" and replaced.nbytes <= LARGE
-        if here and replaced.data_ptr() != by.data_ptr():
-            self._replaced = [*self._replaced, replaced.untyped_storage()][-KEPT * self._reused :]
-
     def _put(self, path: Path, leaf: Mapping[str, Tensor]) -> None:
         devices = self._devices[path]
         _at(self._tree, path).update({name: tensor.to(devices[name], copy=True) for name, tensor in leaf.items()})
 
     def _settle(self, path: Path) -> None:
         """Take a leaf's tensors back into the tree (views, no copy)."""
-        self._replaced.clear()  # there will be others
+        self.memory.clear()  # there will be others
         for part in self._laid.pop(path, {}).values():
             _at(self._tree, path).update(part)
 
@@ -376,7 +353,9 @@ class StateStore:
                 slot = self._slots[path]
                 fitted = self._laid[path][layout] = guard.choose(new, old) if slot.guarded else _fit(new, old)
                 if slot.reused and isinstance(old, Views) and isinstance(fitted, Views):
-                    self._keep(old.flat, fitted.flat)
+                    same = old.flat.data_ptr() == fitted.flat.data_ptr()
+                    if not same:
+                        self.memory.give(old.flat)
             return
         _refuse_unknown(new, node)
         for key, child in new.items():

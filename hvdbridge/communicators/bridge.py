@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
 from hvdbridge.communicators.base import DTYPES, Answer, Communicator, Watch, Work, unwatched
 from hvdbridge.errors import (
     CollectiveTimeout,
@@ -96,9 +96,11 @@ class Bridged(Communicator):
                 case AllReduce(op=op):
                     return (yield from self._all_reduce(tensor.contiguous(), op))
                 case AllGather():
-                    return self._rows((yield from self._gather(_flat(tensor))), tensor.shape)
+                    out = room(request, self.size * tensor.numel())
+                    return self._rows((yield from self._gather(_flat(tensor), out)), tensor.shape)
                 case AllToAll():
-                    rows = yield from self._exchange(_flat(tensor).view(self.size, -1))
+                    out = room(request, tensor.numel())
+                    rows = yield from self._exchange(_flat(tensor).view(self.size, -1), out)
                     return self._rows(rows, tensor.shape[1:])
                 case ReduceScatter(op=op):
                     rows = yield from self._exchange(_flat(tensor).view(self.size, -1))
@@ -176,13 +178,14 @@ class Bridged(Communicator):
             return flat.expand(self.size, -1)
         if answer is None:
             answer = flat.new_empty(self.size, flat.numel(), pin_memory=flat.is_pinned())
+        answer = answer.view(self.size, -1)
         yield from self._in_pieces(self._all_gather, flat, answer, last=True)
         return answer
 
-    def _exchange(self, rows: Tensor, last: bool = True) -> Answer:
+    def _exchange(self, rows: Tensor, answer: Tensor | None = None, last: bool = True) -> Answer:
         if self.alone or not rows.numel():
             return rows
-        answer = torch.empty_like(rows, pin_memory=rows.is_pinned())
+        answer = torch.empty_like(rows, pin_memory=rows.is_pinned()) if answer is None else answer.view_as(rows)
         yield from self._in_pieces(self._all_to_all, rows, answer, last)
         return answer
 

@@ -168,7 +168,7 @@ class _Half(Policy):
         wide = accumulator(flat.dtype)
         update = yield from sharded_sum(
             flat, shards_of(bucket), bucket.rank, self.wire, self.wire, self.power(bucket.size),
-            out=lambda: bucket.room(wide), needs_sent=needs_sent,
+            out=lambda: bucket.room(wide), needs_sent=needs_sent, memory=bucket.memory,
         )  # fmt: skip
         return Aggregated(update, rest=flat if needs_sent else None)
 

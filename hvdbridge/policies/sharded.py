@@ -20,9 +20,10 @@ Rules:
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,7 +38,52 @@ from hvdbridge.kernels.fused import fused
 from hvdbridge.kernels.quantise import Blocks, Code, Part, Places, Strip, decode, encode
 from hvdbridge.kernels.random import seed_of
 from hvdbridge.kernels.runs import SHORT, Runs
+from hvdbridge.memory import NONE, Memory
 from hvdbridge.policy import Aggregated
+
+PIECE = 1 << 17
+"""Elements that are brought to another type at a time on a CPU, where torch would make a copy of all of them."""
+
+
+class _Scratch(threading.local):
+    """Memory for a piece, of each thread."""
+
+    def __init__(self) -> None:
+        self._of: dict[torch.dtype, Tensor] = {}
+
+    def like(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
+        if piece.numel() > PIECE:
+            return torch.empty(piece.shape, dtype=dtype)
+        if dtype not in self._of:
+            self._of[dtype] = torch.empty(PIECE, dtype=dtype)
+        return self._of[dtype][: piece.numel()].view(piece.shape)
+
+
+_scratch = _Scratch()
+
+
+def add(total: Tensor, part: Tensor, alpha: float = 1.0) -> Tensor:
+    """``total += alpha part``, which is no wider."""
+    if total.dtype == part.dtype or total.device.type != "cpu":
+        return total.add_(part, alpha=alpha)
+    for ours, theirs in _pieces(total, part):
+        ours.add_(_scratch.like(theirs, ours.dtype).copy_(theirs), alpha=alpha)
+    return total
+
+
+def _scale(part: Tensor, factor: float, out: Tensor) -> None:
+    """In the type of ``part``, then rounded to that of ``out``."""
+    if out.dtype == part.dtype or out.device.type != "cpu":
+        torch.mul(part, factor, out=out)
+        return
+    for theirs, ours in _pieces(part, out):
+        ours.copy_(torch.mul(theirs, factor, out=_scratch.like(theirs, theirs.dtype)))
+
+
+def _pieces(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Of two tensors of one shape, along the first axis."""
+    count = max(1, PIECE // max(1, a.numel() // max(1, len(a))))
+    return zip(a.split(count), b.split(count), strict=True)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -54,8 +100,9 @@ class Shards(ABC):
     """Elements of the longest shard."""
 
     @abstractmethod
-    def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0) -> Tensor:
-        """``flat * power`` as ``[size, length]`` of type ``wire``, row r for owner r; may alias ``flat``."""
+    def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, memory: Memory = NONE) -> Tensor:
+        """``flat * power`` as ``[size, length]`` of type ``wire``, row r for owner r: of ``memory``, or an alias of
+        ``flat``."""
 
     @abstractmethod
     def unpack(self, rows: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -74,19 +121,21 @@ class FlatShards(Shards):
         self.numel, self.size = numel, size
         self.length = -(-numel // size)
 
-    def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0) -> Tensor:
+    def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, memory: Memory = NONE) -> Tensor:
         if self.numel == self.size * self.length and flat.dtype == wire and power == 1.0:
             return flat.view(self.size, self.length)
-        rows = torch.empty(self.size * self.length, dtype=wire, device=flat.device)
+        rows = memory.take(self.size * self.length, wire, flat.device)
         rows[self.numel :] = 0
         if power == 1.0:
             rows[: self.numel].copy_(flat)
         else:
-            torch.mul(flat, power, out=rows[: self.numel])  # in the type of flat, then rounded to wire
+            _scale(flat, power, rows[: self.numel])
         return rows.view(self.size, self.length)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         flat = rows.reshape(-1)[: self.numel]
+        if out is not None and out.data_ptr() == flat.data_ptr() and out.dtype == flat.dtype:
+            return out
         return flat.to(dtype) if out is None else out.copy_(flat)
 
 
@@ -165,8 +214,8 @@ class BlockShards(Shards):
                 ours.append(mine)
         return theirs, ours
 
-    def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0) -> Tensor:
-        rows = torch.empty((self.size, self.length), dtype=wire, device=flat.device)
+    def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, memory: Memory = NONE) -> Tensor:
+        rows = memory.take(self.size * self.length, wire, flat.device).view(self.size, self.length)
         if self._by_runs(flat):
             for rank, row in enumerate(rows):
                 shard = self.owned(flat, rank)
@@ -177,7 +226,7 @@ class BlockShards(Shards):
         theirs, ours = self._pairs(flat, rows)
         if power != 1.0:
             for part, mine in zip(theirs, ours, strict=True):
-                torch.mul(part, power, out=mine)  # in the type of flat, then rounded to wire
+                _scale(part, power, mine)
         elif ours:
             torch._foreach_copy_(ours, theirs)
         return rows
@@ -210,7 +259,7 @@ class BlockShards(Shards):
         elif self.pieces:
             theirs, ours = self._pairs(flat, rows)
             for mine, sent in zip(theirs, ours, strict=True):
-                mine.sub_(sent, alpha=1 / power)
+                add(mine, sent, -1 / power)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         flat = torch.empty(self.numel, dtype=dtype, device=rows.device) if out is None else out
@@ -241,11 +290,11 @@ def first_blocks(bucket: Bucket) -> Mapping[str, int]:
     return bucket.blocks or layout.derive("blocks", lambda: number_blocks(layout.shapes))
 
 
-def sum_rows(rows: Tensor) -> Tensor:
-    """``rows`` ``[N, ...]`` added in rank order, in float32 (float64 stays)."""
-    total = rows[0].to(accumulator(rows.dtype), copy=True)
+def sum_rows(rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """``rows`` ``[N, ...]`` added in rank order, in float32 (float64 stays), in ``out`` if given."""
+    total = rows[0].to(accumulator(rows.dtype), copy=True) if out is None else out.copy_(rows[0])
     for row in rows[1:]:
-        total.add_(row)
+        add(total, row)
     return total
 
 
@@ -259,6 +308,7 @@ def sharded_sum(
     group: str = "world",
     out: Callable[[], Tensor] | None = None,
     needs_sent: bool = False,
+    memory: Memory = NONE,
 ) -> Generator[Collective, Tensor, Tensor]:
     """The sum of all ranks' ``flat``, in float32 (float64 where a stage sends float64).
 
@@ -269,29 +319,54 @@ def sharded_sum(
         out: gives the memory for the sum, when the time has come.
         needs_sent: ``flat`` becomes what was not sent: less what the owners decoded of it and, on the shard that this
             rank owns, plus the error of the second stage. Needs shards by blocks.
+        memory: for what travels and the owner's sum. Two rooms of ``rows`` do for all of it, in turns.
     """
     exact = accumulator(torch.promote_types(wire, back))
-    rows = shards.pack(flat, wire, power)
+    rows = shards.pack(flat, wire, power, memory)
+    first, given = rows, rows.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    second = memory.take(rows.numel(), wire, flat.device).view(rows.shape)
     rest = None
     if needs_sent:
         assert isinstance(shards, BlockShards)
         shards.subtract(rest := flat, rows, power)
-    request = AllToAll(rows, group)
+    request = AllToAll(rows, group, second)
     del rows, flat  # what is not needed any more is not held: these are whole vectors
     theirs = yield request
     del request
-    total = sum_rows(theirs)
+    total = sum_rows(theirs, None if _share(theirs, first) else _as(first, exact, shards.length))
     del theirs
     if power != 1.0:
         total.div_(power)
-    message = total.to(back)
+    message = total
+    if back != exact:
+        part = _as(second, back, shards.length)
+        message = total.to(back) if part is None else part.copy_(total)
     if rest is not None:
         assert isinstance(shards, BlockShards)
-        shards.add_owned(rest, rank, total.sub_(message))
+        shards.add_owned(rest, rank, add(total, message, -1.0))
+    free = second if _share(message, first) else first
     del total
-    answer = yield AllGather(message, group)
-    del message
-    return shards.unpack(answer, exact, None if out is None else out())
+    answer = yield AllGather(message, group, _as(free, back, shards.size * shards.length))
+    del message, free
+    update = shards.unpack(answer, exact, None if out is None else out())
+    del answer
+    if not _share(update, second):
+        memory.give(second)
+    if not (given or _share(update, first)):
+        memory.give(first)
+    return update
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether they lie in one block of memory."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _as(room: Tensor, dtype: torch.dtype, numel: int) -> Tensor | None:
+    """``numel`` elements of another type in that memory, if there is room for them."""
+    if numel * dtype.itemsize > room.nbytes or room.storage_offset() * room.itemsize % dtype.itemsize:
+        return None
+    return room.view(-1).view(torch.uint8)[: numel * dtype.itemsize].view(dtype)
 
 
 @dataclass(frozen=True, eq=False)

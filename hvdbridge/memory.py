@@ -1,0 +1,83 @@
+"""Host memory that goes round: blocks that nobody needs any more are given out again.
+
+A C library keeps the holes that blocks leave which live for a step, between others that live for a moment: with state
+and messages of some MiB, and three flows under way, they were several times what was held. So blocks have pages of
+their own here (where there is a compiler), and are kept, since pages anew cost more than to fill them. On other devices
+torch's own allocator does both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from hvdbridge.kernels.native import compiled
+
+SMALL, LARGE = 1 << 18, 1 << 25
+"""Bytes of a block that has pages of its own: a larger one has them from C, and is not kept."""
+
+CLOSE = 1.125
+"""A block may be so many times as large as what is asked for."""
+
+
+class Memory:
+    """Idle blocks of what one synchronizer holds. For one thread at a time.
+
+    Args:
+        blocks: so many are kept at most; of more, those that have been idle for longest are dropped.
+
+    >>> memory = Memory(2)
+    >>> block = memory.take(1000, torch.float32, torch.device("cpu"))
+    >>> where = block.data_ptr()
+    >>> memory.give(block)
+    >>> memory.take(500, torch.float64, torch.device("cpu")).data_ptr() == where
+    True
+    """
+
+    def __init__(self, blocks: int = 0) -> None:
+        self._blocks = blocks
+        self._idle: list[torch.UntypedStorage] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Of the idle blocks."""
+        return sum(storage.nbytes() for storage in self._idle)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Flat, uninitialised."""
+        size = numel * dtype.itemsize
+        for i, storage in enumerate(self._idle):
+            if size <= storage.nbytes() <= CLOSE * size and device.type == "cpu":
+                return torch.empty(0, dtype=dtype, device=device).set_(self._idle.pop(i), 0, (numel,), (1,))
+        if SMALL <= size <= LARGE and device.type == "cpu" and (pages := _pages(size)) is not None:
+            return pages.view(dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, *tensors: Tensor) -> None:
+        """The whole memory of these (views, too), which nobody looks at any more."""
+        for tensor in tensors:
+            block = tensor.untyped_storage()
+            known = any(block.data_ptr() == other.data_ptr() for other in self._idle)
+            if self._blocks and tensor.device.type == "cpu" and block.nbytes() <= LARGE and not known:
+                self._idle = [*self._idle, block][-self._blocks :]
+
+    def clear(self) -> None:
+        """Keep no block."""
+        self._idle.clear()
+
+
+def _pages(size: int) -> Tensor | None:
+    """uint8 ``[size]``."""
+    if (native := compiled()) is None or (found := native.map_pages(size)) is None:
+        return None
+    return from_dlpack(_capsule(found, b"dltensor", None))
+
+
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype, _capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+NONE = Memory()
+"""Keeps nothing: what is taken is new."""
