@@ -47,6 +47,7 @@ def main() -> int:
     title = f"{4 * args.layers} MiB of gradients"
     table = Table("policy", "bucket MiB", "state MiB", "above plain DDP MiB", title=title)
     options = [f"--layers={args.layers}"]
+    status = 0
     try:
         plain = run("torchrun", "torch", Path(__file__), ["--rank=plain", *options])
         for spec in args.policies:
@@ -56,9 +57,9 @@ def main() -> int:
             table.add_row(spec, f"{found['bucket_mb']:g}", f"{found['state']:.0f}", f"{above:.0f}")
     except JobFailed as error:
         console.print(str(error), style="red", markup=False, highlight=False)
-        return 1
+        status = 1
     console.print(table)
-    return 0
+    return status
 
 
 def measure(spec: str, layers: int, metrics: Path) -> None:

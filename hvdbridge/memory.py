@@ -9,12 +9,13 @@ torch's own allocator does both.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from hvdbridge.kernels.native import compiled
+from hvdbridge.kernels.native import compiled_if_possible
 
 SMALL, LARGE = 1 << 18, 1 << 25
 """Bytes of a block that has pages of its own: a larger one has them from C, and is not kept."""
@@ -56,13 +57,14 @@ class Memory:
             return pages.view(dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def give(self, *tensors: Tensor) -> None:
-        """The whole memory of these (views, too), which nobody looks at any more."""
+    def give(self, *tensors: Tensor, but: Sequence[Tensor] = ()) -> None:
+        """The whole memory of these (views, too), which nobody looks at any more, unless one of ``but`` lies there."""
+        kept = {other.untyped_storage().data_ptr() for other in but} | {other.data_ptr() for other in self._idle}
         for tensor in tensors:
             block = tensor.untyped_storage()
-            known = any(block.data_ptr() == other.data_ptr() for other in self._idle)
-            if self._blocks and tensor.device.type == "cpu" and block.nbytes() <= LARGE and not known:
+            if self._blocks and block.device.type == "cpu" and block.nbytes() <= LARGE and block.data_ptr() not in kept:
                 self._idle = [*self._idle, block][-self._blocks :]
+                kept.add(block.data_ptr())
 
     def clear(self) -> None:
         """Keep no block."""
@@ -71,9 +73,14 @@ class Memory:
 
 def _pages(size: int) -> Tensor | None:
     """uint8 ``[size]``."""
-    if (native := compiled()) is None or (found := native.map_pages(size)) is None:
+    if (native := compiled_if_possible()) is None or (found := native.map_pages(size)) is None:
         return None
     return from_dlpack(_capsule(found, b"dltensor", None))
+
+
+def share(a: Tensor, b: Tensor) -> bool:
+    """Whether they lie in one block of memory."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 _capsule = ctypes.pythonapi.PyCapsule_New

@@ -74,11 +74,15 @@ class Cells:
         self._of_element = torch.repeat_interleave(short_owners, sizes).to(device)
 
     def batches(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        """All cells of all rows as float64 ``[cells, rows, width]``, some at a time, zeros behind short ones."""
+        """All cells of all rows as float64 ``[cells, rows, width]``, some at a time, zeros behind short ones.
+
+        The next ones may come in the memory of these.
+        """
         count, step = len(rows), max(1, CHUNK // (BLOCK * len(rows)))
+        room = torch.empty((min(step, self.full), count, BLOCK), dtype=torch.float64, device=rows[0].device)
         for start in range(0, self.full, step):
             end = min(start + step, self.full)
-            batch = torch.empty((end - start, count, BLOCK), dtype=torch.float64, device=rows[0].device)
+            batch = room[: end - start]
             for i, row in enumerate(rows):
                 batch[:, i] = row[start * BLOCK : end * BLOCK].view(-1, BLOCK)
             yield batch
@@ -129,18 +133,18 @@ def combine(rows: Sequence[Tensor], coefficients: Tensor, usable: Tensor | None 
     tensor([0.5000, 1.0000])
     """
     total = torch.empty(rows[0].shape, dtype=_wide(rows), device=rows[0].device)
+    scratch = torch.empty_like(total[:CHUNK])
     factors = coefficients.to(total.dtype).unbind()
     flags = [None] * len(rows) if usable is None else list(usable.unbind())
     for start in range(0, total.numel(), CHUNK):
         out = total[start : start + CHUNK]
         for i, (row, factor, flag) in enumerate(zip(rows, factors, flags, strict=True)):
-            part = row[start : start + CHUNK].to(total.dtype)
+            part = (scratch if i else out)[: len(out)].copy_(row[start : start + CHUNK])
             if flag is not None:
-                part = torch.where(flag, part, torch.zeros((), dtype=part.dtype, device=part.device))
-            if i == 0:
-                torch.mul(part, factor, out=out)
-            else:
-                out.add_(part * factor)
+                part.masked_fill_(~flag, 0.0)
+            part.mul_(factor)
+            if i:
+                out.add_(part)
     return total
 
 
@@ -155,6 +159,7 @@ def combine_by_parameter(rows: Sequence[Tensor], coefficients: Tensor, cells: Ce
     total = torch.empty(rows[0].shape, dtype=_wide(rows), device=rows[0].device).zero_()
     factors = coefficients.to(total.dtype)
     of_block, step = factors[:, cells._of_block], CHUNK // BLOCK
+    scratch = total.new_empty((min(step, cells.full), BLOCK))
     for start in range(0, cells.full, step):
         end = min(start + step, cells.full)
         out = total[start * BLOCK : end * BLOCK].view(-1, BLOCK)
@@ -163,7 +168,7 @@ def combine_by_parameter(rows: Sequence[Tensor], coefficients: Tensor, cells: Ce
             if i == 0:
                 torch.mul(part, factor, out=out)
             else:
-                out.add_(part * factor)
+                out.add_(torch.mul(part, factor, out=scratch[: end - start]))
     tail = slice(cells.full * BLOCK, cells.used)
     of_element = factors[:, cells._of_element]
     for row, factor in zip(rows, of_element, strict=True):

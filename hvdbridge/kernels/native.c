@@ -13,7 +13,7 @@
 #define TINY 0x1p-126f
 
 /* memory.Memory: bytes on pages of their own, as DLPack has a tensor (version 0.8), which gives them back when the last
-   of its owners lets go, whatever thread that is in. NULL: there are none. */
+   of its owners lets go. NULL: there are none. */
 struct managed {
     struct {
         void *data;
@@ -44,6 +44,9 @@ void *map_pages(int64_t bytes)
         free(pages);
         return NULL;
     }
+#ifdef MADV_HUGEPAGE
+    madvise(data, (size_t)bytes, MADV_HUGEPAGE);  /* a fault for 2 MiB, not for 4 KiB, where the kernel has such */
+#endif
     pages->bytes = bytes;
     pages->deleter = give_back;
     pages->tensor.data = data;

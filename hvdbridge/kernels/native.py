@@ -73,25 +73,40 @@ def compiled(*tensors: Tensor) -> ctypes.CDLL | None:
     return _load()
 
 
+def compiled_if_possible() -> ctypes.CDLL | None:
+    """The functions of native.c, for those who lose little without: nobody hears of a compiler that is missing."""
+    found = _found()
+    return None if isinstance(found, Exception) else found
+
+
 @lru_cache(maxsize=1)
 def _load() -> ctypes.CDLL | None:
+    found = _found()
+    if not isinstance(found, Exception):
+        return found
+    reason = getattr(found, "stderr", None) or found
+    if Config.from_environment().kernels == "native":
+        raise ConfigurationError(
+            f"HVDBRIDGE_KERNELS=native: hvdbridge/kernels/native.c does not compile: {reason}. Install a C "
+            "compiler, name one in CC, or unset the variable: torch's operations do the same, more slowly."
+        ) from found
+    logger.warning(
+        "compression takes several times as long without a C compiler (install one, or set HVDBRIDGE_KERNELS=torch)"
+        ": torch's operations, as native.c does not compile: %s", reason,
+    )  # fmt: skip
+    return None
+
+
+@lru_cache(maxsize=1)
+def _found() -> ctypes.CDLL | OSError | subprocess.SubprocessError | None:
+    """None: it is not wanted. An error: why there is none."""
     config = Config.from_environment()
     if config.kernels == "torch":
         return None
     try:
         found = library(config.cache)
     except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "stderr", None) or error
-        if config.kernels == "native":
-            raise ConfigurationError(
-                f"HVDBRIDGE_KERNELS=native: hvdbridge/kernels/native.c does not compile: {reason}. Install a C "
-                "compiler, name one in CC, or unset the variable: torch's operations do the same, more slowly."
-            ) from error
-        logger.warning(
-            "compression takes several times as long without a C compiler (install one, or set HVDBRIDGE_KERNELS=torch)"
-            ": torch's operations, as native.c does not compile: %s", reason,
-        )  # fmt: skip
-        return None
+        return error
     for name, (result, *parameters) in FUNCTIONS.items():
         function = getattr(found, name)
         function.restype, function.argtypes = result, parameters

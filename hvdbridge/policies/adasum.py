@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hvdbridge.bucket import Bucket, Views, flatten
 from hvdbridge.kernels.cells import combine_by_parameter
-from hvdbridge.policies.combining import collect, divide, gram_by_parameter, participants, plan, raw
+from hvdbridge.policies.combining import collect, divide, gram_by_parameter, participants, plan, raw, release
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, Slot, State
 
 GROUP = 8
@@ -55,10 +55,11 @@ def tree_coefficients(gram: Tensor) -> Tensor:
     return nodes[..., 0, :]
 
 
-def adasum(flat: Tensor, bucket: Bucket, into: Bucket | None = None) -> Exchange:
+def adasum(flat: Tensor, bucket: Bucket, to_room: bool = True) -> Exchange:
     """The Adasum of all ranks' ``flat``, in the bucket's layout; in float32 or wider (see :func:`collect`)."""
     shards, cells = plan(bucket)
-    rows = yield from divide(flat, shards, participants(bucket))
+    theirs = yield from divide(flat, shards, participants(bucket), bucket.memory)
+    rows = list(theirs)
     while len(rows) > 1:
         groups = [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)]
         shares = tree_coefficients((yield from gram_by_parameter(groups, cells)))
@@ -69,7 +70,8 @@ def adasum(flat: Tensor, bucket: Bucket, into: Bucket | None = None) -> Exchange
         del groups
     mine = rows[0]
     del rows
-    return (yield from collect(mine, shards, flat.dtype, into))
+    release(theirs, bucket, mine)
+    return (yield from collect(mine, shards, flat.dtype, bucket, to_room))
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Adasum(Policy):
     unequal_weights = False
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        return Aggregated((yield from adasum(raw(bucket), bucket, bucket)))
+        return Aggregated((yield from adasum(raw(bucket), bucket)))
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,6 @@ class AdasumDelta(Policy):
         """Combine what the optimizers changed."""
         old = state["start"]
         start = flatten(old, bucket.layout).to(bucket.buffer.dtype)
-        new = Views(bucket.layout, start + (yield from adasum(bucket.buffer - start, bucket)))
+        new = Views(bucket.layout, start + (yield from adasum(bucket.buffer - start, bucket, to_room=False)))
         kept = new if isinstance(old, Views) else {name: new[name].to(p.dtype) for name, p in old.items()}
         return Aggregated(new.flat, state={"start": kept})

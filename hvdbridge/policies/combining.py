@@ -26,8 +26,12 @@ from torch import Tensor
 from hvdbridge.bucket import Bucket
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Collective
 from hvdbridge.kernels.cells import Cells, by_parameter, dots, in_all
+from hvdbridge.memory import Memory, share
 from hvdbridge.policies.sharded import BlockShards, Shards, accumulator, block_shards
 from hvdbridge.policy import Exchange
+
+Rows = list[Tensor]
+"""The ranks' pieces of one shard."""
 
 
 def participants(bucket: Bucket) -> list[int]:
@@ -62,20 +66,38 @@ def plan(bucket: Bucket) -> tuple[BlockShards, Cells]:
     return shards, bucket.layout.derive(("cells", shards, rank, device), make)
 
 
-def divide(flat: Tensor, shards: Shards, ranks: Sequence[int]) -> Generator[Collective, Tensor, list[Tensor]]:
-    """The pieces of this rank's shard that ``ranks`` hold, in their order."""
-    request = AllToAll(shards.pack(flat, flat.dtype))
+def divide(flat: Tensor, shards: Shards, ranks: Sequence[int], memory: Memory) -> Generator[Collective, Tensor, Rows]:
+    """The pieces of this rank's shard that ``ranks`` hold, in their order; see :func:`release`."""
+    rows = shards.pack(flat, flat.dtype, memory=memory)
+    packed = not share(rows, flat)
     del flat
-    answer = yield request
+    out = memory.take(rows.numel(), rows.dtype, rows.device)
+    answer = yield AllToAll(rows, out=out)
+    memory.give(out, *[rows] * packed, but=[answer])
     return [answer[rank] for rank in ranks]
 
 
-def collect(mine: Tensor, shards: Shards, wire: torch.dtype, into: Bucket | None = None) -> Exchange:
-    """The owners' results as one flat vector, in float32 or wider; in the room that a bucket has, if one is given."""
-    request = AllGather(mine.to(wire))
+def release(rows: Rows, bucket: Bucket, mine: Tensor) -> None:
+    """The memory of what was divided goes round, unless it is the bucket's own, or ``mine``."""
+    bucket.memory.give(rows[0], but=[bucket.buffer, mine])
+    rows.clear()
+
+
+def collect(mine: Tensor, shards: Shards, wire: torch.dtype, bucket: Bucket, to_room: bool = True) -> Exchange:
+    """The owners' results as one flat vector, in float32 or wider.
+
+    Args:
+        to_room: in the room that the bucket has.
+    """
+    memory, wide = bucket.memory, accumulator(wire)
+    out = memory.take(shards.size * shards.length, wire, mine.device)
+    request = AllGather(mine.to(wire), out=out)
     del mine
-    answer, wide = (yield request), accumulator(wire)
-    return shards.unpack(answer, wide, None if into is None else into.room(wide))
+    answer = yield request
+    del request
+    update = shards.unpack(answer, wide, bucket.room(wide) if to_room else None)
+    memory.give(out, answer, but=[update, bucket.buffer])
+    return update
 
 
 def gram_by_parameter(groups: Sequence[Sequence[Tensor]], cells: Cells) -> Exchange:

@@ -62,7 +62,8 @@ class Mean(Policy):
         shards = FlatShards(flat.numel(), bucket.size)
         wide = torch.promote_types(flat.dtype, torch.float32)
         room = None if bucket.needs_sent else (lambda: bucket.room(wide))  # there flat stands in it
-        update = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide, out=room)
+        memory = bucket.memory
+        update = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide, out=room, memory=memory)
         return Aggregated(update, rest=rest)
 
 

@@ -27,7 +27,7 @@ from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.cells import combine
 from hvdbridge.kernels.order import median, trimmed_mean
 from hvdbridge.options import option
-from hvdbridge.policies.combining import collect, divide, gram, participants, plan, raw, weights_of
+from hvdbridge.policies.combining import collect, divide, gram, participants, plan, raw, release, weights_of
 from hvdbridge.policies.feedback import residuals
 from hvdbridge.policies.sharded import FlatShards
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, Slot, State
@@ -64,9 +64,9 @@ class _Elementwise(Policy):
         self.check_ranks(weights)
         flat = raw(bucket)
         shards = FlatShards(flat.numel(), bucket.size)
-        rows = yield from divide(flat, shards, participants(bucket))
+        rows = yield from divide(flat, shards, participants(bucket), bucket.memory)
         mine = self.reduce(rows, weights)
-        del rows
+        release(rows, bucket, mine)
         return Aggregated((yield from collect(mine, shards, flat.dtype, bucket)))
 
 
@@ -155,14 +155,14 @@ class _Whole(Policy):
         self.check_ranks(weights)
         flat = raw(bucket)
         shards, cells = plan(bucket)
-        rows = yield from divide(flat, shards, participants(bucket))
+        rows = yield from divide(flat, shards, participants(bucket), bucket.memory)
         if centre is not None:
             rows.append(shards.owned(centre, bucket.rank))
         products = yield from gram(rows, cells)
         good = products.diagonal() < HUGE
         products = torch.where(good & good[:, None], products, torch.zeros_like(products))
         mine = combine(rows, self.coefficients(products, good, weights), good)
-        del rows
+        release(rows, bucket, mine)
         return (yield from collect(mine, shards, flat.dtype, bucket))
 
 

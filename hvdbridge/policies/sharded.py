@@ -38,7 +38,7 @@ from hvdbridge.kernels.fused import fused
 from hvdbridge.kernels.quantise import Blocks, Code, Part, Places, Strip, decode, encode
 from hvdbridge.kernels.random import seed_of
 from hvdbridge.kernels.runs import SHORT, Runs
-from hvdbridge.memory import NONE, Memory
+from hvdbridge.memory import NONE, Memory, share
 from hvdbridge.policy import Aggregated
 
 PIECE = 1 << 17
@@ -53,9 +53,10 @@ class _Scratch(threading.local):
 
     def like(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
         if piece.numel() > PIECE:
-            return torch.empty(piece.shape, dtype=dtype)
+            return torch.empty(piece.shape, dtype=dtype, device="cpu")
         if dtype not in self._of:
-            self._of[dtype] = torch.empty(PIECE, dtype=dtype)
+            with torch.inference_mode(False):  # it outlives the modes that it is first wanted in
+                self._of[dtype] = torch.empty(PIECE, dtype=dtype, device="cpu")
         return self._of[dtype][: piece.numel()].view(piece.shape)
 
 
@@ -323,7 +324,7 @@ def sharded_sum(
     """
     exact = accumulator(torch.promote_types(wire, back))
     rows = shards.pack(flat, wire, power, memory)
-    first, given = rows, rows.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    first, given = rows, share(rows, flat)
     second = memory.take(rows.numel(), wire, flat.device).view(rows.shape)
     rest = None
     if needs_sent:
@@ -333,7 +334,7 @@ def sharded_sum(
     del rows, flat  # what is not needed any more is not held: these are whole vectors
     theirs = yield request
     del request
-    total = sum_rows(theirs, None if _share(theirs, first) else _as(first, exact, shards.length))
+    total = sum_rows(theirs, None if share(theirs, first) else _as(first, exact, shards.length))
     del theirs
     if power != 1.0:
         total.div_(power)
@@ -344,22 +345,14 @@ def sharded_sum(
     if rest is not None:
         assert isinstance(shards, BlockShards)
         shards.add_owned(rest, rank, add(total, message, -1.0))
-    free = second if _share(message, first) else first
+    free = second if share(message, first) else first
     del total
     answer = yield AllGather(message, group, _as(free, back, shards.size * shards.length))
     del message, free
     update = shards.unpack(answer, exact, None if out is None else out())
     del answer
-    if not _share(update, second):
-        memory.give(second)
-    if not (given or _share(update, first)):
-        memory.give(first)
+    memory.give(second, *[first] * (not given), but=[update])
     return update
-
-
-def _share(a: Tensor, b: Tensor) -> bool:
-    """Whether they lie in one block of memory."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _as(room: Tensor, dtype: torch.dtype, numel: int) -> Tensor | None:

@@ -711,3 +711,20 @@ def test_a_norm_knows_no_order(sizes: list[int]) -> None:
     exact = math.sqrt(math.fsum(x * x for part in parts.values() for x in part.tolist()))
     assert norms == [pytest.approx(exact, rel=sum(sizes) * 2**-53)] * 3
     assert len(set(norms)) == 1
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode], ids=["meta", "inference"])
+def test_a_mode_of_the_first_call_is_not_that_of_the_next(mode: Any) -> None:
+    """Per thread, memory is kept in which halves are added."""
+    gradients = [{"w": torch.full((4,), float(i))} for i in range(4)]
+    found = []
+
+    def run() -> None:
+        with mode():
+            found.append(simulate("bf16", gradients)[0]["w"].tolist())
+        found.append(simulate("bf16", gradients)[0]["w"].tolist())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [[1.5] * 4] * 2

@@ -25,10 +25,11 @@ from hvdbridge.kernels.quantise import Blocks, Code, Linear, Part, Places, Strip
 from hvdbridge.kernels.random import hashed_bits
 from hvdbridge.kernels.runs import SHORT, Runs
 from hvdbridge.kernels.signs import ScaledSign
+from hvdbridge.memory import SMALL
 from hvdbridge.policies.feedback import _corrected
 from hvdbridge.policies.matrices import COLS, ROWS, outer, project, take_outer
 from hvdbridge.policies.sharded import BlockShards, _code_plan
-from hvdbridge.simulation import Simulation
+from hvdbridge.simulation import Simulation, simulate
 from policies.policies import CASES, SHAPES, Case
 
 several = settings(max_examples=100, deadline=None)
@@ -302,13 +303,19 @@ def test_feedback_adds(seed: int, numel: int, weights: list[float], scaled: bool
     assert bits(ours) == bits(theirs)
 
 
+def forget() -> None:
+    """What was found, or not."""
+    native._found.cache_clear()
+    native._load.cache_clear()
+
+
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Nothing is loaded, and nothing in the cache."""
     monkeypatch.setenv("HVDBRIDGE_CACHE", str(tmp_path / "cache"))
-    native._load.cache_clear()
+    forget()
     yield tmp_path
-    native._load.cache_clear()
+    forget()
 
 
 def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -317,7 +324,7 @@ def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert re.search(r"native\.c took [\d.]+ s to compile", caplog.text)
     (made,) = (fresh / "cache" / "kernels").iterdir()
     before = made.stat().st_mtime_ns
-    native._load.cache_clear()
+    forget()
     monkeypatch.setattr(native.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
     assert isinstance(native._load(), ctypes.CDLL)
     assert made.stat().st_mtime_ns == before
@@ -335,9 +342,20 @@ def test_no_compiler(compiler: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
         assert native.compiled(torch.ones(2)) is None
     assert "torch's operations, as native.c does not compile" in caplog.text
     monkeypatch.setenv("HVDBRIDGE_KERNELS", "native")
-    native._load.cache_clear()
+    forget()
     with pytest.raises(ConfigurationError, match="Install a C compiler, name one in CC, or unset"):
         native.compiled(torch.ones(2))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "native"])
+def test_memory_does_without(kernels: str, fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """What does not compress says no word of a compiler."""
+    monkeypatch.setenv("CC", "false")
+    monkeypatch.setenv("HVDBRIDGE_KERNELS", kernels)
+    gradients = [{"w": torch.full((SMALL,), float(i))} for i in range(4)]
+    for policy in ("fp16", "mean:exact=true"):
+        assert simulate(policy, gradients)[0]["w"].unique().tolist() == [1.5]
+    assert not caplog.text
 
 
 def test_torch_if_told_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

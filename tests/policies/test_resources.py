@@ -29,7 +29,7 @@ from hvdbridge.kernels.quantise import CHUNK
 from hvdbridge.policies import from_spec
 from hvdbridge.policies.sharded import add
 from hvdbridge.policy import Aggregated, Early, Flow, Policy, advance, finish
-from hvdbridge.state import StateStore, leaves, slot_of
+from hvdbridge.state import AT_ONCE, ROOMS, StateStore, leaves, slot_of
 from policies.policies import CASES, Case
 
 SIZE = 5
@@ -205,8 +205,12 @@ def test_many_small_parameters_need_no_more_than_large_ones(spec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "rooms"), [("ef(bf16)", 2), ("bf16", 2), ("topk", 0), ("onebit", 0), ("dgc", 0), ("sign:momentum=0.9", 0)]
-)
+    ("spec", "rooms"),
+    [
+        ("ef(bf16)", 2), ("bf16", 2), ("topk", 0), ("onebit", 0), ("dgc", 0), ("sign:momentum=0.9", 0),
+        ("median:f=0", 1), ("geometric_median", 2), ("adasum", 1),
+    ],
+)  # fmt: skip
 def test_state_and_messages_go_round_in_the_same_memory(spec: str, rooms: int) -> None:
     policy, shape = from_spec(spec), (64, 64)
     layouts = [Layout({f"{i}": shape}) for i in range(4)]
@@ -236,4 +240,5 @@ def test_gradients_and_declared_state_and_two_buckets(case: Case) -> None:
     assert case.spec not in MORE or rank.peak > USUAL, f"{rank.peak:.2f} buckets need no exception any more"
     assert rank.rest <= KEPT, f"{rank.rest:.4f} of all gradients"
     slots = sum(slot_of(rank.policy, path).reused for path, _ in leaves(rank.policy.init({"w": torch.zeros(2, 2)})))
-    assert rank.idle <= 3 * (slots + 1), f"{rank.idle:.2f} buckets wait for as many flows as run at once"
+    # Of as many flows as run at once; messages are padded to whole shards
+    assert rank.idle <= AT_ONCE * (slots + ROOMS) * 1.01, f"{rank.idle:.2f} buckets wait"
