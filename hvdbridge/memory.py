@@ -20,8 +20,8 @@ from hvdbridge.kernels.native import compiled_if_possible
 SMALL, LARGE = 1 << 18, 1 << 25
 """Bytes of a block that has pages of its own: a larger one has them from C, and is not kept."""
 
-CLOSE = 1.125
-"""A block may be so many times as large as what is asked for."""
+CLOSE, ROOMY = 1.125, 2.0
+"""A block may be so many times as large as what is asked for, if that is to stay, and if it is soon given back."""
 
 
 class Memory:
@@ -47,15 +47,21 @@ class Memory:
         """Of the idle blocks."""
         return sum(storage.nbytes() for storage in self._idle)
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Flat, uninitialised."""
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device, close: float = CLOSE) -> Tensor:
+        """Flat, uninitialised; in a block of at most ``close`` times its size."""
         size = numel * dtype.itemsize
-        for i, storage in enumerate(self._idle):
-            if size <= storage.nbytes() <= CLOSE * size and device.type == "cpu":
-                return torch.empty(0, dtype=dtype, device=device).set_(self._idle.pop(i), 0, (numel,), (1,))
-        if SMALL <= size <= LARGE and device.type == "cpu" and (pages := _pages(size)) is not None:
-            return pages.view(dtype)
+        if device.type == "cpu":
+            fit = [(block.nbytes(), -i) for i, block in enumerate(self._idle) if size <= block.nbytes() <= close * size]
+            if fit:  # the smallest, and of such the last that was in use, which may be in the cache
+                block = self._idle.pop(-min(fit)[1])
+                return torch.empty(0, dtype=dtype, device=device).set_(block, 0, (numel,), (1,))
+            if SMALL <= size <= LARGE and (pages := _pages(size)) is not None:
+                return pages.view(dtype)
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """For what is soon given back: buckets differ in size, and their messages do with the same blocks."""
+        return self.take(numel, dtype, device, ROOMY)
 
     def give(self, *tensors: Tensor, but: Sequence[Tensor] = ()) -> None:
         """The whole memory of these (views, too), which nobody looks at any more, unless one of ``but`` lies there."""

@@ -125,7 +125,7 @@ class FlatShards(Shards):
     def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, memory: Memory = NONE) -> Tensor:
         if self.numel == self.size * self.length and flat.dtype == wire and power == 1.0:
             return flat.view(self.size, self.length)
-        rows = memory.take(self.size * self.length, wire, flat.device)
+        rows = memory.room(self.size * self.length, wire, flat.device)
         rows[self.numel :] = 0
         if power == 1.0:
             rows[: self.numel].copy_(flat)
@@ -216,7 +216,7 @@ class BlockShards(Shards):
         return theirs, ours
 
     def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, memory: Memory = NONE) -> Tensor:
-        rows = memory.take(self.size * self.length, wire, flat.device).view(self.size, self.length)
+        rows = memory.room(self.size * self.length, wire, flat.device).view(self.size, self.length)
         if self._by_runs(flat):
             for rank, row in enumerate(rows):
                 shard = self.owned(flat, rank)
@@ -325,7 +325,7 @@ def sharded_sum(
     exact = accumulator(torch.promote_types(wire, back))
     rows = shards.pack(flat, wire, power, memory)
     first, given = rows, share(rows, flat)
-    second = memory.take(rows.numel(), wire, flat.device).view(rows.shape)
+    second = memory.room(rows.numel(), wire, flat.device).view(rows.shape)
     rest = None
     if needs_sent:
         assert isinstance(shards, BlockShards)
