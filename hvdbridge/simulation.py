@@ -207,7 +207,7 @@ class Simulation:
         groups = {group: _place(rank, lists) for group, lists in self._groups.items() if group != "world"}
         return Bucket(
             flat, layout, index, step, self.seed, rank, self.size, self._weights, blocks=self._blocks, groups=groups,
-            nodes=self._nodes, dtypes=self._dtypes,
+            nodes=self._nodes, dtypes=self._dtypes, memory=self.stores[rank].memory,
         )  # fmt: skip
 
     def _aggregate(self, layout: Layout, index: int, grads_per_rank: Sequence[Gradients]) -> Iterator[Views]:

@@ -17,9 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvdbridge import simulation
 from hvdbridge.bucket import Bucket, Layout
+from hvdbridge.collectives import AllGather, AllToAll, Collective
 from hvdbridge.dry_run import Asked, dry_run
 from hvdbridge.errors import ConfigurationError, SpecError, WeightError
+from hvdbridge.memory import Memory
 from hvdbridge.options import options_of
 from hvdbridge.policies import ErrorFeedback, Partition, from_spec, name_of, to_spec
 from hvdbridge.policy import Flow, Policy, State
@@ -615,3 +618,44 @@ def test_feedback_telescopes(case: Case) -> None:
             residual = sum(state["residual"][name].double() for state in states)
             bound = case.factor * steps * (size + 3) * max(16.0, 4 * largest) * 2.0**-24
             assert bool(((balance[name] - residual).abs() <= bound).all()), f"{size} ranks, {name}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("alone", [False, True], ids=["together", "alone"])
+@every
+def test_nobody_looks_at_what_was_given_back(
+    case: Case, alone: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Idle memory may hold anything. A group of one has its own tensor for an answer, as with communicators."""
+    size = case.min_size if alone else max(case.min_size, 3)
+    answers = simulation.execute
+
+    def execute(requests: Sequence[Collective]) -> list[Tensor]:
+        match requests:
+            case [AllToAll(tensor)]:
+                return [tensor]
+            case [AllGather(tensor)]:
+                return [tensor.unsqueeze(0)]
+        return answers(requests)
+
+    def train() -> list[Any]:
+        simulated, seen = Trained(case, size, dtype, buckets=SEVERAL), []
+        for step in range(4):
+            weights = weights_for(case, size) if step == 2 else None
+            updates = simulated.step(gradients(size, step, dtype), weights)
+            seen += [bits(update[name]) for update in updates for name in update]
+        states = [store.portable() for store in simulated.stores]
+        return [*seen, *(bits(t) for state in states for _, leaf in leaves(state) for t in leaf.values())]
+
+    if alone:
+        monkeypatch.setattr(simulation, "execute", execute)
+    clean = train()
+    give = Memory.give
+
+    def spoil(memory: Memory, *tensors: Tensor, but: Sequence[Tensor] = ()) -> None:
+        give(memory, *tensors, but=but)
+        for block in memory._idle:
+            torch.empty(0, dtype=torch.uint8).set_(block).fill_(0xFF)
+
+    monkeypatch.setattr(Memory, "give", spoil)
+    assert train() == clean
