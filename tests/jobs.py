@@ -120,6 +120,9 @@ def leave_torch() -> NoReturn:
     if dist.is_initialized():
         dist.monitored_barrier()
         dist.destroy_process_group()
+    mpi = sys.modules.get("mpi4py.MPI")  # what follows passes by its Finalize, and mpiexec would end the others
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
