@@ -353,9 +353,7 @@ class StateStore:
                 slot = self._slots[path]
                 fitted = self._laid[path][layout] = guard.choose(new, old) if slot.guarded else _fit(new, old)
                 if slot.reused and isinstance(old, Views) and isinstance(fitted, Views):
-                    same = old.flat.data_ptr() == fitted.flat.data_ptr()
-                    if not same:
-                        self.memory.give(old.flat)
+                    self.memory.give(old.flat, but=[fitted.flat])
             return
         _refuse_unknown(new, node)
         for key, child in new.items():
