@@ -26,7 +26,7 @@ SIZES = ("blocks", "messages", "rows", "code_stride", "scale_stride", "count")
 """Arguments by whose values no kernels of their own are made."""
 WORDS = 256
 """That a program packs."""
-aligned = packs = True
+aligned, packs, packed = True, True, False
 
 
 @triton.jit

@@ -38,6 +38,8 @@ class Fused(Protocol):
     Attributes:
         aligned: scales must lie as floats do.
         packs: ``sign_encode`` takes int32 codes, too: zeros, that become words of 32 signs each, packed.
+        packed: in their rows codes have the bits that :func:`fused` was asked for, as :mod:`.pack` lays them, and are
+            written among zeros; else they have a byte each.
     """
 
     @property
@@ -45,6 +47,9 @@ class Fused(Protocol):
 
     @property
     def packs(self) -> bool: ...
+
+    @property
+    def packed(self) -> bool: ...
 
     def linear_encode(
         self, flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor,
@@ -67,8 +72,11 @@ class Fused(Protocol):
     def spread(self, packed: Tensor, bits: int, codes: Tensor) -> None: ...
 
 
-def fused(*tensors: Tensor) -> Fused | None:
+def fused(*tensors: Tensor, bits: int = 8) -> Fused | None:
     """Who does it for such tensors, all on one device; None: torch's operations.
+
+    Args:
+        bits: of a code in its row, where who does it has that choice (:attr:`Fused.packed`).
 
     Raises:
         ConfigurationError: ``HVDBRIDGE_KERNELS=native``, and there is none.
@@ -76,7 +84,7 @@ def fused(*tensors: Tensor) -> Fused | None:
     device = tensors[0].device
     if device.type == "cpu":
         native = compiled(*tensors)
-        return None if native is None else InC(native)
+        return None if native is None else InC(native, bits)
     if device.type != "cuda" or any(not t.is_contiguous() or t.dtype not in TYPES for t in tensors):
         return None
     return _on_cuda(device)
@@ -85,10 +93,10 @@ def fused(*tensors: Tensor) -> Fused | None:
 class InC:
     """native.c's."""
 
-    aligned = packs = False
+    aligned, packs, packed = False, False, True
 
-    def __init__(self, native: CDLL) -> None:
-        self._native = native
+    def __init__(self, native: CDLL, bits: int) -> None:
+        self._native, self._bits = native, bits
 
     def linear_encode(
         self, flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor,
@@ -96,8 +104,9 @@ class InC:
     ) -> None:  # fmt: skip
         table = places.table(self._native)
         self._native.linear_encode(
-            flat.data_ptr(), table.data_ptr(), len(table), levels, offset, mask, *_lie(codes), *_lie(scales), keep_rest
-        )
+            flat.data_ptr(), table.data_ptr(), len(table), levels, offset, mask, self._bits, *_lie(codes),
+            *_lie(scales), keep_rest,
+        )  # fmt: skip
 
     def linear_decode(
         self, codes: Tensor, scales: Tensor, places: Places, offset: int, out: Tensor, add: int
@@ -105,20 +114,22 @@ class InC:
         table, messages = places.table(self._native), codes.shape[0] // places.height
         self._native.linear_decode(
             *_lie(codes), *_lie(scales), messages, places.height, table.data_ptr(), len(table), offset,
-            out.data_ptr(), add,
+            self._bits, out.data_ptr(), add,
         )  # fmt: skip
 
     def sign_encode(self, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool) -> None:
         table = places.table(self._native)
         self._native.sign_encode(
-            flat.data_ptr(), table.data_ptr(), len(table), places.width, *_lie(codes), *_lie(scales), keep_rest
-        )
+            flat.data_ptr(), table.data_ptr(), len(table), places.width, self._bits, *_lie(codes), *_lie(scales),
+            keep_rest,
+        )  # fmt: skip
 
     def sign_decode(self, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: int) -> None:
         table, messages = places.table(self._native), codes.shape[0] // places.height
         self._native.sign_decode(
-            *_lie(codes), *_lie(scales), messages, places.height, table.data_ptr(), len(table), out.data_ptr(), add
-        )
+            *_lie(codes), *_lie(scales), messages, places.height, table.data_ptr(), len(table), self._bits,
+            out.data_ptr(), add,
+        )  # fmt: skip
 
     def squeeze(self, codes: Tensor, bits: int, packed: Tensor) -> None:
         self._native.squeeze(codes.data_ptr(), codes.numel() // 8, bits, packed.data_ptr())

@@ -95,108 +95,6 @@ void lay_blocks(const struct strip *restrict strips, int64_t number, int64_t wid
 
 static inline float float_at(const uint8_t *at) { float x; memcpy(&x, at, 4); return x; }
 
-/* quantise.Linear, nearest, scales by the largest magnitude; `keep_rest`: the vector becomes what the codes do not say. */
-void linear_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, int32_t levels,
-                   int32_t offset, int32_t mask, uint8_t *restrict codes, int64_t code_stride, uint8_t *restrict scales,
-                   int64_t scale_stride, int32_t keep_rest)
-{
-    for (const struct place *at = places; at < places + blocks; at++) {
-        float *x = vector + at->start;
-        uint8_t *code = codes + at->row * code_stride + at->code;
-        int32_t top = 0; /* as integers NaN is above inf, and inf above all numbers */
-        for (int64_t i = 0; i < at->count; i++) {
-            int32_t magnitude = bits_of(x[i]) & 0x7fffffff;
-            top = magnitude > top ? magnitude : top;
-        }
-        float scale = float_of(top) / (float)levels;
-        scale = scale < TINY ? TINY : scale;
-        memcpy(scales + at->row * scale_stride + 4 * (int64_t)at->scale, &scale, 4);
-        float inverse = 1.0f / scale;
-        for (int64_t i = 0; i < at->count; i++)
-            code[i] = (uint8_t)(((int32_t)rintf(x[i] * inverse) + offset) & mask);
-        if (!keep_rest) continue;
-        if (offset == 0)
-            for (int64_t i = 0; i < at->count; i++) x[i] -= (float)(int8_t)code[i] * scale;
-        else
-            for (int64_t i = 0; i < at->count; i++) x[i] -= (float)(code[i] - offset) * scale;
-    }
-}
-
-/* Its inverse, of `messages` times `rows` rows: the vector is, or with `add` 1 or -1 changes by, what they say. */
-void linear_decode(const uint8_t *restrict codes, int64_t code_stride, const uint8_t *restrict scales,
-                   int64_t scale_stride, int64_t messages, int64_t rows, const struct place *restrict places,
-                   int64_t blocks, int32_t offset, float *restrict vector, int32_t add)
-{
-    for (const struct place *at = places; at < places + blocks; at++) {
-        float *out = vector + at->start;
-        for (int64_t message = 0; message < messages; message++) {
-            int64_t row = message * rows + at->row;
-            const uint8_t *code = codes + row * code_stride + at->code;
-            float scale = float_at(scales + row * scale_stride + 4 * (int64_t)at->scale);
-            float signed_scale = add < 0 ? -scale : scale;
-            int writes = add == 0 && message == 0;
-            if (offset == 0 && writes)
-                for (int64_t i = 0; i < at->count; i++) out[i] = (float)(int8_t)code[i] * scale;
-            else if (offset == 0)
-                for (int64_t i = 0; i < at->count; i++) out[i] += (float)(int8_t)code[i] * signed_scale;
-            else if (writes)
-                for (int64_t i = 0; i < at->count; i++) out[i] = (float)(code[i] - offset) * scale;
-            else
-                for (int64_t i = 0; i < at->count; i++) out[i] += (float)(code[i] - offset) * signed_scale;
-        }
-    }
-}
-
-/* signs.ScaledSign, in blocks of `width`, a power of two up to 1024: the order of additions is that of a full block. */
-void sign_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, int64_t width,
-                 uint8_t *restrict codes, int64_t code_stride, uint8_t *restrict scales, int64_t scale_stride,
-                 int32_t keep_rest)
-{
-    float sum[512], padded[1024];
-    for (const struct place *at = places; at < places + blocks; at++) {
-        float *x = vector + at->start;
-        const float *full = x;
-        uint8_t *code = codes + at->row * code_stride + at->code;
-        if (at->count < width) {
-            memcpy(padded, x, 4 * (size_t)at->count);
-            memset(padded + at->count, 0, 4 * (size_t)(width - at->count));
-            full = padded;
-        }
-        int64_t half = width / 2;
-        for (int64_t i = 0; i < half; i++) sum[i] = fabsf(full[i]) + fabsf(full[i + half]);
-        while (half > 1) {
-            half /= 2;
-            for (int64_t i = 0; i < half; i++) sum[i] = sum[i] + sum[i + half];
-        }
-        float scale = sum[0] / (float)at->count;
-        memcpy(scales + at->row * scale_stride + 4 * (int64_t)at->scale, &scale, 4);
-        for (int64_t i = 0; i < at->count; i++) code[i] = x[i] >= 0.0f;
-        if (!keep_rest) continue;
-        float twice = 2.0f * scale;
-        for (int64_t i = 0; i < at->count; i++) x[i] -= ((float)code[i] - 0.5f) * twice;
-    }
-}
-
-void sign_decode(const uint8_t *restrict codes, int64_t code_stride, const uint8_t *restrict scales,
-                 int64_t scale_stride, int64_t messages, int64_t rows, const struct place *restrict places,
-                 int64_t blocks, float *restrict vector, int32_t add)
-{
-    for (const struct place *at = places; at < places + blocks; at++) {
-        float *out = vector + at->start;
-        for (int64_t message = 0; message < messages; message++) {
-            int64_t row = message * rows + at->row;
-            const uint8_t *code = codes + row * code_stride + at->code;
-            float scale = 2.0f * float_at(scales + row * scale_stride + 4 * (int64_t)at->scale);
-            if (add == 0 && message == 0)
-                for (int64_t i = 0; i < at->count; i++) out[i] = ((float)code[i] - 0.5f) * scale;
-            else if (add >= 0)
-                for (int64_t i = 0; i < at->count; i++) out[i] += ((float)code[i] - 0.5f) * scale;
-            else
-                for (int64_t i = 0; i < at->count; i++) out[i] -= ((float)code[i] - 0.5f) * scale;
-        }
-    }
-}
-
 /* pack._squeeze and pack._spread: eight codes of one byte each, and as many bytes as a code has bits. */
 static inline uint64_t load(const uint8_t *at) { uint64_t w; memcpy(&w, at, 8); return w; } /* wherever it lies */
 
@@ -257,6 +155,151 @@ void spread(const uint8_t *packed, int64_t count, int32_t bits, uint64_t *words)
     static void (*const of[])(const uint8_t *, int64_t, uint64_t *) = {
         0, spread1, spread2, spread3, spread4, spread5, spread6, spread7};
     of[bits](packed, count, words);
+}
+
+/* The codes of a block in a row where they have `bits` each: 8, or fewer from any bit on. Eight codes are as many bytes
+   as a code has bits; where a block begins or ends among eight, others have the rest. */
+enum { WIDTH = 1024 };
+struct some { uint64_t words[WIDTH / 8 + 2]; };
+
+static inline int whole(const struct place *at) { return at->code % 8 == 0 && at->count % 8 == 0; }
+static inline int64_t groups(const struct place *at) { return (at->code % 8 + at->count + 7) / 8; }
+static inline int64_t bytes(const struct place *at, int32_t bits) { return ((at->code % 8 + at->count) * bits + 7) / 8; }
+
+/* Where to write codes of a byte each, and then have them put into the row, whose bits there are zeros. */
+static inline uint8_t *codes_for(const struct place *at, int32_t bits, uint8_t *row, struct some *some)
+{
+    if (bits == 8) return row + at->code;
+    some->words[0] = some->words[groups(at) - 1] = 0;
+    return (uint8_t *)some->words + at->code % 8;
+}
+
+static inline void put_codes(const struct place *at, int32_t bits, uint8_t *row, const struct some *some)
+{
+    if (bits == 8) return;
+    uint8_t *out = row + at->code / 8 * bits, packed[WIDTH + 16];
+    squeeze((const uint8_t *)some->words, groups(at), bits, whole(at) ? out : packed);
+    if (whole(at)) return;
+    for (int64_t i = 0; i < bytes(at, bits); i++) out[i] |= packed[i];
+}
+
+/* The codes of a block, a byte each. */
+static inline const uint8_t *codes_of(const struct place *at, int32_t bits, const uint8_t *row, struct some *some)
+{
+    if (bits == 8) return row + at->code;
+    const uint8_t *from = row + at->code / 8 * bits;
+    uint8_t packed[WIDTH + 16];
+    if (!whole(at)) from = memcpy(packed, from, (size_t)bytes(at, bits)); /* behind the last there may be nothing */
+    spread(from, groups(at), bits, some->words);
+    return (uint8_t *)some->words + at->code % 8;
+}
+
+/* quantise.Linear, nearest, scales by the largest magnitude; `keep_rest`: the vector becomes what the codes do not say. */
+void linear_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, int32_t levels,
+                   int32_t offset, int32_t mask, int32_t bits, uint8_t *restrict codes, int64_t code_stride,
+                   uint8_t *restrict scales, int64_t scale_stride, int32_t keep_rest)
+{
+    struct some some;
+    for (const struct place *at = places; at < places + blocks; at++) {
+        float *x = vector + at->start;
+        uint8_t *row = codes + at->row * code_stride, *code = codes_for(at, bits, row, &some);
+        int32_t top = 0; /* as integers NaN is above inf, and inf above all numbers */
+        for (int64_t i = 0; i < at->count; i++) {
+            int32_t magnitude = bits_of(x[i]) & 0x7fffffff;
+            top = magnitude > top ? magnitude : top;
+        }
+        float scale = float_of(top) / (float)levels;
+        scale = scale < TINY ? TINY : scale;
+        memcpy(scales + at->row * scale_stride + 4 * (int64_t)at->scale, &scale, 4);
+        float inverse = 1.0f / scale;
+        for (int64_t i = 0; i < at->count; i++)
+            code[i] = (uint8_t)(((int32_t)rintf(x[i] * inverse) + offset) & mask);
+        put_codes(at, bits, row, &some);
+        if (!keep_rest) continue;
+        if (offset == 0)
+            for (int64_t i = 0; i < at->count; i++) x[i] -= (float)(int8_t)code[i] * scale;
+        else
+            for (int64_t i = 0; i < at->count; i++) x[i] -= (float)(code[i] - offset) * scale;
+    }
+}
+
+/* Its inverse, of `messages` times `rows` rows: the vector is, or with `add` 1 or -1 changes by, what they say. */
+void linear_decode(const uint8_t *restrict codes, int64_t code_stride, const uint8_t *restrict scales,
+                   int64_t scale_stride, int64_t messages, int64_t rows, const struct place *restrict places,
+                   int64_t blocks, int32_t offset, int32_t bits, float *restrict vector, int32_t add)
+{
+    struct some some;
+    for (const struct place *at = places; at < places + blocks; at++) {
+        float *out = vector + at->start;
+        for (int64_t message = 0; message < messages; message++) {
+            int64_t row = message * rows + at->row;
+            const uint8_t *code = codes_of(at, bits, codes + row * code_stride, &some);
+            float scale = float_at(scales + row * scale_stride + 4 * (int64_t)at->scale);
+            float signed_scale = add < 0 ? -scale : scale;
+            int writes = add == 0 && message == 0;
+            if (offset == 0 && writes)
+                for (int64_t i = 0; i < at->count; i++) out[i] = (float)(int8_t)code[i] * scale;
+            else if (offset == 0)
+                for (int64_t i = 0; i < at->count; i++) out[i] += (float)(int8_t)code[i] * signed_scale;
+            else if (writes)
+                for (int64_t i = 0; i < at->count; i++) out[i] = (float)(code[i] - offset) * scale;
+            else
+                for (int64_t i = 0; i < at->count; i++) out[i] += (float)(code[i] - offset) * signed_scale;
+        }
+    }
+}
+
+/* signs.ScaledSign, in blocks of `width`, a power of two up to 1024: the order of additions is that of a full block. */
+void sign_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, int64_t width,
+                 int32_t bits, uint8_t *restrict codes, int64_t code_stride, uint8_t *restrict scales,
+                 int64_t scale_stride, int32_t keep_rest)
+{
+    struct some some;
+    float sum[WIDTH / 2], padded[WIDTH];
+    for (const struct place *at = places; at < places + blocks; at++) {
+        float *x = vector + at->start;
+        const float *full = x;
+        uint8_t *row = codes + at->row * code_stride, *code = codes_for(at, bits, row, &some);
+        if (at->count < width) {
+            memcpy(padded, x, 4 * (size_t)at->count);
+            memset(padded + at->count, 0, 4 * (size_t)(width - at->count));
+            full = padded;
+        }
+        int64_t half = width / 2;
+        for (int64_t i = 0; i < half; i++) sum[i] = fabsf(full[i]) + fabsf(full[i + half]);
+        while (half > 1) {
+            half /= 2;
+            for (int64_t i = 0; i < half; i++) sum[i] = sum[i] + sum[i + half];
+        }
+        float scale = sum[0] / (float)at->count;
+        memcpy(scales + at->row * scale_stride + 4 * (int64_t)at->scale, &scale, 4);
+        for (int64_t i = 0; i < at->count; i++) code[i] = x[i] >= 0.0f;
+        put_codes(at, bits, row, &some);
+        if (!keep_rest) continue;
+        float twice = 2.0f * scale;
+        for (int64_t i = 0; i < at->count; i++) x[i] -= ((float)code[i] - 0.5f) * twice;
+    }
+}
+
+void sign_decode(const uint8_t *restrict codes, int64_t code_stride, const uint8_t *restrict scales,
+                 int64_t scale_stride, int64_t messages, int64_t rows, const struct place *restrict places,
+                 int64_t blocks, int32_t bits, float *restrict vector, int32_t add)
+{
+    struct some some;
+    for (const struct place *at = places; at < places + blocks; at++) {
+        float *out = vector + at->start;
+        for (int64_t message = 0; message < messages; message++) {
+            int64_t row = message * rows + at->row;
+            const uint8_t *code = codes_of(at, bits, codes + row * code_stride, &some);
+            float scale = 2.0f * float_at(scales + row * scale_stride + 4 * (int64_t)at->scale);
+            if (add == 0 && message == 0)
+                for (int64_t i = 0; i < at->count; i++) out[i] = ((float)code[i] - 0.5f) * scale;
+            else if (add >= 0)
+                for (int64_t i = 0; i < at->count; i++) out[i] += ((float)code[i] - 0.5f) * scale;
+            else
+                for (int64_t i = 0; i < at->count; i++) out[i] -= ((float)code[i] - 0.5f) * scale;
+        }
+    }
 }
 
 /* random.hashed_bits. */

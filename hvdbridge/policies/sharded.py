@@ -481,17 +481,20 @@ class _Messages:
     def encode(self, code: Code, flat: Tensor, seed: int, keep_rest: bool = False) -> Tensor:
         """uint8 ``[shards, bytes]``; with ``keep_rest`` ``flat`` becomes what these do not say."""
         head, rows = self._head(code), len(self._used)
-        if code.encodes_fused and flat.dtype == torch.float32 and (kernels := fused(flat)):
+        if code.encodes_fused and flat.dtype == torch.float32 and (kernels := fused(flat, bits=code.bits)):
             width = head + code.wire_bytes(self._length)
             messages = torch.empty((rows, width), dtype=torch.uint8, device=flat.device)
             scales, packed = messages[:, :head], messages[:, head:]
             if kernels.aligned:
                 scales = torch.empty_like(scales, memory_format=torch.contiguous_format)
-            direct = code.bits == 8
+            among_zeros, direct = kernels.packed and code.bits < 8, kernels.packed or code.bits == 8
             codes = packed if direct else code.room(kernels, rows, self._length, flat.device)
+            if among_zeros:
+                packed.zero_()
             code.encode_fused(kernels, flat, self._places, codes, scales, keep_rest)
             for i, (elements, blocks) in enumerate(self._used):
-                codes[i, elements:] = 0
+                if not among_zeros:
+                    codes[i, elements:] = 0
                 scales[i, 4 * blocks :] = 0
             if not direct:
                 packed.copy_(code.to_wire(codes)[:, : packed.shape[1]])
@@ -513,15 +516,16 @@ class _Messages:
         """The codes and scales of messages, uint8 ``[messages, bytes]``: one for each shard of the vector, or several
         of an only shard. They are for :meth:`decode` alone, to write ``dtype``."""
         head = self._head(code)
-        codes = code.from_wire(messages[:, head:], self._length)
-        if code.decodes_fused and dtype == torch.float32 and (kernels := fused(messages)):
-            scales = messages[:, :head]
+        scales, packed = messages[:, :head], messages[:, head:]
+        if code.decodes_fused and dtype == torch.float32 and (kernels := fused(messages, bits=code.bits)):
+            codes = packed if kernels.packed else code.from_wire(packed, self._length)
             return codes, scales.clone(memory_format=torch.contiguous_format) if kernels.aligned else scales
+        codes = code.from_wire(packed, self._length)
         floats = None
         if code.scaled:
             # Where their bytes lie aligned
             floats = torch.empty((messages.shape[0], self._slots), dtype=torch.float32, device=messages.device)
-            floats.view(torch.uint8).copy_(messages[:, :head])
+            floats.view(torch.uint8).copy_(scales)
             floats = (
                 floats[:, : self._blocks.count] if self._shards is None else floats.view(-1)[self._slot].unsqueeze(0)
             )
@@ -533,7 +537,7 @@ class _Messages:
             return decode(code, codes, scales, self._blocks, out)
         total = torch.empty(self._blocks.numel, dtype=torch.float32, device=codes.device) if out is None else out
         total = total.contiguous()
-        kernels = fused(total)
+        kernels = fused(total, bits=code.bits)
         assert kernels is not None, "as it was read"
         code.decode_fused(kernels, codes, scales, self._places, total, None)
         self._blocks.clear_padding(total)
@@ -542,7 +546,6 @@ class _Messages:
     def _head(self, code: Code) -> int:
         """Bytes of a shard's scales."""
         return 4 * self._slots if code.scaled else 0
-
 
 class _CodePlan:
     """Where blocks and their scales lie in the vector, in the shards and in messages.

@@ -30,9 +30,9 @@ some = settings(max_examples=25, deadline=None)
 def both(work: Any) -> tuple[Any, Any]:
     """What it gives with Triton, and with torch's operations."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "fused", lambda *tensors: cuda)
+        patch.setattr(fused, "fused", lambda *tensors, bits=8: cuda)
         for name in ("kernels.quantise", "kernels.pack", "policies.sharded"):
-            patch.setattr(f"hvdbridge.{name}.fused", lambda *tensors: cuda)
+            patch.setattr(f"hvdbridge.{name}.fused", lambda *tensors, bits=8: cuda)
         ours = work()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_load", lambda: None)
