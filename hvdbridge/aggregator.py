@@ -231,7 +231,7 @@ class Aggregator:
         return Bucket(
             buffer, layout, index, step, self.seed, communicator.rank, communicator.size, self.weights,
             blocks=self._blocks, groups=communicator.places(), nodes=communicator.nodes, scaled=scaled,
-            dtypes=self._dtypes, last=last, memory=self.store.memory,
+            dtypes=self._dtypes, last=last, memory=self.store.memory, rooms=self.store.rooms,
         )  # fmt: skip
 
     def _start_rest(self) -> None:

@@ -134,7 +134,8 @@ class Bucket:
             weighted last is weighted.
         last: whether no bucket of this step follows.
         spare: memory like the buffer's whose content nobody needs; see :meth:`room`.
-        memory: where a flow takes what it gives back, and what a :attr:`~hvdbridge.policy.Slot.reused` slot will hold.
+        memory: where a flow takes what a :attr:`~hvdbridge.policy.Slot.reused` slot will hold.
+        rooms: where it takes what it gives back.
     """
 
     buffer: Tensor
@@ -155,6 +156,7 @@ class Bucket:
     last: bool = True
     spare: Tensor | None = None
     memory: Memory = field(default_factory=Memory)
+    rooms: Memory = field(default_factory=Memory)
 
     def __post_init__(self) -> None:
         if not self.dtypes:

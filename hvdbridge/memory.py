@@ -9,6 +9,7 @@ torch's own allocator does both.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,7 @@ from hvdbridge.kernels.native import compiled_if_possible
 SMALL, LARGE = 1 << 18, 1 << 25
 """Bytes of a block that has pages of its own: a larger one has them from C, and is not kept."""
 
-CLOSE, ROOMY = 1.125, 2.0
+CLOSE, ANY = 1.125, math.inf
 """A block may be so many times as large as what is asked for, if that is to stay, and if it is soon given back."""
 
 
@@ -28,7 +29,8 @@ class Memory:
     """Idle blocks of what one synchronizer holds. For one thread at a time.
 
     Args:
-        blocks: so many are kept at most; of more, those that have been idle for longest are dropped.
+        blocks: so many are kept at most; of more, the smallest are dropped.
+        close: a block may be so many times as large as what is asked for.
 
     >>> memory = Memory(2)
     >>> block = memory.take(1000, torch.float32, torch.device("cpu"))
@@ -38,8 +40,8 @@ class Memory:
     True
     """
 
-    def __init__(self, blocks: int = 0) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: int = 0, close: float = CLOSE) -> None:
+        self._blocks, self._close = blocks, close
         self._idle: list[torch.UntypedStorage] = []
 
     @property
@@ -47,11 +49,12 @@ class Memory:
         """Of the idle blocks."""
         return sum(storage.nbytes() for storage in self._idle)
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device, close: float = CLOSE) -> Tensor:
-        """Flat, uninitialised; in a block of at most ``close`` times its size."""
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Flat, uninitialised."""
         size = numel * dtype.itemsize
-        if device.type == "cpu":
-            fit = [(block.nbytes(), -i) for i, block in enumerate(self._idle) if size <= block.nbytes() <= close * size]
+        if self._blocks and device.type == "cpu":
+            sizes = [block.nbytes() for block in self._idle]
+            fit = [(nbytes, -i) for i, nbytes in enumerate(sizes) if size <= nbytes <= self._close * size]
             if fit:  # the smallest, and of such the last that was in use, which may be in the cache
                 block = self._idle.pop(-min(fit)[1])
                 return torch.empty(0, dtype=dtype, device=device).set_(block, 0, (numel,), (1,))
@@ -59,18 +62,16 @@ class Memory:
                 return pages.view(dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """For what is soon given back: buckets differ in size, and their messages do with the same blocks."""
-        return self.take(numel, dtype, device, ROOMY)
-
     def give(self, *tensors: Tensor, but: Sequence[Tensor] = ()) -> None:
         """The whole memory of these (views, too), which nobody looks at any more, unless one of ``but`` lies there."""
         kept = {other.untyped_storage().data_ptr() for other in but} | {other.data_ptr() for other in self._idle}
         for tensor in tensors:
             block = tensor.untyped_storage()
             if self._blocks and block.device.type == "cpu" and block.nbytes() <= LARGE and block.data_ptr() not in kept:
-                self._idle = [*self._idle, block][-self._blocks :]
+                self._idle.append(block)
                 kept.add(block.data_ptr())
+        while len(self._idle) > self._blocks:
+            del self._idle[min(range(len(self._idle)), key=lambda i: self._idle[i].nbytes())]
 
     def clear(self) -> None:
         """Keep no block."""

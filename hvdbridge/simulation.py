@@ -208,6 +208,7 @@ class Simulation:
         return Bucket(
             flat, layout, index, step, self.seed, rank, self.size, self._weights, blocks=self._blocks, groups=groups,
             nodes=self._nodes, dtypes=self._dtypes, memory=self.stores[rank].memory,
+            rooms=self.stores[rank].rooms,
         )  # fmt: skip
 
     def _aggregate(self, layout: Layout, index: int, grads_per_rank: Sequence[Gradients]) -> Iterator[Views]:

@@ -25,14 +25,14 @@ from torch import Tensor
 from hvdbridge.bucket import Layout, Views, flatten
 from hvdbridge.collectives import used_here
 from hvdbridge.errors import ConfigurationError, nearest
-from hvdbridge.memory import Memory
+from hvdbridge.memory import ANY, Memory
 from hvdbridge.policy import Policy, Slot, State
 
 Path = tuple[str, ...]
 """Keys from the root to a leaf: ``("inner", "residual")``."""
 
 AT_ONCE, ROOMS = 3, 2
-"""Flows under way, for each of which idle memory is kept: that of a value of each reused slot, and of messages."""
+"""Flows under way, and rooms for messages that each of them has."""
 
 SHOWN = 8
 """Differences that an error lists before it only counts them."""
@@ -205,7 +205,9 @@ class StateStore:
         self._laid: dict[Path, dict[Layout, Mapping[str, Tensor]]] = {}
         self._parts: dict[Layout, _Part] = {}
         self._slots = {path: slot_of(policy, path) for path, _ in leaves(self._tree)}
-        self.memory = Memory(AT_ONCE * (ROOMS + sum(slot.reused for slot in self._slots.values())))
+        # A flow's new values stand beside those that they replace, and one bucket is often smaller than the others.
+        self.memory = Memory((AT_ONCE + 1) * sum(slot.reused for slot in self._slots.values()))
+        self.rooms = Memory(AT_ONCE * ROOMS, ANY)
 
     @property
     def nbytes(self) -> int:
@@ -332,6 +334,7 @@ class StateStore:
     def _settle(self, path: Path) -> None:
         """Take a leaf's tensors back into the tree (views, no copy)."""
         self.memory.clear()  # there will be others
+        self.rooms.clear()
         for part in self._laid.pop(path, {}).values():
             _at(self._tree, path).update(part)
 

@@ -91,7 +91,7 @@ def fused(*tensors: Tensor, bits: int = 8) -> Fused | None:
 
 
 class InC:
-    """native.c's."""
+    """native.c's, which know more codes."""
 
     aligned, packs, packed = False, False, True
 
@@ -100,12 +100,13 @@ class InC:
 
     def linear_encode(
         self, flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor,
-        keep_rest: bool,
+        keep_rest: bool, l2: bool = False, seed: int | None = None,
     ) -> None:  # fmt: skip
+        """``l2``: by the norm. ``seed``: at random."""
         table = places.table(self._native)
         self._native.linear_encode(
-            flat.data_ptr(), table.data_ptr(), len(table), levels, offset, mask, self._bits, *_lie(codes),
-            *_lie(scales), keep_rest,
+            flat.data_ptr(), table.data_ptr(), len(table), places.width, levels, offset, mask, self._bits, l2,
+            *_dice(seed), *_lie(codes), *_lie(scales), keep_rest,
         )  # fmt: skip
 
     def linear_decode(
@@ -131,11 +132,51 @@ class InC:
             out.data_ptr(), add,
         )  # fmt: skip
 
+    def float8_encode(
+        self, flat: Tensor, places: Places, digits: int, bias: int, top: float, seed: int | None, codes: Tensor,
+        scales: Tensor, keep_rest: bool,
+    ) -> None:  # fmt: skip
+        """:class:`~hvdbridge.kernels.quantise.Float8`, with so many bits of fraction; ``top`` is its largest number."""
+        table = places.table(self._native)
+        self._native.float8_encode(
+            flat.data_ptr(), table.data_ptr(), len(table), digits, bias, top, *_dice(seed), *_lie(codes),
+            *_lie(scales), keep_rest,
+        )  # fmt: skip
+
+    def float8_decode(
+        self, codes: Tensor, scales: Tensor, places: Places, digits: int, bias: int, out: Tensor, add: int
+    ) -> None:
+        table, messages = places.table(self._native), codes.shape[0] // places.height
+        self._native.float8_decode(
+            *_lie(codes), *_lie(scales), messages, places.height, table.data_ptr(), len(table), digits, bias,
+            out.data_ptr(), add,
+        )  # fmt: skip
+
+    def power_encode(
+        self, flat: Tensor, places: Places, seed: int, codes: Tensor, length: int, keep_rest: bool
+    ) -> None:
+        """:class:`~hvdbridge.kernels.quantise.PowerOfTwo`: ``length`` exponents, then the signs, packed, among zeros."""
+        table = places.table(self._native)
+        self._native.power_encode(
+            flat.data_ptr(), table.data_ptr(), len(table), *_dice(seed)[1:], *_lie(codes), length, keep_rest
+        )
+
+    def power_decode(self, codes: Tensor, places: Places, length: int, out: Tensor, add: int) -> None:
+        table, messages = places.table(self._native), codes.shape[0] // places.height
+        self._native.power_decode(
+            *_lie(codes), length, messages, places.height, table.data_ptr(), len(table), out.data_ptr(), add
+        )
+
     def squeeze(self, codes: Tensor, bits: int, packed: Tensor) -> None:
         self._native.squeeze(codes.data_ptr(), codes.numel() // 8, bits, packed.data_ptr())
 
     def spread(self, packed: Tensor, bits: int, codes: Tensor) -> None:
         self._native.spread(packed.data_ptr(), codes.numel() // 8, bits, codes.data_ptr())
+
+
+def _dice(seed: int | None) -> tuple[bool, int, int]:
+    """Whether to throw them, and the halves of what :func:`~hvdbridge.kernels.random.hashed_bits` takes."""
+    return seed is not None, (seed or 0) & 0xFFFFFFFF, (seed or 0) >> 32
 
 
 def _lie(rows: Tensor) -> tuple[int, int]:

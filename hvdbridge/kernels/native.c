@@ -63,12 +63,13 @@ static inline int32_t bits_of(float x) { int32_t i; memcpy(&i, &x, 4); return i;
 static inline float float_of(int32_t i) { float x; memcpy(&x, &i, 4); return x; }
 
 /* Where a block lies (quantise.blocks_in): `count` elements from `start` of a vector, their codes from `code` of row `row`
-   of the codes, their scale the `scale`-th of that row. Rows are `stride` bytes apart; a scale may lie at any byte. */
-struct place { int64_t start; int32_t count, row, code, scale; };
+   of the codes, their scale the `scale`-th of that row. Rows are `stride` bytes apart; a scale may lie at any byte.
+   Randomness calls the first element `number`. */
+struct place { int64_t start; int32_t count, row, code, scale; uint32_t number; int32_t unused; };
 
 /* quantise.blocks_in: the blocks of some quantise.Strip. Those whose parts lie between each other's take turns, so that
    the vector is gone through in its order: the other way a coder takes up to three times as long. */
-struct strip { int64_t start, hop, parts, size, row, code, scale; };
+struct strip { int64_t start, hop, parts, size, row, code, scale, number, skip; };
 
 void lay_blocks(const struct strip *restrict strips, int64_t number, int64_t width, struct place *restrict out)
 {
@@ -83,10 +84,11 @@ void lay_blocks(const struct strip *restrict strips, int64_t number, int64_t wid
                 left |= part + 1 < at->parts;
                 int64_t start = at->start + part * at->hop, code = at->code + part * at->size;
                 int64_t scale = at->scale + part * ((at->size + width - 1) / width);
+                int64_t number = at->number + part * at->skip;
                 for (int64_t i = 0; i < at->size; i += width) {
                     int64_t elements = at->size - i < width ? at->size - i : width;
                     *out++ = (struct place){start + i, (int32_t)elements, (int32_t)at->row, (int32_t)(code + i),
-                                            (int32_t)scale++};
+                                            (int32_t)scale++, (uint32_t)(number + i), 0};
                 }
             }
         }
@@ -194,26 +196,80 @@ static inline const uint8_t *codes_of(const struct place *at, int32_t bits, cons
     return (uint8_t *)some->words + at->code % 8;
 }
 
-/* quantise.Linear, nearest, scales by the largest magnitude; `keep_rest`: the vector becomes what the codes do not say. */
-void linear_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, int32_t levels,
-                   int32_t offset, int32_t mask, int32_t bits, uint8_t *restrict codes, int64_t code_stride,
-                   uint8_t *restrict scales, int64_t scale_stride, int32_t keep_rest)
+/* random.hashed_bits. */
+static inline uint32_t mix(uint32_t x)
+{
+    x = (x ^ x >> 16) * 0x21f0aaadu;
+    x = (x ^ x >> 15) * 0xd35a2d97u;
+    return x ^ x >> 15;
+}
+
+static inline uint32_t hashed(uint32_t number, uint32_t low, uint32_t high)
+{
+    return mix(mix(number + low) ^ high) >> 8;
+}
+
+void hash_bits(const uint32_t *restrict numbers, int64_t count, uint32_t low, uint32_t high, uint32_t *restrict out)
+{
+    for (int64_t i = 0; i < count; i++) out[i] = hashed(numbers[i], low, high);
+}
+
+/* As integers NaN is above inf, and inf above all numbers. */
+static inline float largest(const float *x, int64_t count)
+{
+    int32_t top = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int32_t magnitude = bits_of(x[i]) & 0x7fffffff;
+        top = magnitude > top ? magnitude : top;
+    }
+    return float_of(top);
+}
+
+/* quantise.row_sums, of `width` numbers, which are spoilt: the order of additions is that of a full block. */
+static inline float sum_of(float *restrict x, int64_t width)
+{
+    for (int64_t half = width / 2; half; half /= 2)
+        for (int64_t i = 0; i < half; i++) x[i] = x[i] + x[i + half];
+    return x[0];
+}
+
+/* quantise.norms. */
+static inline float norm(const float *restrict x, int64_t count, int64_t width, float *restrict room)
+{
+    float top = largest(x, count), safe = top < TINY ? TINY : top, inverse = 1.0f / safe;
+    for (int64_t i = 0; i < count; i++) {
+        float y = x[i] * inverse;
+        room[i] = y * y;
+    }
+    for (int64_t i = count; i < width; i++) room[i] = 0.0f;
+    return sqrtf(sum_of(room, width)) * safe;
+}
+
+/* quantise.Linear: by the largest magnitude or, with `l2`, by the norm; to the nearest or, with `random`, at random.
+   `keep_rest`: the vector becomes what the codes do not say. */
+void linear_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, int64_t width,
+                   int32_t levels, int32_t offset, int32_t mask, int32_t bits, int32_t l2, int32_t random, uint32_t low,
+                   uint32_t high, uint8_t *restrict codes, int64_t code_stride, uint8_t *restrict scales,
+                   int64_t scale_stride, int32_t keep_rest)
 {
     struct some some;
+    float room[WIDTH];
     for (const struct place *at = places; at < places + blocks; at++) {
         float *x = vector + at->start;
         uint8_t *row = codes + at->row * code_stride, *code = codes_for(at, bits, row, &some);
-        int32_t top = 0; /* as integers NaN is above inf, and inf above all numbers */
-        for (int64_t i = 0; i < at->count; i++) {
-            int32_t magnitude = bits_of(x[i]) & 0x7fffffff;
-            top = magnitude > top ? magnitude : top;
-        }
-        float scale = float_of(top) / (float)levels;
+        float scale = (l2 ? norm(x, at->count, width, room) : largest(x, at->count)) / (float)levels;
         scale = scale < TINY ? TINY : scale;
         memcpy(scales + at->row * scale_stride + 4 * (int64_t)at->scale, &scale, 4);
-        float inverse = 1.0f / scale;
-        for (int64_t i = 0; i < at->count; i++)
-            code[i] = (uint8_t)(((int32_t)rintf(x[i] * inverse) + offset) & mask);
+        float inverse = 1.0f / scale, last = (float)levels;
+        if (random)
+            for (int64_t i = 0; i < at->count; i++) {
+                float y = floorf(x[i] * inverse + (float)(int32_t)hashed(at->number + (uint32_t)i, low, high) * 0x1p-24f);
+                y = y > last ? last : y < -last ? -last : y;
+                code[i] = (uint8_t)(((int32_t)y + offset) & mask);
+            }
+        else
+            for (int64_t i = 0; i < at->count; i++)
+                code[i] = (uint8_t)(((int32_t)rintf(x[i] * inverse) + offset) & mask);
         put_codes(at, bits, row, &some);
         if (!keep_rest) continue;
         if (offset == 0)
@@ -249,29 +305,131 @@ void linear_decode(const uint8_t *restrict codes, int64_t code_stride, const uin
     }
 }
 
-/* signs.ScaledSign, in blocks of `width`, a power of two up to 1024: the order of additions is that of a full block. */
+/* quantise.Float8: 3 bits of fraction and a bias of 7 (e4m3), or 2 and 15 (e5m2). Nothing is above the largest. */
+static inline uint8_t narrow(float y, int32_t digits, int32_t bias)
+{
+    int32_t word = bits_of(y), magnitude = word & 0x7fffffff, drop = 23 - digits, code;
+    if (magnitude < (128 - bias) << 23)
+        code = (int32_t)rintf(float_of(magnitude) * float_of((126 + bias + digits) << 23));
+    else
+        code = (magnitude + (1 << (drop - 1)) - 1 + (magnitude >> drop & 1) >> drop) - ((127 - bias) << digits);
+    return (uint8_t)(code | (word >> 24 & 0x80));
+}
+
+static inline float wide(uint8_t code, int32_t digits, int32_t bias)
+{
+    int32_t exponent = (code & 0x7f) >> digits, fraction = code & ((1 << digits) - 1);
+    float magnitude = exponent ? float_of((exponent + 127 - bias) << 23 | fraction << (23 - digits))
+                               : (float)fraction * float_of((128 - bias - digits) << 23);
+    return code & 0x80 ? -magnitude : magnitude;
+}
+
+void float8_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, int32_t digits,
+                   int32_t bias, float top, int32_t random, uint32_t low, uint32_t high, uint8_t *restrict codes,
+                   int64_t code_stride, uint8_t *restrict scales, int64_t scale_stride, int32_t keep_rest)
+{
+    const float smallest = float_of((128 - bias) << 23), unit = float_of((127 - digits) << 23);
+    float value[256], room[WIDTH];
+    for (int i = 0; i < 256; i++) value[i] = wide((uint8_t)i, digits, bias);
+    for (const struct place *at = places; at < places + blocks; at++) {
+        float *x = vector + at->start;
+        uint8_t *code = codes + at->row * code_stride + at->code;
+        float scale = largest(x, at->count) / top;
+        scale = scale < TINY ? TINY : scale;
+        memcpy(scales + at->row * scale_stride + 4 * (int64_t)at->scale, &scale, 4);
+        float inverse = 1.0f / scale;
+        for (int64_t i = 0; i < at->count; i++) room[i] = x[i] * inverse;
+        if (random)
+            for (int64_t i = 0; i < at->count; i++) {
+                float power = float_of(bits_of(room[i]) & 0x7f800000), step = (power < smallest ? smallest : power) * unit;
+                float dice = (float)(int32_t)hashed(at->number + (uint32_t)i, low, high) * 0x1p-24f;
+                float y = floorf(room[i] / step + dice) * step;
+                room[i] = y > top ? top : y < -top ? -top : y;
+            }
+        for (int64_t i = 0; i < at->count; i++) code[i] = narrow(room[i], digits, bias);
+        if (keep_rest)
+            for (int64_t i = 0; i < at->count; i++) x[i] -= value[code[i]] * scale;
+    }
+}
+
+void float8_decode(const uint8_t *restrict codes, int64_t code_stride, const uint8_t *restrict scales,
+                   int64_t scale_stride, int64_t messages, int64_t rows, const struct place *restrict places,
+                   int64_t blocks, int32_t digits, int32_t bias, float *restrict vector, int32_t add)
+{
+    float value[256];
+    for (int i = 0; i < 256; i++) value[i] = wide((uint8_t)i, digits, bias);
+    for (const struct place *at = places; at < places + blocks; at++) {
+        float *out = vector + at->start;
+        for (int64_t message = 0; message < messages; message++) {
+            int64_t row = message * rows + at->row;
+            const uint8_t *code = codes + row * code_stride + at->code;
+            float scale = float_at(scales + row * scale_stride + 4 * (int64_t)at->scale);
+            if (add == 0 && message == 0)
+                for (int64_t i = 0; i < at->count; i++) out[i] = value[code[i]] * scale;
+            else if (add >= 0)
+                for (int64_t i = 0; i < at->count; i++) out[i] += value[code[i]] * scale;
+            else
+                for (int64_t i = 0; i < at->count; i++) out[i] -= value[code[i]] * scale;
+        }
+    }
+}
+
+/* quantise.PowerOfTwo as it travels: a row has `length` exponents, a byte each, and behind them the signs, a bit each. */
+void power_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, uint32_t low,
+                  uint32_t high, uint8_t *restrict codes, int64_t code_stride, int64_t length, int32_t keep_rest)
+{
+    struct some some;
+    for (const struct place *at = places; at < places + blocks; at++) {
+        float *x = vector + at->start;
+        uint8_t *row = codes + at->row * code_stride, *exponent = row + at->code;
+        uint8_t *sign = codes_for(at, 1, row + length, &some);
+        for (int64_t i = 0; i < at->count; i++) {
+            int32_t word = bits_of(x[i]), magnitude = word & 0x7fffffff;
+            int32_t finite = magnitude < 0x7f800000, number = magnitude < 0x7f7fffff ? magnitude : 0x7f7fffff;
+            int32_t raised = number + (int32_t)(hashed(at->number + (uint32_t)i, low, high) >> 1) >> 23;
+            exponent[i] = (uint8_t)(!finite ? 255 : raised < 254 ? raised : 254);
+            sign[i] = word < 0;
+        }
+        put_codes(at, 1, row + length, &some);
+        if (keep_rest)
+            for (int64_t i = 0; i < at->count; i++)
+                x[i] -= float_of((int32_t)((uint32_t)exponent[i] << 23 | (uint32_t)sign[i] << 31));
+    }
+}
+
+void power_decode(const uint8_t *restrict codes, int64_t code_stride, int64_t length, int64_t messages, int64_t rows,
+                  const struct place *restrict places, int64_t blocks, float *restrict vector, int32_t add)
+{
+    struct some some;
+    for (const struct place *at = places; at < places + blocks; at++) {
+        float *out = vector + at->start;
+        for (int64_t message = 0; message < messages; message++) {
+            const uint8_t *row = codes + (message * rows + at->row) * code_stride, *exponent = row + at->code;
+            const uint8_t *sign = codes_of(at, 1, row + length, &some);
+            uint32_t flip = add < 0;
+            if (add == 0 && message == 0)
+                for (int64_t i = 0; i < at->count; i++)
+                    out[i] = float_of((int32_t)((uint32_t)exponent[i] << 23 | (uint32_t)sign[i] << 31));
+            else
+                for (int64_t i = 0; i < at->count; i++)
+                    out[i] += float_of((int32_t)((uint32_t)exponent[i] << 23 | ((uint32_t)sign[i] ^ flip) << 31));
+        }
+    }
+}
+
+/* signs.ScaledSign. */
 void sign_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, int64_t width,
                  int32_t bits, uint8_t *restrict codes, int64_t code_stride, uint8_t *restrict scales,
                  int64_t scale_stride, int32_t keep_rest)
 {
     struct some some;
-    float sum[WIDTH / 2], padded[WIDTH];
+    float room[WIDTH];
     for (const struct place *at = places; at < places + blocks; at++) {
         float *x = vector + at->start;
-        const float *full = x;
         uint8_t *row = codes + at->row * code_stride, *code = codes_for(at, bits, row, &some);
-        if (at->count < width) {
-            memcpy(padded, x, 4 * (size_t)at->count);
-            memset(padded + at->count, 0, 4 * (size_t)(width - at->count));
-            full = padded;
-        }
-        int64_t half = width / 2;
-        for (int64_t i = 0; i < half; i++) sum[i] = fabsf(full[i]) + fabsf(full[i + half]);
-        while (half > 1) {
-            half /= 2;
-            for (int64_t i = 0; i < half; i++) sum[i] = sum[i] + sum[i + half];
-        }
-        float scale = sum[0] / (float)at->count;
+        for (int64_t i = 0; i < at->count; i++) room[i] = fabsf(x[i]);
+        for (int64_t i = at->count; i < width; i++) room[i] = 0.0f;
+        float scale = sum_of(room, width) / (float)at->count;
         memcpy(scales + at->row * scale_stride + 4 * (int64_t)at->scale, &scale, 4);
         for (int64_t i = 0; i < at->count; i++) code[i] = x[i] >= 0.0f;
         put_codes(at, bits, row, &some);
@@ -300,19 +458,6 @@ void sign_decode(const uint8_t *restrict codes, int64_t code_stride, const uint8
                 for (int64_t i = 0; i < at->count; i++) out[i] -= ((float)code[i] - 0.5f) * scale;
         }
     }
-}
-
-/* random.hashed_bits. */
-static inline uint32_t mix(uint32_t x)
-{
-    x = (x ^ x >> 16) * 0x21f0aaadu;
-    x = (x ^ x >> 15) * 0xd35a2d97u;
-    return x ^ x >> 15;
-}
-
-void hash_bits(const uint32_t *restrict numbers, int64_t count, uint32_t low, uint32_t high, uint32_t *restrict out)
-{
-    for (int64_t i = 0; i < count; i++) out[i] = mix(mix(numbers[i] + low) ^ high) >> 8;
 }
 
 /* select._reaching: positions of what is not below the limit, ascending; how many, or -1: more than there is room. */

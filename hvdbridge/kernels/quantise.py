@@ -23,7 +23,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hvdbridge.kernels.fused import Fused, fused
+from hvdbridge.kernels.fused import Fused, InC, fused
 from hvdbridge.kernels.pack import pack, packed_bytes, unpack
 from hvdbridge.kernels.random import hashed_bits
 from hvdbridge.kernels.runs import Runs
@@ -45,6 +45,7 @@ class Strip(NamedTuple):
         parts, size: how many, and elements of each.
         row: of the codes, and of the scales, that they are in.
         code, scale: how many of that row come before.
+        number, skip: what randomness calls the first element, and from each part to the next; see :mod:`.random`.
     """
 
     start: int
@@ -54,13 +55,15 @@ class Strip(NamedTuple):
     row: int
     code: int
     scale: int
+    number: int = 0
+    skip: int = 0
 
 
 def blocks_in(strips: Tensor, width: int) -> Tensor:
     """int64 ``[blocks, 5]``: of each block its start, its elements, its row, and the codes and scales before it there.
 
     Args:
-        strips: int64 ``[strips, 7]``, see :class:`Strip`.
+        strips: int64 ``[strips, 9]``, see :class:`Strip`.
 
     >>> blocks_in(torch.tensor([Strip(start=0, hop=9, parts=2, size=6, row=1, code=20, scale=3)]), 4)
     tensor([[ 0,  4,  1, 20,  3],
@@ -68,7 +71,7 @@ def blocks_in(strips: Tensor, width: int) -> Tensor:
             [ 9,  4,  1, 26,  5],
             [13,  2,  1, 30,  6]])
     """
-    start, hop, parts, size, row, code, scale = strips.unbind(1)
+    start, hop, parts, size, row, code, scale, _, _ = strips.unbind(1)
     each = (size + width - 1) // width
     number = parts * each
     strip = torch.arange(len(strips), device=strips.device).repeat_interleave(number)
@@ -94,16 +97,16 @@ class Places:
 
     def __init__(self, strips: Iterable[Strip], height: int, width: int) -> None:
         self._strips = torch.tensor([*strips], dtype=torch.int64, device="cpu").view(-1, len(Strip._fields))
-        _, _, parts, size, _, code, _ = self._strips.unbind(1)
+        _, _, parts, size, _, code, _, _, _ = self._strips.unbind(1)
         self._fit = width <= 1024 and not bool((code + parts * size > 2**31).any())
         self._number = int((parts * ((size + width - 1) // width)).sum())
         self._columns: Tensor | None = None
         self.height, self.width = height, width
 
     def table(self, native: CDLL) -> Tensor:
-        """A struct of native.c for each block, int32 ``[blocks, 6]``: made anew, as it may be long."""
+        """A struct of native.c for each block, int32 ``[blocks, 8]``: made anew, as it may be long."""
         self._check()
-        made = torch.empty((self._number, 6), dtype=torch.int32, device="cpu")
+        made = torch.empty((self._number, 8), dtype=torch.int32, device="cpu")
         native.lay_blocks(self._strips.data_ptr(), len(self._strips), self.width, made.data_ptr())
         return made
 
@@ -180,7 +183,7 @@ class Blocks:
     def _strips(self, start: Callable[[Part], tuple[int, int]]) -> Iterator[Strip]:
         scale = 0
         for part in self.parts:
-            yield Strip(*start(part), part.times, part.size, 0, part.start, scale)
+            yield Strip(*start(part), part.times, part.size, 0, part.start, scale, part.number, part.hop)
             scale += -(-part.size // self.width) * part.times
 
     @cached_property
@@ -310,25 +313,25 @@ class Code(ABC):
         self.decode(codes, scales, spare)
         out.add_(spare, alpha=sign)
 
-    @property
-    def encodes_fused(self) -> bool:
-        """Whether :mod:`.fused` kernels know it."""
+    def encoded_by(self, kernels: Fused) -> bool:
+        """Whether they know it."""
         return False
 
-    @property
-    def decodes_fused(self) -> bool:
-        """Whether :mod:`.fused` kernels know it."""
+    def decoded_by(self, kernels: Fused) -> bool:
+        """Whether they know it."""
         return False
 
     def encode_fused(
-        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False
-    ) -> None:
+        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
         """All blocks in one pass.
 
         Args:
             flat: float32; with ``keep_rest`` it becomes what the codes do not say.
             codes, scales: uint8 and float32 (or its bytes), ``[rows, n]``, to be written; what is in a row lies side by
                 side.
+            seed: of the noise, where the code is :attr:`random`.
         """
         raise NotImplementedError
 
@@ -375,9 +378,10 @@ def encode(
     scales = (
         torch.empty(blocks.count, dtype=torch.float32, device=flat.device) if code.scaled and given is None else given
     )
-    if code.encodes_fused and scales is not None and flat.itemsize <= 4 and (kernels := fused(codes)):
+    by_itself = scales is not None and given is None and flat.itemsize <= 4
+    if by_itself and (kernels := fused(codes)) and code.encoded_by(kernels):
         x = flat.to(torch.float32).contiguous()
-        code.encode_fused(kernels, x, blocks.places, codes.unsqueeze(0), scales.unsqueeze(0))
+        code.encode_fused(kernels, x, blocks.places, codes.unsqueeze(0), scales.unsqueeze(0), seed=seed)
         return codes, scales
     for at, first, count in blocks.pieces():
         these = slice(first, first + count)
@@ -421,9 +425,9 @@ def decode(
     direct = add is None and total.dtype == torch.float32  # the first row is written where it belongs
     if add is None:
         blocks.clear_padding(total)
-    if code.decodes_fused and scales is not None and total.dtype == torch.float32:
+    if scales is not None and total.dtype == torch.float32:
         lying = codes.contiguous(), scales.contiguous()
-        if kernels := fused(*lying, total):
+        if (kernels := fused(*lying, total)) and code.decoded_by(kernels):
             code.decode_fused(kernels, *lying, blocks.places, total, add)
             return total
     for at, first, count in blocks.pieces():
@@ -490,7 +494,8 @@ def norms(x: Tensor) -> Tensor:
     top = largest(x)
     safe = top.clamp(min=TINY)
     y = x * safe.reciprocal().unsqueeze(1)
-    return row_sums(y.mul_(y)).sqrt().mul_(safe)
+    # Through float64, as torch's root of float32 on a CPU may be the neighbour of the nearest.
+    return row_sums(y.mul_(y)).to(torch.float64).sqrt_().to(torch.float32).mul_(safe)
 
 
 @dataclass(frozen=True)
@@ -531,19 +536,22 @@ class Linear(Code):
         assert scales is not None
         self.read(codes, out).mul_(scales.unsqueeze(1))
 
-    @property
-    def encodes_fused(self) -> bool:
-        return self.decodes_fused and not self.random and self.norm == "max"
+    def encoded_by(self, kernels: Fused) -> bool:
+        simple = self.norm == "max" and not self.random
+        return self.levels <= 127 and (simple or isinstance(kernels, InC))
 
-    @property
-    def decodes_fused(self) -> bool:
+    def decoded_by(self, kernels: Fused) -> bool:
         return self.levels <= 127
 
     def encode_fused(
-        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False
-    ) -> None:
-        mask = (1 << self.bits) - 1
-        kernels.linear_encode(flat, places, self.levels, self._zero, mask, codes, scales, keep_rest)
+        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        given = flat, places, self.levels, self._zero, (1 << self.bits) - 1, codes, scales, keep_rest
+        if isinstance(kernels, InC):
+            kernels.linear_encode(*given, self.norm == "l2", seed if self.random else None)
+        else:
+            kernels.linear_encode(*given)
 
     def decode_fused(
         self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
@@ -601,6 +609,9 @@ class Ternary(Linear):
     levels: int = 1
     rounding: Rounding = "stochastic"
 
+    def encoded_by(self, kernels: Fused) -> bool:
+        return False
+
     def encode(
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
     ) -> None:
@@ -627,17 +638,16 @@ class Float8(Code):
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
     ) -> None:
         assert scales is not None
-        kind = torch.float8_e4m3fn if self.format == "e4m3" else torch.float8_e5m2
-        top = torch.finfo(kind).max
+        top = torch.finfo(self._kind).max
         divide(largest(x), top, scales)
         y = x * scales.clamp_(min=TINY).reciprocal().unsqueeze(1)
         if noise is not None:
-            digits, smallest = (3, 2.0**-6) if self.format == "e4m3" else (2, 2.0**-14)
+            digits, bias = self._bits
             # The spacing around y: its power of two, but not below that of the smallest normal number.
-            power = (y.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=smallest)
+            power = (y.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=2.0 ** (1 - bias))
             step = power.mul_(2.0**-digits)
             y.div_(step).add_(noise, alpha=2.0**-24).floor_().mul_(step).clamp_(-top, top)
-        codes.view(kind).copy_(y)
+        codes.view(self._kind).copy_(y)
 
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
         assert scales is not None
@@ -649,6 +659,35 @@ class Float8(Code):
             # come back as such, but never is without its scale.
             half, lift = (codes.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~0x4000), 2.0**8
         out.copy_(half.view(torch.float16)).mul_(lift).mul_(scales.unsqueeze(1))
+
+
+    def encoded_by(self, kernels: Fused) -> bool:
+        return isinstance(kernels, InC)
+
+    decoded_by = encoded_by
+
+    def encode_fused(
+        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        assert isinstance(kernels, InC)
+        dice = seed if self.random else None
+        kernels.float8_encode(flat, places, *self._bits, torch.finfo(self._kind).max, dice, codes, scales, keep_rest)
+
+    def decode_fused(
+        self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
+    ) -> None:
+        assert isinstance(kernels, InC)
+        kernels.float8_decode(codes, scales, places, *self._bits, out, add or 0)
+
+    @property
+    def _kind(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.format == "e4m3" else torch.float8_e5m2
+
+    @property
+    def _bits(self) -> tuple[int, int]:
+        """Of the fraction, and the bias of the exponent."""
+        return (3, 7) if self.format == "e4m3" else (2, 15)
 
 
 @dataclass(frozen=True)
@@ -679,6 +718,28 @@ class PowerOfTwo(Code):
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
         # The sign lies above the exponent, as it does in float32.
         torch.bitwise_left_shift(codes.to(torch.int32), 23, out=out.view(torch.int32))
+
+    def encoded_by(self, kernels: Fused) -> bool:
+        return isinstance(kernels, InC)
+
+    decoded_by = encoded_by
+
+    def encode_fused(
+        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        assert isinstance(kernels, InC)
+        kernels.power_encode(flat, places, seed, codes, self._exponents(codes), keep_rest)
+
+    def decode_fused(
+        self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
+    ) -> None:
+        assert isinstance(kernels, InC)
+        kernels.power_decode(codes, places, self._exponents(codes), out, add or 0)
+
+    def _exponents(self, codes: Tensor) -> int:
+        """How many are in ``[rows, bytes]``."""
+        return codes.shape[1] * 8 // 9
 
     def wire_bytes(self, n: int) -> int:
         return n + packed_bytes(n, 1)

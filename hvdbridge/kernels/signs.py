@@ -33,7 +33,11 @@ class ScaledSign(Code):
     """
 
     bits = 1
-    encodes_fused = decodes_fused = True
+
+    def encoded_by(self, kernels: Fused) -> bool:
+        return True
+
+    decoded_by = encoded_by
 
     def encode(
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
@@ -47,8 +51,9 @@ class ScaledSign(Code):
         out.copy_(codes).sub_(0.5).mul_((2 * scales).unsqueeze(1))
 
     def encode_fused(
-        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False
-    ) -> None:
+        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
         kernels.sign_encode(flat, places, codes, scales, keep_rest)
 
     def room(self, kernels: Fused, rows: int, n: int, device: torch.device) -> Tensor:

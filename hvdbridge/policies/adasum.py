@@ -58,7 +58,7 @@ def tree_coefficients(gram: Tensor) -> Tensor:
 def adasum(flat: Tensor, bucket: Bucket, to_room: bool = True) -> Exchange:
     """The Adasum of all ranks' ``flat``, in the bucket's layout; in float32 or wider (see :func:`collect`)."""
     shards, cells = plan(bucket)
-    theirs = yield from divide(flat, shards, participants(bucket), bucket.memory)
+    theirs = yield from divide(flat, shards, participants(bucket), bucket.rooms)
     rows = list(theirs)
     while len(rows) > 1:
         groups = [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)]

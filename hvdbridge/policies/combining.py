@@ -71,7 +71,7 @@ def divide(flat: Tensor, shards: Shards, ranks: Sequence[int], memory: Memory) -
     rows = shards.pack(flat, flat.dtype, memory=memory)
     packed = not share(rows, flat)
     del flat
-    out = memory.room(rows.numel(), rows.dtype, rows.device)
+    out = memory.take(rows.numel(), rows.dtype, rows.device)
     answer = yield AllToAll(rows, out=out)
     memory.give(out, *[rows] * packed, but=[answer])
     return [answer[rank] for rank in ranks]
@@ -79,7 +79,7 @@ def divide(flat: Tensor, shards: Shards, ranks: Sequence[int], memory: Memory) -
 
 def release(rows: Rows, bucket: Bucket, mine: Tensor) -> None:
     """The memory of what was divided goes round, unless it is the bucket's own, or ``mine``."""
-    bucket.memory.give(rows[0], but=[bucket.buffer, mine])
+    bucket.rooms.give(rows[0], but=[bucket.buffer, mine])
     rows.clear()
 
 
@@ -89,8 +89,8 @@ def collect(mine: Tensor, shards: Shards, wire: torch.dtype, bucket: Bucket, to_
     Args:
         to_room: in the room that the bucket has.
     """
-    memory, wide = bucket.memory, accumulator(wire)
-    out = memory.room(shards.size * shards.length, wire, mine.device)
+    memory, wide = bucket.rooms, accumulator(wire)
+    out = memory.take(shards.size * shards.length, wire, mine.device)
     request = AllGather(mine.to(wire), out=out)
     del mine
     answer = yield request

@@ -62,7 +62,7 @@ class Mean(Policy):
         shards = FlatShards(flat.numel(), bucket.size)
         wide = torch.promote_types(flat.dtype, torch.float32)
         room = None if bucket.needs_sent else (lambda: bucket.room(wide))  # there flat stands in it
-        memory = bucket.memory
+        memory = bucket.rooms
         update = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide, out=room, memory=memory)
         return Aggregated(update, rest=rest)
 
@@ -169,7 +169,7 @@ class _Half(Policy):
         wide = accumulator(flat.dtype)
         update = yield from sharded_sum(
             flat, shards_of(bucket), bucket.rank, self.wire, self.wire, self.power(bucket.size),
-            out=lambda: bucket.room(wide), needs_sent=needs_sent, memory=bucket.memory,
+            out=lambda: bucket.room(wide), needs_sent=needs_sent, memory=bucket.rooms,
         )  # fmt: skip
         return Aggregated(update, rest=flat if needs_sent else None)
 

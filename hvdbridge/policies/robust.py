@@ -64,7 +64,7 @@ class _Elementwise(Policy):
         self.check_ranks(weights)
         flat = raw(bucket)
         shards = FlatShards(flat.numel(), bucket.size)
-        rows = yield from divide(flat, shards, participants(bucket), bucket.memory)
+        rows = yield from divide(flat, shards, participants(bucket), bucket.rooms)
         mine = self.reduce(rows, weights)
         release(rows, bucket, mine)
         return Aggregated((yield from collect(mine, shards, flat.dtype, bucket)))
@@ -155,7 +155,7 @@ class _Whole(Policy):
         self.check_ranks(weights)
         flat = raw(bucket)
         shards, cells = plan(bucket)
-        rows = yield from divide(flat, shards, participants(bucket), bucket.memory)
+        rows = yield from divide(flat, shards, participants(bucket), bucket.rooms)
         if centre is not None:
             rows.append(shards.owned(centre, bucket.rank))
         products = yield from gram(rows, cells)

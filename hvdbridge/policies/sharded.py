@@ -38,7 +38,7 @@ from hvdbridge.kernels.fused import fused
 from hvdbridge.kernels.quantise import Blocks, Code, Part, Places, Strip, decode, encode
 from hvdbridge.kernels.random import seed_of
 from hvdbridge.kernels.runs import SHORT, Runs
-from hvdbridge.memory import NONE, Memory, share
+from hvdbridge.memory import ANY, NONE, Memory, share
 from hvdbridge.policy import Aggregated
 
 PIECE = 1 << 17
@@ -46,10 +46,11 @@ PIECE = 1 << 17
 
 
 class _Scratch(threading.local):
-    """Memory for a piece, of each thread."""
+    """Memory of each thread: for a piece, and for a whole vector, which is given back before the flow waits."""
 
     def __init__(self) -> None:
         self._of: dict[torch.dtype, Tensor] = {}
+        self.vector = Memory(1, ANY)
 
     def like(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
         if piece.numel() > PIECE:
@@ -125,7 +126,7 @@ class FlatShards(Shards):
     def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, memory: Memory = NONE) -> Tensor:
         if self.numel == self.size * self.length and flat.dtype == wire and power == 1.0:
             return flat.view(self.size, self.length)
-        rows = memory.room(self.size * self.length, wire, flat.device)
+        rows = memory.take(self.size * self.length, wire, flat.device)
         rows[self.numel :] = 0
         if power == 1.0:
             rows[: self.numel].copy_(flat)
@@ -216,7 +217,7 @@ class BlockShards(Shards):
         return theirs, ours
 
     def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, memory: Memory = NONE) -> Tensor:
-        rows = memory.room(self.size * self.length, wire, flat.device).view(self.size, self.length)
+        rows = memory.take(self.size * self.length, wire, flat.device).view(self.size, self.length)
         if self._by_runs(flat):
             for rank, row in enumerate(rows):
                 shard = self.owned(flat, rank)
@@ -242,6 +243,15 @@ class BlockShards(Shards):
         if ours:
             torch._foreach_copy_(ours, theirs)
         return shard
+
+    def add_to(self, shard: Tensor, flat: Tensor, rank: int) -> None:
+        """Add the elements of ``flat`` that ``rank`` owns to ``shard``."""
+        if self._by_runs(flat):
+            shard.add_(self.owned(flat, rank))
+            return
+        theirs, ours = self._pairs(flat, shard.unsqueeze(0), rank)
+        if ours:
+            torch._foreach_add_(ours, theirs)
 
     def add_owned(self, flat: Tensor, rank: int, shard: Tensor) -> None:
         """Add ``shard`` to the elements of ``flat`` that ``rank`` owns."""
@@ -325,7 +335,7 @@ def sharded_sum(
     exact = accumulator(torch.promote_types(wire, back))
     rows = shards.pack(flat, wire, power, memory)
     first, given = rows, share(rows, flat)
-    second = memory.room(rows.numel(), wire, flat.device).view(rows.shape)
+    second = memory.take(rows.numel(), wire, flat.device).view(rows.shape)
     rest = None
     if needs_sent:
         assert isinstance(shards, BlockShards)
@@ -404,36 +414,40 @@ def sharded_code(
 
     On the wire, per stage: ``code.bits`` per element, and 4 bytes per block where the code has scales.
     """
-    rank, back, flat = bucket.rank, back or code, bucket.weighted().buffer
+    rank, back, flat, rooms = bucket.rank, back or code, bucket.weighted().buffer, bucket.rooms
     plan = _code_plan(bucket, block)
     rest = flat if bucket.needs_sent else None
     seed = seed_of(bucket, "to owner", private=True) if code.random else 0
-    away = AllToAll(plan.everyone.encode(code, flat, seed, bucket.needs_sent))
-    theirs = yield away
-    del away
-    codes, scales = plan.own.read(code, theirs)
-    del theirs
-    total = plan.own.decode(code, codes, scales)
-    del codes, scales
+    size = max(plan.everyone.nbytes(code), plan.everyone.nbytes(back))
+    sent = rooms.take(size, torch.uint8, flat.device)
+    message = plan.everyone.encode(code, flat, seed, bucket.needs_sent, sent)
+    came = rooms.take(size, torch.uint8, flat.device)
+    theirs = yield AllToAll(message, out=came[: message.numel()])
+    total = _scratch.vector.take(plan.shards.length, torch.float32, flat.device)
+    plan.own.decode(code, *plan.own.read(code, theirs), total)
+    rooms.give(came)
+    del message, theirs, came
     if carry is not None:
-        total.add_(plan.shards.owned(carry, rank))
+        plan.shards.add_to(total, carry, rank)
     keep_rest = rest is not None or carry is not None
     seed = seed_of(bucket, "back") if back.random else 0
-    home = AllGather(plan.own.encode(back, total, seed, keep_rest)[0])
-    if carry is None:
-        if rest is not None:
-            plan.shards.add_owned(rest, rank, total)
-        del total
-    answer = yield home
-    del home
-    wide = accumulator(flat.dtype)
-    codes, scales = plan.everyone.read(back, answer, wide)
-    del answer
-    update, error = plan.everyone.decode(back, codes, scales, bucket.room(wide)), None
+    message = plan.own.encode(back, total, seed, keep_rest, sent)[0]
+    error = None
     if carry is not None:
-        del codes, scales  # before there is another vector
         error = bucket.fresh(carry).zero_()
         plan.shards.add_owned(error, rank, total)
+    elif rest is not None:
+        plan.shards.add_owned(rest, rank, total)
+    _scratch.vector.give(total)
+    del total
+    came = rooms.take(size, torch.uint8, flat.device)
+    answer = yield AllGather(message, out=came[: bucket.size * message.numel()])
+    del message
+    rooms.give(sent, but=[answer])
+    wide = accumulator(flat.dtype)
+    codes, scales = plan.everyone.read(back, answer, wide)
+    update = plan.everyone.decode(back, codes, scales, bucket.room(wide))
+    rooms.give(came, answer)
     return Coded(update, rest, error)
 
 
@@ -478,20 +492,25 @@ class _Messages:
         _, _, row, _, scale = self._places.blocks().unbind(1)
         return (row * self._slots + scale).to(self._blocks.device)
 
-    def encode(self, code: Code, flat: Tensor, seed: int, keep_rest: bool = False) -> Tensor:
-        """uint8 ``[shards, bytes]``; with ``keep_rest`` ``flat`` becomes what these do not say."""
+    def nbytes(self, code: Code) -> int:
+        """Of all messages."""
+        return len(self._used) * (self._head(code) + code.wire_bytes(self._length))
+
+    def encode(self, code: Code, flat: Tensor, seed: int, keep_rest: bool, room: Tensor) -> Tensor:
+        """uint8 ``[shards, bytes]``, in ``room``, uint8, of at least that many; with ``keep_rest`` ``flat`` becomes what
+        these do not say."""
         head, rows = self._head(code), len(self._used)
-        if code.encodes_fused and flat.dtype == torch.float32 and (kernels := fused(flat, bits=code.bits)):
-            width = head + code.wire_bytes(self._length)
-            messages = torch.empty((rows, width), dtype=torch.uint8, device=flat.device)
-            scales, packed = messages[:, :head], messages[:, head:]
+        messages = room[: self.nbytes(code)].view(rows, -1)
+        scales, packed = messages[:, :head], messages[:, head:]
+        kernels = fused(flat, bits=code.bits) if flat.dtype == torch.float32 else None
+        if kernels and code.encoded_by(kernels):
             if kernels.aligned:
                 scales = torch.empty_like(scales, memory_format=torch.contiguous_format)
-            among_zeros, direct = kernels.packed and code.bits < 8, kernels.packed or code.bits == 8
+            among_zeros, direct = kernels.packed and code.bits != 8, kernels.packed or code.bits == 8
             codes = packed if direct else code.room(kernels, rows, self._length, flat.device)
             if among_zeros:
                 packed.zero_()
-            code.encode_fused(kernels, flat, self._places, codes, scales, keep_rest)
+            code.encode_fused(kernels, flat, self._places, codes, scales, keep_rest, seed)
             for i, (elements, blocks) in enumerate(self._used):
                 if not among_zeros:
                     codes[i, elements:] = 0
@@ -505,19 +524,20 @@ class _Messages:
         if keep_rest:
             decode(code, codes.unsqueeze(0), None if found is None else found.unsqueeze(0), self._blocks, flat, add=-1)
         codes = codes.unsqueeze(0) if self._shards is None else self._shards.pack(codes, codes.dtype)
-        packed = code.to_wire(codes)
-        if found is None:
-            return packed
-        floats = torch.zeros(rows * self._slots, dtype=torch.float32, device=flat.device)
-        floats[self._slot] = found
-        return torch.cat([floats.view(torch.uint8).view(rows, head), packed], dim=1)
+        packed.copy_(code.to_wire(codes))
+        if found is not None:
+            floats = torch.zeros(rows * self._slots, dtype=torch.float32, device=flat.device)
+            floats[self._slot] = found
+            scales.copy_(floats.view(torch.uint8).view(rows, head))
+        return messages
 
     def read(self, code: Code, messages: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
         """The codes and scales of messages, uint8 ``[messages, bytes]``: one for each shard of the vector, or several
         of an only shard. They are for :meth:`decode` alone, to write ``dtype``."""
         head = self._head(code)
         scales, packed = messages[:, :head], messages[:, head:]
-        if code.decodes_fused and dtype == torch.float32 and (kernels := fused(messages, bits=code.bits)):
+        kernels = fused(messages, bits=code.bits) if dtype == torch.float32 else None
+        if kernels and code.decoded_by(kernels):
             codes = packed if kernels.packed else code.from_wire(packed, self._length)
             return codes, scales.clone(memory_format=torch.contiguous_format) if kernels.aligned else scales
         codes = code.from_wire(packed, self._length)
@@ -547,6 +567,7 @@ class _Messages:
         """Bytes of a shard's scales."""
         return 4 * self._slots if code.scaled else 0
 
+
 class _CodePlan:
     """Where blocks and their scales lie in the vector, in the shards and in messages.
 
@@ -558,15 +579,15 @@ class _CodePlan:
     def __init__(self, bucket: Bucket, block: int) -> None:
         self.shards, rank, device = block_shards(bucket), bucket.rank, bucket.buffer.device
         shards, hop = self.shards, bucket.size * BLOCK
-        strips, used = [], [(0, 0)] * bucket.size
+        first, strips, used = _first_numbers(bucket), [], [(0, 0)] * bucket.size
         for start, count, width, owner, at in shards.pieces:
             elements, blocks = used[owner]
-            strips.append(Strip(start, hop, count, width, owner, at, blocks))
+            strips.append(Strip(start, hop, count, width, owner, at, blocks, first(start), hop))
             used[owner] = elements + count * width, blocks + count * -(-width // block)
         slots, length = max(blocks for _, blocks in used), shards.length
         self.everyone = _Messages(blocks_of(bucket, block), strips, used, slots, length, shards)
-        mine, first = [strip for strip in strips if strip.row == rank], _first_numbers(bucket)
-        owned = Blocks([Part(s.code, s.size, first(s.start), s.parts, hop) for s in mine], block, length, device)
+        mine = [strip for strip in strips if strip.row == rank]
+        owned = Blocks([Part(s.code, s.size, s.number, s.parts, hop) for s in mine], block, length, device)
         mine = [strip._replace(start=strip.code, hop=strip.size, row=0) for strip in mine]
         self.own = _Messages(owned, mine, [used[rank]], slots, length)
 

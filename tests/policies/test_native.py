@@ -21,7 +21,7 @@ from hvdbridge.bucket import Bucket, Layout, Views
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels import native, pack, select
 from hvdbridge.kernels.orthogonal import orthonormal
-from hvdbridge.kernels.quantise import Blocks, Code, Linear, Part, Places, Strip, decode, encode
+from hvdbridge.kernels.quantise import Blocks, Code, Float8, Linear, Part, Places, PowerOfTwo, Strip, decode, encode
 from hvdbridge.kernels.random import hashed_bits
 from hvdbridge.kernels.runs import SHORT, Runs
 from hvdbridge.kernels.signs import ScaledSign
@@ -33,7 +33,11 @@ from hvdbridge.simulation import Simulation, simulate
 from policies.policies import CASES, SHAPES, Case
 
 several = settings(max_examples=100, deadline=None)
-CODES = [Linear(127), Linear(7), Linear(7, "stochastic"), Linear(63), Linear(127, "stochastic"), ScaledSign()]
+CODES = [
+    Linear(127), Linear(7), Linear(7, "stochastic"), Linear(63), Linear(127, "stochastic"), Linear(30, norm="l2"),
+    Linear(90, "stochastic", "l2"), ScaledSign(), Float8(), Float8("e5m2"), Float8(rounding="stochastic"),
+    Float8("e5m2", "stochastic"),
+]  # fmt: skip
 SPECIAL = [
     0.0,
     -0.0,
@@ -103,7 +107,8 @@ def same_messages(
     def run() -> list[Tensor]:
         plan = _code_plan(Bucket(x, layout, rank=seed % size, size=size), width)
         rests = [x.clone(), y.clone()]
-        sent = [plan.everyone.encode(code, rest, seed, keep_rest) for rest in rests]
+        rooms = torch.empty(2, plan.everyone.nbytes(code) + 3, dtype=torch.uint8).fill_(0xFF)
+        sent = [plan.everyone.encode(code, rest, seed, keep_rest, room) for rest, room in zip(rests, rooms, strict=True)]
         theirs = torch.stack([messages[seed % size] for messages in sent])
         total = plan.own.decode(code, *plan.own.read(code, theirs))
         update = plan.everyone.decode(code, *plan.everyone.read(code, sent[0]))
@@ -126,7 +131,8 @@ def test_codes(seed: int, code: Code, width: int, numel: int, special: float) ->
 
 
 @several
-@given(st.integers(0, 2**31), st.sampled_from(CODES), st.sampled_from([16, 64, 256, 1024]), st.integers(1, 5),
+@given(st.integers(0, 2**31), st.sampled_from([*CODES, PowerOfTwo()]), st.sampled_from([16, 64, 256, 1024]),
+       st.integers(1, 5),
        st.lists(st.sampled_from([0, 1, 7, 16, 1000, 1024, 1025, 4096, 9000]), min_size=1, max_size=6),
        st.sampled_from([0.0, 0.001, 0.3]), st.booleans())  # fmt: skip
 def test_messages(
@@ -152,21 +158,22 @@ def test_where_blocks_lie(seed: int, width: int) -> None:
     draw = random.Random(seed)
     strips = [
         Strip(draw.randrange(2**40), draw.randrange(9999), draw.randrange(4), draw.choice([0, 1, 15, 16, 1024, 2500]),
-              draw.randrange(9), draw.randrange(2**20), draw.randrange(2**20))
+              draw.randrange(9), draw.randrange(2**20), draw.randrange(2**20), draw.randrange(2**40), draw.randrange(9999))
         for _ in range(draw.randrange(4))
     ]  # fmt: skip
     wanted = []
-    for start, hop, count, size, row, code, scale in strips:
+    for start, hop, count, size, row, code, scale, number, skip in strips:
         for part in range(count):
             for at in range(0, size, width):
-                wanted.append((start + part * hop + at, min(width, size - at), row, code + part * size + at, scale))
+                place = start + part * hop + at, min(width, size - at), row, code + part * size + at, scale
+                wanted.append((*place, (number + part * skip + at) % 2**32))
                 scale += 1
     places, loaded = Places(strips, 9, width), native._load()
     assert loaded is not None
     table = places.table(loaded)
-    ours = torch.cat([table[:, :2].contiguous().view(torch.int64), table[:, 2:]], 1)
+    ours = torch.cat([table[:, :2].contiguous().view(torch.int64), table[:, 2:6], table[:, 6:7].long() % 2**32], 1)
     assert sorted(map(tuple, ours.tolist())) == sorted(wanted)
-    assert sorted(map(tuple, places.blocks().tolist())) == sorted(wanted)
+    assert sorted(map(tuple, places.blocks().tolist())) == sorted(place[:5] for place in wanted)
 
 
 def test_dealt_blocks_are_gone_through_in_the_order_of_the_vector() -> None:
@@ -416,7 +423,8 @@ def test_another_default_device(spec: str) -> None:
 def test_what_is_decoded_into_lies_anywhere() -> None:
     plan = _code_plan(Bucket(torch.randn(3000), Layout({"w": (3000,)}), size=2), 1024)
     code = Linear(7)
-    read = plan.everyone.read(code, plan.everyone.encode(code, torch.randn(3000), 0))
+    room = torch.empty(plan.everyone.nbytes(code), dtype=torch.uint8)
+    read = plan.everyone.read(code, plan.everyone.encode(code, torch.randn(3000), 0, False, room))
     out = torch.empty(6000)[::2]
     assert plan.everyone.decode(code, *read, out) is out
     assert torch.equal(out, plan.everyone.decode(code, *read))
