@@ -132,6 +132,14 @@ class InC:
             out.data_ptr(), add,
         )  # fmt: skip
 
+    def ternary_encode(self, flat: Tensor, places: Places, seed: int, codes: Tensor, given: Tensor) -> None:
+        """:class:`~hvdbridge.kernels.quantise.Ternary`, of one row: what is ``given`` is contiguous."""
+        table = places.table(self._native)
+        dice = _dice(seed)[1:]
+        self._native.ternary_encode(
+            flat.data_ptr(), table.data_ptr(), len(table), given.data_ptr(), *dice, codes.data_ptr()
+        )
+
     def float8_encode(
         self, flat: Tensor, places: Places, digits: int, bias: int, top: float, seed: int | None, codes: Tensor,
         scales: Tensor, keep_rest: bool,

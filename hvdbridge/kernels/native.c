@@ -305,6 +305,24 @@ void linear_decode(const uint8_t *restrict codes, int64_t code_stride, const uin
     }
 }
 
+/* quantise.Ternary: of each block, scale and limit are given, side by side. A code has a byte. */
+void ternary_encode(const float *restrict vector, const struct place *restrict places, int64_t blocks,
+                    const float *restrict given, uint32_t low, uint32_t high, uint8_t *restrict codes)
+{
+    for (const struct place *at = places; at < places + blocks; at++) {
+        const float *x = vector + at->start;
+        uint8_t *code = codes + at->code;
+        float scale = given[2 * (int64_t)at->scale], limit = given[2 * (int64_t)at->scale + 1];
+        float inverse = 1.0f / (scale < TINY ? TINY : scale);
+        limit = limit < TINY ? TINY : limit;
+        for (int64_t i = 0; i < at->count; i++) {
+            float y = x[i] > limit ? limit : x[i] < -limit ? -limit : x[i];
+            y = floorf(y * inverse + (float)(int32_t)hashed(at->number + (uint32_t)i, low, high) * 0x1p-24f);
+            code[i] = (uint8_t)((int32_t)(y > 1.0f ? 1.0f : y < -1.0f ? -1.0f : y) + 1 & 3);
+        }
+    }
+}
+
 /* quantise.Float8: 3 bits of fraction and a bias of 7 (e4m3), or 2 and 15 (e5m2). Nothing is above the largest. */
 static inline uint8_t narrow(float y, int32_t digits, int32_t bias)
 {

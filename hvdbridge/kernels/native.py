@@ -44,6 +44,7 @@ FUNCTIONS = {
     "linear_decode": (None, P, I64, P, I64, I64, I64, P, I64, I32, I32, P, I32),
     "sign_encode": (None, P, P, I64, I64, I32, P, I64, P, I64, I32),
     "sign_decode": (None, P, I64, P, I64, I64, I64, P, I64, I32, P, I32),
+    "ternary_encode": (None, P, P, I64, P, U32, U32, P),
     "float8_encode": (None, P, P, I64, I32, I32, F32, I32, U32, U32, P, I64, P, I64, I32),
     "float8_decode": (None, P, I64, P, I64, I64, I64, P, I64, I32, I32, P, I32),
     "power_encode": (None, P, P, I64, U32, U32, P, I64, I64, I32),

@@ -378,8 +378,8 @@ def encode(
     scales = (
         torch.empty(blocks.count, dtype=torch.float32, device=flat.device) if code.scaled and given is None else given
     )
-    by_itself = scales is not None and given is None and flat.itemsize <= 4
-    if by_itself and (kernels := fused(codes)) and code.encoded_by(kernels):
+    kernels = fused(codes) if flat.itemsize <= 4 else None
+    if scales is not None and kernels and code.encoded_by(kernels):
         x = flat.to(torch.float32).contiguous()
         code.encode_fused(kernels, x, blocks.places, codes.unsqueeze(0), scales.unsqueeze(0), seed=seed)
         return codes, scales
@@ -610,7 +610,15 @@ class Ternary(Linear):
     rounding: Rounding = "stochastic"
 
     def encoded_by(self, kernels: Fused) -> bool:
-        return False
+        return isinstance(kernels, InC)
+
+    def encode_fused(
+        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        """Of one row, and without a rest."""
+        assert isinstance(kernels, InC) and len(codes) == 1 and not keep_rest
+        kernels.ternary_encode(flat, places, seed, codes, scales.contiguous())
 
     def encode(
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
