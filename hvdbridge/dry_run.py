@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts, flatten, join_layouts, number_blocks
-from hvdbridge.collectives import AllGather, Collective, ReduceScatter
+from hvdbridge.collectives import AllGather, AllToAll, Collective, ReduceScatter, room
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.policy import Flow, Policy, State
+from hvdbridge.memory import NONE, Memory
+from hvdbridge.policy import Aggregated, Flow, Policy, State
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ def dry_run(
     local_size: int | None = None,
     device: torch.device | str = "meta",
     buckets: Sequence[Sequence[str]] | None = None,
+    memory: Memory = NONE,
+    rooms: Memory = NONE,
 ) -> Iterator[Asked | Ended]:
     """What rank 0 does in one step, in order; arguments as for :meth:`Policy.bytes_per_step`.
 
@@ -65,6 +68,7 @@ def dry_run(
             are random and ``seconds`` is what the policy's arithmetic takes. There an all-reduce answers with the
             rank's own tensor, and the others as if every rank had sent what this one did.
         buckets: instead of ``bucket_mb``: the names of each bucket's parameters.
+        memory, rooms: in which new state and messages go round, from one call to the next.
 
     Raises:
         ConfigurationError: an argument is not positive, or the policy is not defined for so many ranks.
@@ -101,7 +105,10 @@ def dry_run(
         flat = torch.empty(layout.numel, dtype=dtype, device=device)
         if not flat.is_meta:  # a generator of its own: the user's random numbers stay as they were
             flat.normal_(generator=torch.Generator(flat.device).manual_seed(index))
-        bucket = Bucket(flat, layout, index, step, size=size, blocks=blocks, groups=groups, nodes=nodes, dtypes=dtypes)
+        bucket = Bucket(
+            flat, layout, index, step, size=size, blocks=blocks, groups=groups, nodes=nodes, dtypes=dtypes,
+            memory=memory, rooms=rooms,
+        )  # fmt: skip
         part, answer, spent, behind = _part(state, layout), None, 0.0, False
         since = clock()
         flow = start(bucket, part)
@@ -116,8 +123,10 @@ def dry_run(
                 yield Asked(index, request, sizes[request.group], spent, behind)
                 answer, spent = _answer(request, sizes[request.group]), 0.0
                 since = clock()
-        except StopIteration:
+        except StopIteration as end:
             yield Ended(index, layout.numel, spent + clock() - since)
+            if isinstance(end.value, Aggregated):
+                memory.give(*_laid_flat(end.value.state))
 
     widest = functools.reduce(torch.promote_types, (p.dtype for p in given.values()))
     if buckets is None:
@@ -146,12 +155,26 @@ def _part(state: State, layout: Layout) -> State:
     return Views(own, flatten(leaf, own))
 
 
+def _laid_flat(state: Any) -> Iterator[Tensor]:
+    """The tensors of a tree whose leaves are laid flat."""
+    if isinstance(state, Views):
+        yield state.flat
+    elif isinstance(state, Mapping):
+        for child in state.values():
+            yield from _laid_flat(child)
+
+
 def _answer(request: Collective, size: int) -> Tensor:
     """What ranks that all sent the same would receive; an all-reduce's sum is not done."""
     tensor = request.tensor
     match request:
         case AllGather():
-            return tensor.expand(size, *tensor.shape).clone()
+            out = room(request, size * tensor.numel())
+            every = tensor.expand(size, *tensor.shape)
+            return every.clone() if out is None else out.view(every.shape).copy_(every)
+        case AllToAll():
+            out = room(request, tensor.numel())
+            return tensor.clone() if out is None else out.view(tensor.shape).copy_(tensor)
         case ReduceScatter():
             return tensor[0].clone()
         case _:

@@ -15,7 +15,9 @@ from hvdbridge.bucket import DDP_MB, cut_layouts
 from hvdbridge.collectives import AllGather
 from hvdbridge.dry_run import Asked, Ended, dry_run
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.memory import ANY, Memory
 from hvdbridge.policy import Policy
+from hvdbridge.state import ROOMS
 
 SETTLED = 10_000_000
 """A step after any warm-up."""
@@ -172,6 +174,8 @@ class _Sample:
     step: int
     repeats: int
     device: torch.device | str
+    memory: Memory = field(default_factory=lambda: Memory(ROOMS))
+    rooms: Memory = field(default_factory=lambda: Memory(ROOMS, ANY))
     known: dict[Operations, tuple[int, Sequence[float]]] = field(default_factory=dict)  # elements, seconds
 
     def whole_step(self) -> list[float]:
@@ -199,7 +203,10 @@ class _Sample:
     def events(
         self, params: Shapes, device: torch.device | str, buckets: Sequence[Sequence[str]] | None = None
     ) -> Iterator[Asked | Ended]:
-        return dry_run(self.policy, params, self.ranks, self.step, self.bucket_mb, self.local_size, device, buckets)
+        return dry_run(
+            self.policy, params, self.ranks, self.step, self.bucket_mb, self.local_size, device, buckets, self.memory,
+            self.rooms,
+        )  # fmt: skip
 
     def _measure(self, params: Shapes, buckets: Sequence[Sequence[str]] | None) -> None:
         runs = [self._dry_run(params, self.device, buckets) for _ in range(self.repeats + 1)][1:]

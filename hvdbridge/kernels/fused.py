@@ -163,7 +163,7 @@ class InC:
     def power_encode(
         self, flat: Tensor, places: Places, seed: int, codes: Tensor, length: int, keep_rest: bool
     ) -> None:
-        """:class:`~hvdbridge.kernels.quantise.PowerOfTwo`: ``length`` exponents, then the signs, packed, among zeros."""
+        """:class:`~hvdbridge.kernels.quantise.PowerOfTwo`: ``length`` exponents, then signs, packed, among zeros."""
         table = places.table(self._native)
         self._native.power_encode(
             flat.data_ptr(), table.data_ptr(), len(table), *_dice(seed)[1:], *_lie(codes), length, keep_rest

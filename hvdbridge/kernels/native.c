@@ -318,7 +318,7 @@ void ternary_encode(const float *restrict vector, const struct place *restrict p
         for (int64_t i = 0; i < at->count; i++) {
             float y = x[i] > limit ? limit : x[i] < -limit ? -limit : x[i];
             y = floorf(y * inverse + (float)(int32_t)hashed(at->number + (uint32_t)i, low, high) * 0x1p-24f);
-            code[i] = (uint8_t)((int32_t)(y > 1.0f ? 1.0f : y < -1.0f ? -1.0f : y) + 1 & 3);
+            code[i] = (uint8_t)(((int32_t)(y > 1.0f ? 1.0f : y < -1.0f ? -1.0f : y) + 1) & 3);
         }
     }
 }
@@ -330,7 +330,7 @@ static inline uint8_t narrow(float y, int32_t digits, int32_t bias)
     if (magnitude < (128 - bias) << 23)
         code = (int32_t)rintf(float_of(magnitude) * float_of((126 + bias + digits) << 23));
     else
-        code = (magnitude + (1 << (drop - 1)) - 1 + (magnitude >> drop & 1) >> drop) - ((127 - bias) << digits);
+        code = ((magnitude + (1 << (drop - 1)) - 1 + (magnitude >> drop & 1)) >> drop) - ((127 - bias) << digits);
     return (uint8_t)(code | (word >> 24 & 0x80));
 }
 
@@ -404,7 +404,7 @@ void power_encode(float *restrict vector, const struct place *restrict places, i
         for (int64_t i = 0; i < at->count; i++) {
             int32_t word = bits_of(x[i]), magnitude = word & 0x7fffffff;
             int32_t finite = magnitude < 0x7f800000, number = magnitude < 0x7f7fffff ? magnitude : 0x7f7fffff;
-            int32_t raised = number + (int32_t)(hashed(at->number + (uint32_t)i, low, high) >> 1) >> 23;
+            int32_t dice = (int32_t)(hashed(at->number + (uint32_t)i, low, high) >> 1), raised = (number + dice) >> 23;
             exponent[i] = (uint8_t)(!finite ? 255 : raised < 254 ? raised : 254);
             sign[i] = word < 0;
         }

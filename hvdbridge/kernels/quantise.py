@@ -617,7 +617,9 @@ class Ternary(Linear):
         seed: int = 0,
     ) -> None:  # fmt: skip
         """Of one row, and without a rest."""
-        assert isinstance(kernels, InC) and len(codes) == 1 and not keep_rest
+        assert isinstance(kernels, InC)
+        assert len(codes) == 1
+        assert not keep_rest
         kernels.ternary_encode(flat, places, seed, codes, scales.contiguous())
 
     def encode(

@@ -497,8 +497,8 @@ class _Messages:
         return len(self._used) * (self._head(code) + code.wire_bytes(self._length))
 
     def encode(self, code: Code, flat: Tensor, seed: int, keep_rest: bool, room: Tensor) -> Tensor:
-        """uint8 ``[shards, bytes]``, in ``room``, uint8, of at least that many; with ``keep_rest`` ``flat`` becomes what
-        these do not say."""
+        """uint8 ``[shards, bytes]``, in ``room``, uint8 and long enough; with ``keep_rest`` ``flat`` becomes what these
+        do not say."""
         head, rows = self._head(code), len(self._used)
         messages = room[: self.nbytes(code)].view(rows, -1)
         scales, packed = messages[:, :head], messages[:, head:]

@@ -133,9 +133,13 @@ class TernGrad(Policy):
         del codes
         theirs = yield AllToAll(rows)
         del rows
-        total = unpack(theirs, shards.length, 2).sum(0, dtype=torch.int32).sub_(size)
+        votes = unpack(theirs, shards.length, 2)
+        total = votes[0] if size <= 127 else votes[0].to(torch.int32)  # each is at most 2
+        for vote in votes[1:]:
+            total.add_(vote)
         sums = torch.empty(total.shape, dtype=back.dtype, device=flat.device)
-        back.write(total, sums)
+        back.write(total.to(torch.int32).sub_(size), sums)
+        del theirs, votes, total
         answer = yield AllGather(back.to_wire(sums))
         codes = shards.unpack(back.from_wire(answer, shards.length), back.dtype)
         update = decode(back, codes.unsqueeze(0), per_block, blocks, bucket.room(accumulator(flat.dtype)))

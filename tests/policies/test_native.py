@@ -8,6 +8,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def same_messages(
         plan = _code_plan(Bucket(x, layout, rank=seed % size, size=size), width)
         rests = [x.clone(), y.clone()]
         rooms = torch.empty(2, plan.everyone.nbytes(code) + 3, dtype=torch.uint8).fill_(0xFF)
-        sent = [plan.everyone.encode(code, rest, seed, keep_rest, room) for rest, room in zip(rests, rooms, strict=True)]
+        encode = partial(plan.everyone.encode, code, seed=seed, keep_rest=keep_rest)
+        sent = [encode(rest, room=room) for rest, room in zip(rests, rooms, strict=True)]
         theirs = torch.stack([messages[seed % size] for messages in sent])
         total = plan.own.decode(code, *plan.own.read(code, theirs))
         update = plan.everyone.decode(code, *plan.everyone.read(code, sent[0]))
@@ -158,7 +160,8 @@ def test_where_blocks_lie(seed: int, width: int) -> None:
     draw = random.Random(seed)
     strips = [
         Strip(draw.randrange(2**40), draw.randrange(9999), draw.randrange(4), draw.choice([0, 1, 15, 16, 1024, 2500]),
-              draw.randrange(9), draw.randrange(2**20), draw.randrange(2**20), draw.randrange(2**40), draw.randrange(9999))
+              draw.randrange(9), draw.randrange(2**20), draw.randrange(2**20), draw.randrange(2**40),
+              draw.randrange(9999))
         for _ in range(draw.randrange(4))
     ]  # fmt: skip
     wanted = []
