@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ NATIVE = {"torch": "torchrun", "horovod": "horovodrun", "mpi": "mpiexec"}
 
 
 class JobFailed(RuntimeError):
-    """The job ended with an error or not in time; the message has the tail of its output."""
+    """The job ended with an error or not in time; the message has what its output says of it."""
 
 
 def command(launcher: str, ranks: int, script: Path, args: Sequence[str]) -> list[str]:
@@ -67,9 +68,21 @@ def run(
             finally:
                 end(job)
         if job.returncode or not metrics.exists():
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-            raise JobFailed(f"{launcher} x {backend or 'plain'}: {status}\n{' '.join(line)}\n{tail}")
+            said = "\n".join(telling(log.read_text(errors="replace").splitlines()))
+            raise JobFailed(f"{launcher} x {backend or 'plain'}: {status}\n{' '.join(line)}\n{said}")
         return dict(json.loads(metrics.read_text()))
+
+
+def telling(lines: Sequence[str], before: int = 20, last: int = 10) -> list[str]:
+    """What led to the first error of a Python program, and the end: launchers have many words between the two.
+
+    >>> telling(["rank 0 starts", "ValueError: no data", *["..."] * 20, "bye"], last=1)
+    ['rank 0 starts', 'ValueError: no data', '[20 lines]', 'bye']
+    """
+    first = next((i for i, line in enumerate(lines) if re.search(r"\b\w*(Error|Exception)\b: ", line)), -1)
+    behind = max(first + 1, len(lines) - last)
+    between = [f"[{behind - first - 1} lines]"] if behind > first + 1 else []
+    return [*lines[max(0, first - before) : first + 1], *between, *lines[behind:]]
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
