@@ -17,7 +17,7 @@ from hvdbridge.dry_run import Asked, Ended, dry_run
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.memory import ANY, Memory
 from hvdbridge.policy import Policy
-from hvdbridge.state import ROOMS
+from hvdbridge.state import AT_ONCE, ROOMS
 
 SETTLED = 10_000_000
 """A step after any warm-up."""
@@ -174,7 +174,7 @@ class _Sample:
     step: int
     repeats: int
     device: torch.device | str
-    memory: Memory = field(default_factory=lambda: Memory(ROOMS))
+    memory: Memory = field(default_factory=lambda: Memory(AT_ONCE))
     rooms: Memory = field(default_factory=lambda: Memory(ROOMS, ANY))
     known: dict[Operations, tuple[int, Sequence[float]]] = field(default_factory=dict)  # elements, seconds
 

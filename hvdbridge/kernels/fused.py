@@ -109,9 +109,7 @@ class InC:
             *_dice(seed), *_lie(codes), *_lie(scales), keep_rest,
         )  # fmt: skip
 
-    def linear_decode(
-        self, codes: Tensor, scales: Tensor, places: Places, offset: int, out: Tensor, add: int
-    ) -> None:
+    def linear_decode(self, codes: Tensor, scales: Tensor, places: Places, offset: int, out: Tensor, add: int) -> None:
         table, messages = places.table(self._native), codes.shape[0] // places.height
         self._native.linear_decode(
             *_lie(codes), *_lie(scales), messages, places.height, table.data_ptr(), len(table), offset,

@@ -323,11 +323,14 @@ void ternary_encode(const float *restrict vector, const struct place *restrict p
     }
 }
 
-/* quantise.Float8: 3 bits of fraction and a bias of 7 (e4m3), or 2 and 15 (e5m2). Nothing is above the largest. */
+/* quantise.Float8: 3 bits of fraction and a bias of 7 (e4m3), or 2 and 15 (e5m2). Nothing is above the largest number,
+   and of what is not finite e4m3 knows nothing: its scale does. */
 static inline uint8_t narrow(float y, int32_t digits, int32_t bias)
 {
     int32_t word = bits_of(y), magnitude = word & 0x7fffffff, drop = 23 - digits, code;
-    if (magnitude < (128 - bias) << 23)
+    if (magnitude > 0x7f800000)
+        code = 0x7f;
+    else if (magnitude < (128 - bias) << 23)
         code = (int32_t)rintf(float_of(magnitude) * float_of((126 + bias + digits) << 23));
     else
         code = ((magnitude + (1 << (drop - 1)) - 1 + (magnitude >> drop & 1)) >> drop) - ((127 - bias) << digits);
@@ -337,6 +340,7 @@ static inline uint8_t narrow(float y, int32_t digits, int32_t bias)
 static inline float wide(uint8_t code, int32_t digits, int32_t bias)
 {
     int32_t exponent = (code & 0x7f) >> digits, fraction = code & ((1 << digits) - 1);
+    if (digits == 2 && exponent == 31) return fraction ? NAN : code & 0x80 ? -INFINITY : INFINITY;
     float magnitude = exponent ? float_of((exponent + 127 - bias) << 23 | fraction << (23 - digits))
                                : (float)fraction * float_of((128 - bias - digits) << 23);
     return code & 0x80 ? -magnitude : magnitude;

@@ -670,7 +670,6 @@ class Float8(Code):
             half, lift = (codes.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~0x4000), 2.0**8
         out.copy_(half.view(torch.float16)).mul_(lift).mul_(scales.unsqueeze(1))
 
-
     def encoded_by(self, kernels: Fused) -> bool:
         return isinstance(kernels, InC)
 

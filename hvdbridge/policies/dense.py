@@ -23,6 +23,7 @@ from torch import Tensor
 from hvdbridge.bucket import Bucket
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.memory import NONE
 from hvdbridge.policies.sharded import FlatShards, accumulator, sharded_sum, shards_of, sum_rows
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State, rewrite
 
@@ -62,7 +63,7 @@ class Mean(Policy):
         shards = FlatShards(flat.numel(), bucket.size)
         wide = torch.promote_types(flat.dtype, torch.float32)
         room = None if bucket.needs_sent else (lambda: bucket.room(wide))  # there flat stands in it
-        memory = bucket.rooms
+        memory = NONE if bucket.needs_sent else bucket.rooms  # an update may stay, and is no message
         update = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide, out=room, memory=memory)
         return Aggregated(update, rest=rest)
 

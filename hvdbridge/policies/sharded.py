@@ -447,7 +447,7 @@ def sharded_code(
     wide = accumulator(flat.dtype)
     codes, scales = plan.everyone.read(back, answer, wide)
     update = plan.everyone.decode(back, codes, scales, bucket.room(wide))
-    rooms.give(came, answer)
+    rooms.give(came, sent)
     return Coded(update, rest, error)
 
 

@@ -7,8 +7,8 @@ Rules:
 2. Dice belong to (seed, step, stage, element), those of the first stage to the rank as well: two ranks never throw
    alike, or their errors would not average out. The second stage has one owner per element and its own dice.
 3. Errors of a step are independent of those of others, so no feedback is needed; ``ef(qsgd)`` has it all the same.
-4. Memory: the bits of ``natural``, 9 per element, are taken apart and put together beside gradient and update: almost
-   two buckets beside the gradients.
+4. Memory: without a C compiler the bits of ``natural``, 9 per element, are taken apart and put together beside gradient
+   and update: two and a half buckets beside the gradients.
 5. Arithmetic is in float32. NaN and inf reach all ranks: with the block in ``qsgd``, with the whole parameter in
    ``terngrad``, alone in ``natural``, where NaN arrives as inf.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import math
 import random
@@ -92,9 +93,14 @@ def same_codes(both: Both, seed: int, code: Code, width: int, numel: int, specia
     assert bits(scales) == bits(their_scales)
     finite = scales.isfinite().repeat_interleave(width)[:numel]  # elsewhere any code comes back non-finite
     assert torch.equal(codes[finite], their_codes[finite])
-    rows, rates = torch.stack([codes, codes.flip(0)]), torch.stack([scales, scales.flip(0)])
-    for add in (None, 1, -1):
-        ours, theirs = both(lambda add=add: decode(code, rows, rates, blocks, x.flip(0).contiguous(), add))
+    # Ranks that have either read what either has written, finite or not.
+    rows, rates = torch.stack([codes, their_codes, codes.flip(0)]), torch.stack([scales, their_scales, scales.flip(0)])
+    for first, add in itertools.product((0, 1), (None, 1, -1)):
+        ours, theirs = both(
+            lambda i=first, add=add: decode(code, rows[i:], rates[i:], blocks, x.flip(0).contiguous(), add)
+        )
+        assert bits(ours) == bits(theirs)
+        ours, theirs = both(lambda i=first: decode(code, rows[i : i + 1], rates[i : i + 1], blocks))
         assert bits(ours) == bits(theirs)
 
 
