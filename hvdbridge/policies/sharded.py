@@ -423,7 +423,12 @@ def sharded_code(
     message = plan.everyone.encode(code, flat, seed, bucket.needs_sent, sent)
     came = rooms.take(size, torch.uint8, flat.device)
     theirs = yield AllToAll(message, out=came[: message.numel()])
-    total = _scratch.vector.take(plan.shards.length, torch.float32, flat.device)
+    # The sum stands in scratch memory, or where it is wanted while the answer travels: at the new error's beginning.
+    length, error = plan.shards.length, None if carry is None else bucket.fresh(carry)
+    if error is None:
+        total = _scratch.vector.take(length, torch.float32, flat.device)
+    else:
+        total = error.view(torch.uint8)[: 4 * length].view(torch.float32)
     plan.own.decode(code, *plan.own.read(code, theirs), total)
     rooms.give(came)
     del message, theirs, came
@@ -432,14 +437,11 @@ def sharded_code(
     keep_rest = rest is not None or carry is not None
     seed = seed_of(bucket, "back") if back.random else 0
     message = plan.own.encode(back, total, seed, keep_rest, sent)[0]
-    error = None
-    if carry is not None:
-        error = bucket.fresh(carry).zero_()
-        plan.shards.add_owned(error, rank, total)
-    elif rest is not None:
-        plan.shards.add_owned(rest, rank, total)
-    _scratch.vector.give(total)
-    del total
+    if error is None:
+        if rest is not None:
+            plan.shards.add_owned(rest, rank, total)
+        _scratch.vector.give(total)
+        del total
     came = rooms.take(size, torch.uint8, flat.device)
     answer = yield AllGather(message, out=came[: bucket.size * message.numel()])
     del message
@@ -448,6 +450,10 @@ def sharded_code(
     codes, scales = plan.everyone.read(back, answer, wide)
     update = plan.everyone.decode(back, codes, scales, bucket.room(wide))
     rooms.give(came, sent)
+    if error is not None:
+        own = _scratch.vector.take(length, torch.float32, flat.device).copy_(total)
+        plan.shards.add_owned(error.zero_(), rank, own)
+        _scratch.vector.give(own)
     return Coded(update, rest, error)
 
 
