@@ -300,6 +300,7 @@ def kernels(device: str) -> Iterator[Finding]:
     layout = Layout({"w": (numel,)})
     plan = select.Plan.of(layout, {"w": numel // 100}, x.device)
     messages = _code_plan(Bucket(x, layout), 1024).everyone
+    room = torch.empty(messages.nbytes(ScaledSign()), dtype=torch.uint8, device=device)
     # The CPU samples; a device's search has magnitudes written, and reads them once more at least
     of_top_k = 4.12 if device == "cpu" else 12.12
     matrix, q = x.view(1, -1, 2048), torch.randn(1, 4, 2048, device=device)
@@ -311,7 +312,7 @@ def kernels(device: str) -> Iterator[Finding]:
         "copy": (lambda: y.copy_(x), 8.0),
         "cast to bfloat16": (lambda: half.copy_(x), 6.0),
         "int8": (lambda: encode(Linear(127), x, blocks), 5.0),
-        "1 bit": (lambda: messages.encode(ScaledSign(), x, 0), 4.13),
+        "1 bit": (lambda: messages.encode(ScaledSign(), x, 0, False, room), 4.13),
         "top-k 1 %": (lambda: select.largest(x, plan), of_top_k),
         "P and Q of rank 4": (low_rank, 8.0),
     }
