@@ -258,9 +258,8 @@ def collectives(device: str) -> Iterator[Finding]:
     if device == "cuda" and not dist.is_nccl_available():
         yield Finding(part, "all", "missing", "this torch is built without NCCL")
         return
-    comm = TorchCommunicator(
-        "cuda_check", dist.HashStore(), 0, 1, timedelta(seconds=60), device == "cuda", even_alone=True
-    )
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    comm = TorchCommunicator("cuda_check", store, 0, 1, timedelta(seconds=60), device == "cuda", even_alone=True)
     comm.piece = 1 << 20  # so that what is large travels in several
     for dtype in DTYPES:
         try:
@@ -437,7 +436,7 @@ def overlap(device: str) -> Iterator[Finding]:
         yield overlapped(spec, [
             (event.device_resource_id(), event.name(), event.start_ns(), event.duration_ns())
             for event in seen.profiler.kineto_results.events()
-            if event.device_type() == torch.autograd.DeviceType.CUDA
+            if event.device_type() == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
         ])  # fmt: skip
         sync.close()
     hb.shutdown()
