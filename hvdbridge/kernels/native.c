@@ -209,6 +209,12 @@ static inline uint32_t hashed(uint32_t number, uint32_t low, uint32_t high)
     return mix(mix(number + low) ^ high) >> 8;
 }
 
+/* Of a block's i-th element: from 0 to below 1, exactly. */
+static inline float dice(const struct place *at, int64_t i, uint32_t low, uint32_t high)
+{
+    return (float)(int32_t)hashed(at->number + (uint32_t)i, low, high) * 0x1p-24f;
+}
+
 void hash_bits(const uint32_t *restrict numbers, int64_t count, uint32_t low, uint32_t high, uint32_t *restrict out)
 {
     for (int64_t i = 0; i < count; i++) out[i] = hashed(numbers[i], low, high);
@@ -263,7 +269,7 @@ void linear_encode(float *restrict vector, const struct place *restrict places, 
         float inverse = 1.0f / scale, last = (float)levels;
         if (random)
             for (int64_t i = 0; i < at->count; i++) {
-                float y = floorf(x[i] * inverse + (float)(int32_t)hashed(at->number + (uint32_t)i, low, high) * 0x1p-24f);
+                float y = floorf(x[i] * inverse + dice(at, i, low, high));
                 y = y > last ? last : y < -last ? -last : y;
                 code[i] = (uint8_t)(((int32_t)y + offset) & mask);
             }
@@ -317,7 +323,7 @@ void ternary_encode(const float *restrict vector, const struct place *restrict p
         limit = limit < TINY ? TINY : limit;
         for (int64_t i = 0; i < at->count; i++) {
             float y = x[i] > limit ? limit : x[i] < -limit ? -limit : x[i];
-            y = floorf(y * inverse + (float)(int32_t)hashed(at->number + (uint32_t)i, low, high) * 0x1p-24f);
+            y = floorf(y * inverse + dice(at, i, low, high));
             code[i] = (uint8_t)(((int32_t)(y > 1.0f ? 1.0f : y < -1.0f ? -1.0f : y) + 1) & 3);
         }
     }
@@ -364,8 +370,7 @@ void float8_encode(float *restrict vector, const struct place *restrict places, 
         if (random)
             for (int64_t i = 0; i < at->count; i++) {
                 float power = float_of(bits_of(room[i]) & 0x7f800000), step = (power < smallest ? smallest : power) * unit;
-                float dice = (float)(int32_t)hashed(at->number + (uint32_t)i, low, high) * 0x1p-24f;
-                float y = floorf(room[i] / step + dice) * step;
+                float y = floorf(room[i] / step + dice(at, i, low, high)) * step;
                 room[i] = y > top ? top : y < -top ? -top : y;
             }
         for (int64_t i = 0; i < at->count; i++) code[i] = narrow(room[i], digits, bias);
@@ -408,7 +413,7 @@ void power_encode(float *restrict vector, const struct place *restrict places, i
         for (int64_t i = 0; i < at->count; i++) {
             int32_t word = bits_of(x[i]), magnitude = word & 0x7fffffff;
             int32_t finite = magnitude < 0x7f800000, number = magnitude < 0x7f7fffff ? magnitude : 0x7f7fffff;
-            int32_t dice = (int32_t)(hashed(at->number + (uint32_t)i, low, high) >> 1), raised = (number + dice) >> 23;
+            int32_t carry = (int32_t)(hashed(at->number + (uint32_t)i, low, high) >> 1), raised = (number + carry) >> 23;
             exponent[i] = (uint8_t)(!finite ? 255 : raised < 254 ? raised : 254);
             sign[i] = word < 0;
         }

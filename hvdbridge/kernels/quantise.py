@@ -314,12 +314,12 @@ class Code(ABC):
         out.add_(spare, alpha=sign)
 
     def encoded_by(self, kernels: Fused) -> bool:
-        """Whether they know it."""
-        return False
+        """Whether they know it: C knows all."""
+        return isinstance(kernels, InC)
 
     def decoded_by(self, kernels: Fused) -> bool:
-        """Whether they know it."""
-        return False
+        """Whether they know it: C knows all."""
+        return isinstance(kernels, InC)
 
     def encode_fused(
         self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
@@ -610,7 +610,7 @@ class Ternary(Linear):
     rounding: Rounding = "stochastic"
 
     def encoded_by(self, kernels: Fused) -> bool:
-        return isinstance(kernels, InC)
+        return Code.encoded_by(self, kernels)
 
     def encode_fused(
         self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
@@ -670,11 +670,6 @@ class Float8(Code):
             half, lift = (codes.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~0x4000), 2.0**8
         out.copy_(half.view(torch.float16)).mul_(lift).mul_(scales.unsqueeze(1))
 
-    def encoded_by(self, kernels: Fused) -> bool:
-        return isinstance(kernels, InC)
-
-    decoded_by = encoded_by
-
     def encode_fused(
         self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
         seed: int = 0,
@@ -728,11 +723,6 @@ class PowerOfTwo(Code):
         # The sign lies above the exponent, as it does in float32.
         torch.bitwise_left_shift(codes.to(torch.int32), 23, out=out.view(torch.int32))
 
-    def encoded_by(self, kernels: Fused) -> bool:
-        return isinstance(kernels, InC)
-
-    decoded_by = encoded_by
-
     def encode_fused(
         self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
         seed: int = 0,
@@ -747,7 +737,7 @@ class PowerOfTwo(Code):
         kernels.power_decode(codes, places, self._exponents(codes), out, add or 0)
 
     def _exponents(self, codes: Tensor) -> int:
-        """How many are in ``[rows, bytes]``."""
+        """Elements in a row of :meth:`wire_bytes`."""
         return codes.shape[1] * 8 // 9
 
     def wire_bytes(self, n: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import sys
 from collections.abc import Sequence
@@ -173,12 +174,17 @@ def test_custom_policy(backend: str) -> None:
 
 
 def test_the_demo_says_which_job_failed() -> None:
-    """Its verdict on results that differ, without the 28 jobs."""
+    """Its verdict on results that differ, without the 28 jobs; and what it quotes of a job's output."""
     sys.path.insert(0, str(EXAMPLES))
     try:
+        import cells as starter
+
         from examples import demo
     finally:
         sys.path.remove(str(EXAMPLES))
+    tried = doctest.testmod(starter)
+    assert tried.attempted
+    assert not tried.failed
     cells = {(launcher, backend, "mean"): {"digest": "a" * 64} for launcher, backend in jobs.CELLS}
     assert demo.differences(cells) == []
     cells[demo.PLAIN] = {"digest": "b" * 64}
