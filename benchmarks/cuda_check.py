@@ -46,7 +46,7 @@ from hvdbridge.communicators.base import DTYPES
 from hvdbridge.communicators.torch import OPS, TorchCommunicator
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels import select
-from hvdbridge.kernels.fused import differences
+from hvdbridge.kernels.fused import differences, on_cuda
 from hvdbridge.kernels.quantise import Blocks, Linear, Part, encode
 from hvdbridge.kernels.signs import ScaledSign
 from hvdbridge.policies.matrices import COLS, ROWS, aligned, project
@@ -54,15 +54,15 @@ from hvdbridge.policies.sharded import _code_plan
 from hvdbridge.rendezvous.network import free_port
 
 SPECS = [
-    "mean", "sum", "fp16", "bf16", "int8", "int4", "fp8", "natural", "qsgd", "terngrad", "topk:ratio=0.05,select=exact",
-    "randomk:ratio=0.1", "threshold:value=0.5", "oktopk:ratio=0.05", "dgc:ratio=0.05", "sign:momentum=0.9", "efsign",
-    "onebit", "powersgd:rank=2", "powersgd:rank=2,batched=true", "powersgd:rank=2,alternate=true", "adasum", "median",
-    "trimmed_mean:f=1", "krum:f=0", "multi_krum:f=0", "geometric_median", "clipped_mean", "delayed(int8)",
-    "hierarchical(int8)", "ef(bf16)", "clip(mean)", "partition(<100=mean, rest=powersgd(rank=2))",
-    "warmup(steps=1, then=int8)", "dp:norm=1,noise=0", "noop", "local_sgd:every=2", "post_local_sgd:start=1,every=2",
-    "diloco:every=2", "adasum_delta",
+    "mean", "sum", "fp16", "bf16", "int8", "int4", "fp8", "natural", "qsgd", "terngrad", "topk:ratio=0.05",
+    "topk:ratio=0.05,select=exact", "randomk:ratio=0.1", "threshold:value=0.5", "oktopk:ratio=0.05", "dgc:ratio=0.05",
+    "sign:momentum=0.9", "efsign", "onebit", "powersgd:rank=2", "powersgd:rank=2,batched=true",
+    "powersgd:rank=2,alternate=true", "adasum", "median", "trimmed_mean:f=1", "krum:f=0", "multi_krum:f=0",
+    "geometric_median", "clipped_mean", "delayed(int8)", "hierarchical(int8)", "ef(bf16)", "clip(mean)",
+    "partition(<100=mean, rest=powersgd(rank=2))", "warmup(steps=1, then=int8)", "dp:norm=1,noise=0", "noop",
+    "local_sgd:every=2", "post_local_sgd:start=1,every=2", "diloco:every=2", "adasum_delta",
 ]  # fmt: skip
-IN_STEPS = ["mean", "bf16", "int8", "topk:ratio=0.05,select=exact", "onebit", "powersgd:rank=2"]
+IN_STEPS = ["mean", "bf16", "int8", "topk:ratio=0.05", "topk:select=exact", "onebit", "powersgd:rank=2"]
 IN_JOBS = [spec for spec in SPECS if "batched" not in spec]
 """All whose result does not depend on how a job's buckets lie, which a simulation cannot know."""
 SHAPES = {"conv.weight": (32, 16, 3, 3), "fc.weight": (300, 200), "fc.bias": (200,), "scale": ()}
@@ -70,8 +70,12 @@ STEPS, RATE = 2, 1e-3
 """Of a job: some policies begin, or have ranks meet, after the first."""
 GOAL = 0.7
 """Of the copy's bytes per second, what passes over a vector should reach on a GPU; below it is "slow"."""
+FREE = ("top-k 1 %", "P and Q of rank 4")
+"""Not only one pass: what was found is sorted; products are bound by arithmetic, too."""
 WRONG = 1e-2
 """Relative error from which a result is wrong, see rule 2."""
+WIDTH = 2048
+"""Of a wide layer."""
 ELEMENTS = 26 * 2**20 // 4
 """Of a bucket of 26 MiB."""
 CYCLES = 4_000_000
@@ -300,8 +304,18 @@ def kernels(device: str) -> Iterator[Finding]:
     plan = select.Plan.of(layout, {"w": numel // 100}, x.device)
     messages = _code_plan(Bucket(x, layout), 1024).everyone
     room = torch.empty(messages.nbytes(ScaledSign()), dtype=torch.uint8, device=device)
-    # The CPU samples; a device's search has magnitudes written, and reads them once more at least
-    of_top_k = 4.12 if device == "cpu" else 12.12
+    bits, limit = x.view(torch.int32), torch.tensor([2.576], device=device).view(torch.int32)  # 1 % reach it
+    found = torch.empty(numel // 50, dtype=torch.int32, device=device)
+    kernel = on_cuda(x.device) if device == "cuda" else None
+
+    def threshold() -> None:
+        if kernel:
+            kernel.reaching(bits, limit, found.fill_(-1))
+        else:
+            select.reaching(bits.numpy(), int(limit.item()), numel // 100)
+
+    # With neither a sample nor a kernel, magnitudes are written, and read once more at least
+    of_top_k = 4.12 if kernel or device == "cpu" else 12.12
     matrix, q = x.view(1, -1, 2048), torch.randn(1, 4, 2048, device=device)
 
     def low_rank() -> None:
@@ -312,6 +326,7 @@ def kernels(device: str) -> Iterator[Finding]:
         "cast to bfloat16": (lambda: half.copy_(x), 6.0),
         "int8": (lambda: encode(Linear(127), x, blocks), 5.0),
         "1 bit": (lambda: messages.encode(ScaledSign(), x, 0, False, room), 4.13),
+        **({"threshold, 1 % reach it": (threshold, 4.08)} if kernel or device == "cpu" else {}),
         "top-k 1 %": (lambda: select.largest(x, plan), of_top_k),
         "P and Q of rank 4": (low_rank, 8.0),
     }
@@ -326,7 +341,7 @@ def kernels(device: str) -> Iterator[Finding]:
         share = rate / rates["copy"]
         elements = share * ways["copy"][1] / ways[name][1]
         told = f"{rate / 1e9:.1f} GB/s, {share:.2f} of the copy, and {elements:.2f} of its elements per second"
-        slow = device == "cuda" and share < GOAL and name != "P and Q of rank 4"  # which arithmetic binds, too
+        slow = device == "cuda" and share < GOAL and name not in FREE
         yield Finding("kernel", name, "slow" if slow else "ok", told, share)
 
 
@@ -373,6 +388,12 @@ def start_alone() -> None:
     hb.init(backend="torch")
 
 
+def wide(layers: int) -> nn.Module:
+    """On the GPU, of layers of 17 MB, large enough that kernels search them."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).cuda()
+
+
 def waits(device: str) -> Iterator[Finding]:
     """Host waits in a step where NCCL is the backend: the profiler's calls that block until the GPU is done. There
     should be none. One rank's collectives have nothing to do, so NCCL itself is not among what is seen."""
@@ -383,9 +404,9 @@ def waits(device: str) -> Iterator[Finding]:
 
     start_alone()
     for spec in IN_STEPS:
-        model = net("cuda")
+        model = wide(3)
         sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=spec)
-        x = batch(0).cuda()
+        x = torch.randn(16, WIDTH, device="cuda")
 
         def step(sync: Any = sync, x: Tensor = x) -> None:
             sync.optimizer.zero_grad()
@@ -421,10 +442,9 @@ def overlap(device: str) -> Iterator[Finding]:
 
     start_alone()
     for spec in IN_STEPS:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12))).cuda()  # 200 MB
+        model = wide(12)
         sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=spec, bucket_mb=16)
-        x = torch.randn(4096, 2048, device="cuda")
+        x = torch.randn(4096, WIDTH, device="cuda")
         for _ in range(12):
             loss = sync.model(x).square().mean()
             loss.backward()

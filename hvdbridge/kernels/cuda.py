@@ -4,7 +4,7 @@ Rules:
 
 1. The bits are those of the torch operations, so ranks need not agree on who has Triton: additions in the same order,
    divisions and roundings as IEEE 754 has them, nothing contracted (:data:`AS_WRITTEN`).
-2. One program handles one block of a code, or a row of words to pack.
+2. One program handles one block of a code, a row of words to pack, or some rows of elements to look through.
 3. Nothing here is trusted before it has given the bits of torch's operations on the device at hand; see
    :mod:`.fused`.
 """
@@ -22,10 +22,12 @@ from torch import Tensor
 from hvdbridge.kernels.quantise import Places
 
 AS_WRITTEN = {"enable_fp_fusion": False}
-SIZES = ("blocks", "messages", "rows", "code_stride", "scale_stride", "count")
+SIZES = ("blocks", "messages", "rows", "code_stride", "scale_stride", "count", "room")
 """Arguments by whose values no kernels of their own are made."""
 WORDS = 256
 """That a program packs."""
+HEIGHT = 32
+"""Words of 32 elements that a program looks through."""
 aligned, packs, packed = True, True, False
 
 
@@ -177,6 +179,31 @@ def _spread(packed, count, words, BITS: tl.constexpr, EACH: tl.constexpr):  # ty
     tl.store(words + i, word, mask=inside)
 
 
+@triton.jit(do_not_specialize=SIZES)
+def _mark(bits, count, limit, words, counts, blocks, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64)
+    row, bound = tl.arange(0, HEIGHT), tl.load(limit)
+    bit = tl.arange(0, 32)[None, :]
+    i = at * HEIGHT * 32 + row[:, None] * 32 + bit
+    x = tl.load(bits + i, mask=i < count, other=0) & 0x7FFFFFFF
+    for kind in tl.static_range(2):
+        reaches = (x > bound if kind == 0 else x == bound).to(tl.int32)
+        tl.store(words + (kind * blocks + at) * HEIGHT + row, tl.sum(reaches << bit, 1))
+        tl.store(counts + kind * blocks + at, tl.sum(tl.sum(reaches, 1), 0))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _list(words, ends, blocks, positions, room, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64)
+    row, bit = tl.arange(0, HEIGHT), tl.arange(0, 32)[None, :]
+    reaches = (tl.load(words + at * HEIGHT + row)[:, None] >> bit) & 1
+    each = tl.sum(reaches, 1)
+    before = tl.load(ends + at) - tl.sum(each, 0) + tl.cumsum(each, 0) - each  # each row
+    slot = before[:, None] + tl.cumsum(reaches, 1) - 1
+    place = (at % blocks) * HEIGHT * 32 + row[:, None] * 32 + bit
+    tl.store(positions + slot, place.to(tl.int32), mask=(reaches == 1) & (slot < room))
+
+
 def linear_encode(
     flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor, keep_rest: bool
 ) -> None:
@@ -223,6 +250,17 @@ def spread(packed: Tensor, bits: int, codes: Tensor) -> None:
     words = codes.view(torch.int64).view(-1)
     programs = triton.cdiv(words.numel(), WORDS)
     _launch(_spread, programs, packed, words.numel(), words, BITS=bits, EACH=WORDS)
+
+
+def reaching(bits: Tensor, limit: Tensor, positions: Tensor) -> None:
+    """See :class:`~hvdbridge.kernels.fused.OnDevice`: a bit for each element that is larger, and one for each that is
+    equal, are all that is read twice."""
+    blocks = triton.cdiv(bits.numel(), 32 * HEIGHT)
+    words = torch.empty((2, blocks, HEIGHT), dtype=torch.int32, device=bits.device)
+    counts = torch.empty(2 * blocks, dtype=torch.int32, device=bits.device)
+    _launch(_mark, blocks, bits, bits.numel(), limit, words, counts, blocks, HEIGHT=HEIGHT)
+    ends = torch.cumsum(counts, 0)
+    _launch(_list, 2 * blocks, words, ends, blocks, positions, positions.numel(), HEIGHT=HEIGHT)
 
 
 def _launch(kernel: Any, programs: int, first: Tensor, *arguments: object, **constants: object) -> None:

@@ -72,6 +72,20 @@ class Fused(Protocol):
     def spread(self, packed: Tensor, bits: int, codes: Tensor) -> None: ...
 
 
+class OnDevice(Fused, Protocol):
+    """What runs where the host may not look at what was found."""
+
+    def reaching(self, bits: Tensor, limit: Tensor, positions: Tensor) -> None:
+        """Where magnitudes reach a limit.
+
+        Args:
+            bits: of float32 numbers, int32 ``[n]``, contiguous.
+            limit: int32 ``[1]``, above 0: the bits of a magnitude.
+            positions: int32, all -1: takes those of the larger ones, ascending, and behind them of the equal ones, as
+                far as there is room.
+        """
+
+
 def fused(*tensors: Tensor, bits: int = 8) -> Fused | None:
     """Who does it for such tensors, all on one device; None: torch's operations.
 
@@ -87,7 +101,7 @@ def fused(*tensors: Tensor, bits: int = 8) -> Fused | None:
         return None if native is None else InC(native, bits)
     if device.type != "cuda" or any(not t.is_contiguous() or t.dtype not in TYPES for t in tensors):
         return None
-    return _on_cuda(device)
+    return on_cuda(device)
 
 
 class InC:
@@ -192,7 +206,12 @@ def _lie(rows: Tensor) -> tuple[int, int]:
 
 
 @lru_cache
-def _on_cuda(device: torch.device) -> Fused | None:
+def on_cuda(device: torch.device) -> OnDevice | None:
+    """Triton's, if they work there; else None, and a warning unless the user wants it so.
+
+    Raises:
+        ConfigurationError: ``HVDBRIDGE_KERNELS=native``, and they do not.
+    """
     kernels = Config.from_environment().kernels
     if kernels == "torch":
         return None
@@ -259,4 +278,16 @@ def differences(kernels: ModuleType | Any, device: torch.device) -> str:
         kernels.spread(packed, bits, back)
         if not (torch.equal(packed.cpu(), expected) and torch.equal(back.cpu(), some)):
             wrong.append(f"{bits} bits")
+    for numel in (1, 33, 3000):
+        some = torch.randint(4, (numel,), generator=draw, dtype=torch.int32, device="cpu")
+        some -= (some == 3) * torch.iinfo(torch.int32).max  # below zero, as bits
+        magnitudes, size = some & 0x7FFFFFFF, (numel + 1) // 2
+        for limit in (1, 2, 4):
+            reached = torch.cat([(magnitudes > limit).nonzero(), (magnitudes == limit).nonzero()]).view(-1)[:size].int()
+            expected = torch.nn.functional.pad(reached, (0, size - len(reached)), value=-1)
+            positions = torch.full((size,), -1, dtype=torch.int32, device=device)
+            bound = torch.full((1,), limit, dtype=torch.int32, device=device)
+            kernels.reaching(some.to(device), bound, positions)
+            if not torch.equal(positions.cpu(), expected):
+                wrong.append(f"{numel} that reach {limit}")
     return f"other bits than the CPU's: {', '.join(wrong)}" if wrong else ""

@@ -487,7 +487,7 @@ void sign_decode(const uint8_t *restrict codes, int64_t code_stride, const uint8
     }
 }
 
-/* select._reaching: positions of what is not below the limit, ascending; how many, or -1: more than there is room. */
+/* select.reaching: positions of what is not below the limit, ascending; how many, or -1: more than there is room. */
 int64_t reaching(const int32_t *restrict bits, int64_t count, int32_t limit, int32_t mask, int64_t *restrict positions,
                  int64_t room)
 {

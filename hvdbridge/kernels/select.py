@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hvdbridge.bucket import Layout
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels.fused import OnDevice, on_cuda
 from hvdbridge.kernels.native import compiled
 from hvdbridge.kernels.random import generator, key
 
@@ -67,6 +68,7 @@ class Large:
     Attributes:
         count: elements to choose; they stand at ``slot`` in the message.
         drawn: elements of a sample, whose ``tail``-th largest magnitude is the threshold of candidates; 0: no sample.
+        room: for candidates where the host may not ask how many there are.
     """
 
     start: int
@@ -75,11 +77,17 @@ class Large:
     slot: int
     drawn: int
     tail: int
+    room: int
 
     def sample(self) -> Array:
         """Positions of the sample: one in each of equal strata, so distinct and ascending; the same at every step."""
         return np.minimum((_strata(self.drawn) * (self.size / self.drawn)).astype(np.int64), self.size - 1)
 
+    def sample_on(self, device: torch.device) -> Tensor:
+        """The same, int64, on a device."""
+        points = [_points_on(number, device) for number in range(-(-self.drawn // CHUNK))]
+        strata = torch.cat(points)[: self.drawn] if len(points) > 1 else points[0][: self.drawn]
+        return (strata * (self.size / self.drawn)).long().clamp_(max=self.size - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +128,7 @@ def _plan(layout: Layout, counts: Sequence[int], device: torch.device, exact: bo
     for number, (name, count) in enumerate(zip(layout.names, counts, strict=True)):
         start, size = layout.offsets[name], layout.sizes[name]
         if size > ROW and count:
-            large.append(_large(start, size, count, slot, device, exact))
+            large.append(_large(start, size, count, slot, exact))
         elif count:
             classes.setdefault((size - 1).bit_length(), []).append((number, start, size, count, slot))
         slot += count
@@ -137,20 +145,22 @@ def _plan(layout: Layout, counts: Sequence[int], device: torch.device, exact: bo
     return Plan(layout, dict(zip(layout.names, counts, strict=True)), slot, tuple(rows), tuple(large))
 
 
-def _large(start: int, size: int, count: int, slot: int, device: torch.device, exact: bool) -> Large:
+def _large(start: int, size: int, count: int, slot: int, exact: bool) -> Large:
     """The sample, and how far to look, so that the candidates hold the ``count`` largest.
 
     The number of sampled elements among the ``count`` largest is binomial with mean ``inside``; with the
     ``tail``-th largest sample as threshold the candidates lack one of them only if that number reaches ``tail``,
-    4.5 deviations and 4 above its mean (probability below 1e-5; few are then lacking).
+    4.5 deviations and 4 above its mean (probability below 1e-5; few are then lacking). More than ``room`` are larger
+    than the threshold only if of so many fewer than ``tail`` were sampled, 6 deviations below their mean.
     """
-    if device.type == "cpu" and not exact:  # a device's host may not ask how many candidates there are
+    if not exact:
         drawn = min(size // 32, math.ceil(TAIL * size / count))
         inside = drawn * count / size
         tail = math.ceil(inside + 4.5 * math.sqrt(inside) + 4)
         if tail < drawn // 2:
-            return Large(start, size, count, slot, drawn, tail)
-    return Large(start, size, count, slot, 0, 0)
+            most = (3 + math.sqrt(tail + 9)) ** 2  # less six times its square root it is the tail
+            return Large(start, size, count, slot, drawn, tail, min(size, math.ceil(most * size / drawn)))
+    return Large(start, size, count, slot, 0, 0, 0)
 
 
 @cache
@@ -159,6 +169,11 @@ def _points(number: int) -> Array:
     uniform = torch.rand(CHUNK, generator=generator("sample", number), dtype=torch.float64, device="cpu")
     points: Array = np.arange(number * CHUNK, (number + 1) * CHUNK) + uniform.numpy()
     return points
+
+
+@cache
+def _points_on(number: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(_points(number)).to(device)
 
 
 def _strata(count: int) -> Array:
@@ -177,8 +192,8 @@ def check_indices(numel: int, what: str, remedy: str) -> None:
 def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """The elements of largest magnitude of each parameter, as many as the plan says.
 
-    Zeros are never chosen: their slots are empty. Which of equal magnitudes are chosen is the same at every run,
-    on the CPU those that stand first.
+    Zeros are never chosen: their slots are empty. Which of equal magnitudes are chosen is the same at every run: those
+    that stand first, but on a device not of parameters that are searched exactly.
 
     Returns:
         ``(indices, values)``: int64 into ``flat``, and of its type (float32 for half types), ``[plan.total]``.
@@ -198,12 +213,14 @@ def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     if flat.device.type == "cpu":
         indices, empty = _largest_on_cpu(bits, plan, mask)
     else:
-        indices, empty = _largest(bits, plan, mask)
+        kernels = on_cuda(bits.device) if bits.is_cuda and bits.dtype == torch.int32 else None
+        indices, empty = _largest(bits, plan, mask, kernels)
     return indices, flat.index_select(0, indices).masked_fill_(empty, 0)
 
 
-def _largest(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:
-    """Indices, and which slots are empty: without a look at any value by the host."""
+def _largest(bits: Tensor, plan: Plan, mask: int, kernels: OnDevice | None) -> tuple[Tensor, Tensor]:
+    """Indices, and which slots are empty: without a look at any value by the host. By ``kernels`` where a sample tells
+    them what to look for, else by comparing all."""
     # One more slot than the message has: where rows put what is beyond their count.
     indices = torch.empty(plan.total + 1, dtype=torch.int64, device=bits.device)
     found = torch.empty(plan.total + 1, dtype=bits.dtype, device=bits.device)
@@ -214,12 +231,33 @@ def _largest(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:
         found[slots] = top.values
         indices[slots] = top.indices.add_(group.starts[:, None])
     for part in plan.large:
-        here = slice(part.slot, part.slot + part.count)
-        top = torch.topk(bits[part.start : part.start + part.size] & mask, part.count, sorted=False)
-        torch.add(top.indices, part.start, out=indices[here])
-        found[here] = top.values
+        here, piece = slice(part.slot, part.slot + part.count), bits[part.start : part.start + part.size]
+        if kernels and part.drawn:
+            places, found[here] = _among_candidates(piece, part, mask, kernels)
+        else:
+            found[here], places = torch.topk(piece & mask, part.count, sorted=False)
+        torch.add(places, part.start, out=indices[here])
     indices, empty = indices[: plan.total], found[: plan.total] == 0
     return indices.masked_fill_(empty, 0), empty
+
+
+def _among_candidates(bits: Tensor, part: Large, mask: int, kernels: OnDevice) -> tuple[Tensor, Tensor]:
+    """Positions and magnitudes of the largest, ascending; of equal ones those that stand first, and magnitudes of 0
+    behind them where there are fewer. What :func:`_largest_on_cpu` finds."""
+    sampled = bits.index_select(0, part.sample_on(bits.device)).bitwise_and_(mask)
+    limit = torch.topk(sampled, part.tail).values[-1:].clamp_(min=1)
+    positions = torch.full((part.room,), -1, dtype=torch.int32, device=bits.device)
+    kernels.reaching(bits, limit, positions)
+    missing = positions < 0
+    positions.masked_fill_(missing, 0)
+    magnitudes = bits.index_select(0, positions).bitwise_and_(mask).masked_fill_(missing, 0)
+    # One number each, which is the larger the larger a magnitude is, and of equal ones for the first
+    last = INDICES - 1
+    keys = (magnitudes.long() << 31).add_(last).sub_(positions)
+    chosen = torch.topk(keys, part.count, sorted=False).values
+    places, magnitudes = last - (chosen & last), chosen >> 31
+    places, order = torch.sort(places.masked_fill_(magnitudes == 0, last))
+    return places, magnitudes[order].int()
 
 
 def _largest_on_cpu(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:
@@ -244,14 +282,13 @@ def _largest_on_cpu(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor
         target[slots] = positions + (group.starts.numpy() - np.arange(len(rows)) * group.length)[row]
         unfilled[slots] = False
     source = bits.numpy()
-    work = np.empty(CHUNK, source.dtype), np.empty(CHUNK, np.bool_)
     for part in plan.large:
         piece = source[part.start : part.start + part.size]
         limit = piece.dtype.type(1)
         if part.drawn:
             sampled = piece[part.sample()] & piece.dtype.type(mask)
             limit = max(limit, np.partition(sampled, -part.tail)[-part.tail])
-        positions = _reaching(piece, limit, mask, part.count, *work)
+        positions = reaching(piece, int(limit), part.count)
         positions = positions[_first(piece[positions] & piece.dtype.type(mask), part.count)]
         here = slice(part.slot, part.slot + positions.size)
         np.add(positions, part.start, out=target[here])
@@ -291,20 +328,23 @@ def _matrices(bits: Tensor, plan: Plan, mask: int) -> Iterator[tuple[Rows, Tenso
         yield group, rows.bitwise_and_(mask)
 
 
-def _reaching(bits: Array, limit: Any, mask: int, count: int, magnitudes: Array, chosen: Array) -> Array:
+def reaching(bits: Array, limit: int, count: int) -> Array:
     """Positions of the elements whose magnitude is not below ``limit``, ascending; some more than ``count``, mostly.
 
-    ``magnitudes`` and ``chosen`` are room for a chunk.
+    Args:
+        bits: of float32 or float64 numbers, as integers of as many bytes.
     """
+    mask = np.iinfo(bits.dtype).max
     if bits.itemsize == 4 and (native := compiled()):
         found = np.empty(2 * count + 64, np.int64)
-        number = native.reaching(bits.ctypes.data, bits.size, int(limit), mask, found.ctypes.data, found.size)
+        number = native.reaching(bits.ctypes.data, bits.size, limit, mask, found.ctypes.data, found.size)
         if number >= 0:
             return found[:number]
+    magnitudes, chosen = np.empty(CHUNK, bits.dtype), np.empty(CHUNK, np.bool_)
     pieces = []
     for start in range(0, bits.size, CHUNK):
         chunk = bits[start : start + CHUNK]
-        np.bitwise_and(chunk, bits.dtype.type(mask), out=magnitudes[: chunk.size])
+        np.bitwise_and(chunk, mask, out=magnitudes[: chunk.size])
         np.greater_equal(magnitudes[: chunk.size], limit, out=chosen[: chunk.size])
         positions = np.flatnonzero(chosen[: chunk.size])
         positions += start

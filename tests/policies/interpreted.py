@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
 from typing import Any
@@ -11,14 +12,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import hvdbridge.kernels
 from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.kernels import cuda, fused, native, pack
+from hvdbridge.kernels import cuda, fused, native, pack, select
 from hvdbridge.kernels.quantise import Code, Linear
 from hvdbridge.kernels.signs import ScaledSign
 from hvdbridge.policies.sharded import _code_plan
+from hvdbridge.simulation import simulate
 from policies.test_native import same_codes, same_messages, vector
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which interprets, tells of NaN
@@ -84,6 +87,51 @@ def test_signs_packed_in_the_same_pass(seed: int, width: int, size: int, numels:
     assert torch.equal(scales, again)
 
 
+def search(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Indices and empty slots by the kernels, which must be those that the CPU's search finds."""
+    plan = select.Plan.of(Layout({"before": (7,), "w": (x.numel() - 7,)}), {"before": 2, "w": count}, CPU)
+    assert plan.large[0].drawn
+    bits, mask = select._bits(x)
+    ours, theirs = select._largest(bits, plan, mask, cuda)[0], select._largest_on_cpu(bits, plan, mask)
+    rows = slice(plan.counts["before"], None)  # small parameters have no kernel
+    assert torch.equal(ours[rows], theirs[0][rows])
+    return theirs
+
+
+@some
+@given(st.integers(0, 2**31), st.integers(select.ROW + 8, 90_000), st.sampled_from([1, 10, 900, 9_000]),
+       st.sampled_from([0.0, 0.001, 0.9]))  # fmt: skip
+def test_the_largest(seed: int, numel: int, count: int, special: float) -> None:
+    """Without a look at what was found, and among equal ones the first: with ``special`` of 0.9 most are equal."""
+    search(vector(seed, numel, special), count)
+
+
+def test_more_equal_ones_than_there_is_room_for() -> None:
+    """All equal; and in front of the few that are larger, which still come first."""
+    x = torch.full((60_000,), -2.0)
+    indices, empty = search(x, 500)
+    assert indices.tolist() == [0, 1, *range(7, 507)]
+    assert not empty.any()
+    x[-300:] = torch.tensor([3.0, math.inf, math.nan]).repeat(100)
+    indices, _ = search(x, 500)
+    assert indices.tolist()[2:] == [*range(7, 207), *range(59_700, 60_000)]
+    indices, empty = search(torch.zeros(60_000), 500)
+    assert empty.all()
+    assert not indices.any()
+
+
+def test_a_policy_with_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank with a GPU sends is what one without would."""
+    grads = [{"w": vector(seed, 70_000, 0.0), "b": vector(seed, 5, 0.0)} for seed in range(2)]
+    for spec in ("topk:ratio=0.01", "threshold:value=1.0", "dgc:ratio=0.01"):
+        found = []
+        for way in (select._largest_on_cpu, lambda bits, plan, mask: select._largest(bits, plan, mask, cuda)):
+            monkeypatch.setattr(select, "_largest_on_cpu", way)
+            found.append(simulate(spec, [{name: g.clone() for name, g in each.items()} for each in grads])[0])
+            monkeypatch.undo()
+        assert all(torch.equal(found[0][name], found[1][name]) for name in grads[0])
+
+
 def wrong(name: str) -> Any:
     class Wrong:
         def __getattr__(self, attribute: str) -> Any:
@@ -95,7 +143,7 @@ def wrong(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "named"),
     [("linear_encode", "Linear"), ("linear_decode", "Linear"), ("sign_encode", "ScaledSign"),
-     ("sign_decode", "ScaledSign"), ("squeeze", "3 bits"), ("spread", "3 bits")],
+     ("sign_decode", "ScaledSign"), ("squeeze", "3 bits"), ("spread", "3 bits"), ("reaching", "33 that reach 2")],
 )  # fmt: skip
 def test_a_kernel_that_does_nothing_is_found_out(name: str, named: str) -> None:
     assert named in fused.differences(wrong(name), CPU)
@@ -109,7 +157,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv("HVDBRIDGE_KERNELS", kernels)
         monkeypatch.setitem(sys.modules, "hvdbridge.kernels.cuda", module)
         monkeypatch.setattr(hvdbridge.kernels, "cuda", module)
-        return fused._on_cuda.__wrapped__(CPU)
+        return fused.on_cuda.__wrapped__(CPU)
 
     return choose
 

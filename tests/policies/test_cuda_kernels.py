@@ -46,6 +46,14 @@ kernels = {
     ),
     "_sign_decode": ({**place, **several, **rows}, {"ADD": 0, "WIDTH": 1024}),
     "_squeeze": ({"words": "*i64", "count": "i32", "out": "*u8"}, {"BITS": 5, "EACH": 256}),
+    "_mark": (
+        {"bits": "*i32", "count": "i32", "limit": "*i32", "words": "*i32", "counts": "*i32", "blocks": "i32"},
+        {"HEIGHT": cuda.HEIGHT},
+    ),
+    "_list": (
+        {"words": "*i32", "ends": "*i64", "blocks": "i32", "positions": "*i32", "room": "i32"},
+        {"HEIGHT": cuda.HEIGHT},
+    ),
     "_spread": ({"packed": "*u8", "count": "i32", "words": "*i64"}, {"BITS": 5, "EACH": 256}),
 }
 found = {}

@@ -146,23 +146,26 @@ def test_indices_that_no_int32_holds_are_refused() -> None:
         shuffled(plan, 0, meta)
 
 
+def chance(counts: range, m: int, p: float) -> float:
+    """That one of ``counts`` is Binomial(m, p), by its terms."""
+    fixed = math.lgamma(m + 1)
+    logs = (
+        fixed - math.lgamma(i + 1) - math.lgamma(m - i + 1) + i * math.log(p) + (m - i) * math.log1p(-p) for i in counts
+    )
+    return sum(map(math.exp, logs))
+
+
 def test_a_sample_is_large_enough() -> None:
-    """The chance that a candidate is lacking, exactly: P(Binomial(m, k/n) >= tail) < 1e-5 by its terms."""
+    """The chance that a candidate is lacking, and that there are more than there is room for: of as many larger ones
+    fewer than the tail were sampled then."""
     for n in (40_000, 100_000, 1_000_000, 10_000_000):
         for ratio in (1e-4, 1e-3, 0.01, 0.05, 0.1):
-            part = select._large(0, n, count_of(ratio, n), 0, CPU, exact=False)
-            if not part.drawn:
-                continue
-            m, p = part.drawn, part.count / n
-            logs = [
-                math.lgamma(m + 1)
-                - math.lgamma(i + 1)
-                - math.lgamma(m - i + 1)
-                + i * math.log(p)
-                + (m - i) * math.log1p(-p)
-                for i in range(part.tail, min(m, part.tail + 60) + 1)
-            ]
-            assert sum(map(math.exp, logs)) < 1e-5, (n, ratio)
+            part = select._large(0, n, count_of(ratio, n), 0, exact=False)
+            if part.drawn:
+                m = part.drawn
+                assert chance(range(part.tail, min(m, part.tail + 60) + 1), m, part.count / n) < 1e-5, (n, ratio)
+                assert part.count <= part.room < n, (n, ratio)
+                assert chance(range(part.tail), m, part.room / n) < 1e-8, (n, ratio)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -177,8 +180,7 @@ def test_both_ways_to_search_agree(exact: bool) -> None:
     x[layout.offsets["p3"] + 11] = -math.inf
     bits, mask = select._bits(x)
     results = []
-    for way in (select._largest, select._largest_on_cpu):
-        indices, empty = way(bits, plan, mask)
+    for indices, empty in (select._largest(bits, plan, mask, None), select._largest_on_cpu(bits, plan, mask)):
         chosen = torch.zeros(layout.numel, dtype=torch.bool)
         chosen[indices[~empty]] = True
         results.append(chosen)
