@@ -9,6 +9,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
 
 #define TINY 0x1p-126f
 
@@ -487,21 +492,37 @@ void sign_decode(const uint8_t *restrict codes, int64_t code_stride, const uint8
     }
 }
 
+/* A bit for each of 32 whose magnitude is not below the limit. A compiler finds no instruction for it. */
+static inline uint32_t reached(const int32_t *bits, int32_t limit, int32_t mask)
+{
+    uint32_t word = 0;
+#if defined(__AVX512F__)
+    for (int j = 0; j < 32; j += 16) {
+        __m512i magnitudes = _mm512_and_si512(_mm512_loadu_si512(bits + j), _mm512_set1_epi32(mask));
+        word |= (uint32_t)_mm512_cmpge_epi32_mask(magnitudes, _mm512_set1_epi32(limit)) << j;
+    }
+#elif defined(__AVX2__)
+    for (int j = 0; j < 32; j += 8) {
+        __m256i x = _mm256_loadu_si256((const __m256i *)(bits + j)), magnitudes = _mm256_and_si256(x, _mm256_set1_epi32(mask));
+        __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(limit), magnitudes);
+        word |= (uint32_t)(~_mm256_movemask_ps(_mm256_castsi256_ps(below)) & 0xFF) << j;
+    }
+#else
+    for (int j = 0; j < 32; j++) word |= (uint32_t)((bits[j] & mask) >= limit) << j;
+#endif
+    return word;
+}
+
 /* select.reaching: positions of what is not below the limit, ascending; how many, or -1: more than there is room. */
 int64_t reaching(const int32_t *restrict bits, int64_t count, int32_t limit, int32_t mask, int64_t *restrict positions,
                  int64_t room)
 {
     int64_t found = 0, i = 0;
-    for (; i + 32 <= count; i += 32) {
-        int32_t any = 0;
-        for (int64_t j = i; j < i + 32; j++) any |= (bits[j] & mask) >= limit;
-        if (!any) continue;
-        if (found + 32 > room) return -1;
-        for (int64_t j = i; j < i + 32; j++) {
-            positions[found] = j;
-            found += (bits[j] & mask) >= limit;
+    for (; i + 32 <= count; i += 32)
+        for (uint32_t word = reached(bits + i, limit, mask); word; word &= word - 1) {
+            if (found == room) return -1;
+            positions[found++] = i + __builtin_ctz(word);
         }
-    }
     for (; i < count; i++)
         if ((bits[i] & mask) >= limit) {
             if (found == room) return -1;
@@ -514,10 +535,10 @@ int64_t reaching(const int32_t *restrict bits, int64_t count, int32_t limit, int
    matrix, wherever it lies. A sum is made in LANES and these in halves, or row by row in groups of ROWS: its order
    depends on the shape alone. The bits are not those of a BLAS, whose order of additions nobody knows. */
 #define TOGETHER 4
+#define HEIGHT 4
 #define LANES 8
 #define ROWS 64
 #define PIECE 512
-#define INLINE static inline __attribute__((always_inline))
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
 
 static inline float added(lanes sum)
@@ -531,7 +552,7 @@ static inline float added(lanes sum)
 INLINE void dots(const float *restrict x, const float *restrict vectors, int64_t cols, const int height, const int n,
                  float *restrict out, int64_t rows)
 {
-    lanes sum[2][TOGETHER];
+    lanes sum[HEIGHT][TOGETHER];
     for (int r = 0; r < height; r++)
         for (int k = 0; k < n; k++) sum[r][k] = (lanes){0};
     int64_t i = 0;
@@ -551,8 +572,8 @@ INLINE void some_dots(const float *restrict x, const float *restrict vectors, in
                       float *restrict out)
 {
     int64_t r = 0;
-    for (; r + 2 <= rows; r += 2) dots(x + r * cols, vectors, cols, 2, n, out + r, rows);
-    if (r < rows) dots(x + r * cols, vectors, cols, 1, n, out + r, rows);
+    for (; r + HEIGHT <= rows; r += HEIGHT) dots(x + r * cols, vectors, cols, HEIGHT, n, out + r, rows);
+    for (; r < rows; r++) dots(x + r * cols, vectors, cols, 1, n, out + r, rows);
 }
 
 /* out [batch, rank, rows] = vectors [batch, rank, cols] times each row of matrices [batch, rows, cols]. */

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import logging
 import math
+import platform
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -361,6 +362,21 @@ def test_no_compiler(compiler: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
     forget()
     with pytest.raises(ConfigurationError, match="Install a C compiler, name one in CC, or unset"):
         native.compiled(torch.ones(2))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86")
+@pytest.mark.parametrize("less", ["-mno-avx512f", "-mno-avx2"])
+def test_older_processors(less: str, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written by instructions: without some of them the same elements are found, of each the last one, too."""
+    monkeypatch.setenv("CC", f"cc {less}")
+    assert isinstance(native._load(), ctypes.CDLL)
+    x = vector(1, 50_021, 0.01)
+    x[-1] = math.nan
+    for count in (1, 900):
+        plan = select.Plan.of(Layout({"w": (x.numel(),)}), {"w": count}, x.device)
+        ours, theirs = both(lambda plan=plan: select.largest(x, plan))
+        assert torch.equal(ours[0], theirs[0])
+        assert ours[0][-1] == x.numel() - 1
 
 
 @pytest.mark.parametrize("kernels", ["auto", "native"])
