@@ -21,7 +21,7 @@ from hvdbridge.communicators.base import Communicator
 from hvdbridge.driver import Driver, drive, open_driver
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
 from hvdbridge.policies import from_spec, label
-from hvdbridge.policy import Policy
+from hvdbridge.policy import Policy, usual_bucket_mb
 from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors
 from hvdbridge.sources import attach
 from hvdbridge.sources.base import Options, views_pay
@@ -45,7 +45,8 @@ class GradientSynchronizer:
         optimizer: one, a list, or None; :attr:`optimizer` has the same structure.
         policy: a spec string, a :class:`~hvdbridge.policy.Policy`, or None for what ``hb.init`` was given.
         bucket_mb: size of a gradient bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or the policy's
-            (:attr:`Policy.bucket_mb <hvdbridge.policy.Policy.bucket_mb>`: 25 as in DDP, or 10). ``"auto"``: the
+            (:attr:`Policy.bucket_mb <hvdbridge.policy.Policy.bucket_mb>`: 25 as in DDP, or 10), and on CPUs of several
+            nodes not more than 10. ``"auto"``: the
             best for this policy, model and network, by measurements of some seconds. Policies that are not dense may
             give other bits with another size: where runs must be equal, take the number that :attr:`bucket_mb` says.
             Policies of the whole gradient (:attr:`Policy.scope <hvdbridge.policy.Policy.scope>` ``"step"``) have one
@@ -97,13 +98,14 @@ class GradientSynchronizer:
         bucket_mb = session.config.bucket_mb if bucket_mb is None else bucket_mb
         if not (bucket_mb is None or bucket_mb == "auto" or (not isinstance(bucket_mb, str) and bucket_mb > 0)):
             raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
+        self._communicator, self._control, ranks = open_group(session.communicator, group)
+        usual = usual_bucket_mb(self.policy, self._communicator.nodes, params.values())
         options = Options(
-            self.policy.bucket_mb if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
+            usual if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
             find_unused_parameters, static_graph, broadcast_buffers,
             views_pay(params.values()) if gradient_as_bucket_view is None else gradient_as_bucket_view,
-            whole=self.policy.scope == "step",
+            said=bucket_mb not in (None, "auto"), whole=self.policy.scope == "step",
         )  # fmt: skip
-        self._communicator, self._control, ranks = open_group(session.communicator, group)
         given = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}
         given |= {"bucket_mb": bucket_mb, "optimizers": len(originals)}
         agree(self._control, describe(model, params, given))
@@ -377,8 +379,9 @@ def average_gradients(
         raise ConfigurationError(
             f"average_gradients: {label(chosen)} acts after the optimizer's step. Use a GradientSynchronizer."
         )
-    bucket_mb = session.config.fixed_bucket_mb(chosen.bucket_mb, "average_gradients")
     communicator, control, driver, calls = averaging(session, group, next(iter(params.values())).device)
+    usual = usual_bucket_mb(chosen, communicator.nodes, params.values())
+    bucket_mb = session.config.fixed_bucket_mb(usual, "average_gradients")
     chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
     aggregator = Aggregator(chosen, params, communicator, control, driver)
     aggregator.weight = weight

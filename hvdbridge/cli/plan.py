@@ -108,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdbridge.bench.predict import Planner
     from hvdbridge.bucket import DDP_MB
     from hvdbridge.policies import from_spec
+    from hvdbridge.policy import usual_bucket_mb
     from hvdbridge.sources.base import views_pay
 
     given = (arguments.local_size, arguments.bucket_mb, arguments.cores, arguments.compute_ms)
@@ -144,7 +145,8 @@ def run(arguments: argparse.Namespace) -> int:
             if not errors.is_terminal:
                 errors.print(f"arithmetic of {spec}", highlight=False, markup=False)
             policy, row = from_spec(spec), job.rows.get(spec)
-            bucket_mb = arguments.bucket_mb or (row.bucket_mb if row else policy.bucket_mb)
+            usual = usual_bucket_mb(policy, range(-(-max(arguments.ranks) // local_size)), params.values())
+            bucket_mb = arguments.bucket_mb or (row.bucket_mb if row else usual)
             planner = replace(everywhere, bucket_mb=bucket_mb)
             try:
                 arithmetic = measure_arithmetic(policy, params, bucket_mb, device=device, local_size=local_size)

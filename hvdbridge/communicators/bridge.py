@@ -68,6 +68,7 @@ class Bridged(Communicator):
 
     failures: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)
     piece: int = PIECE
+    reduced_piece: ClassVar[int] = PIECE  # bytes that it reduces best at once
 
     def __init__(self, name: str, rank: int, size: int, timeout_seconds: float, watch: Watch = unwatched) -> None:
         super().__init__(watch)
@@ -158,7 +159,7 @@ class Bridged(Communicator):
             return tensor
         flat = _flat(tensor)
         if self._reduces(flat, op):
-            parts = flat.split(self.piece // flat.element_size())
+            parts = flat.split(min(self.piece, self.reduced_piece) // flat.element_size())
             for number, part in enumerate(parts, start=1):
                 yield from _run(self._reduce_in_place, part, op, last=number == len(parts))
                 self._reduced(part)

@@ -45,11 +45,17 @@ def attach_torch(
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # renamed in torch 2.13
     given: dict[str, Any] = {} if options.broadcast_buffers else {name: False}
     # None: a small first bucket. A list of sizes makes one, too, since torch 2.13; but then a static graph has several
-    # in its first step, of which DDP says that each is the first and none the last.
+    # in its first step, of which DDP says that each is the first and none the last. Where buckets of the mean have a
+    # size that the user said, they are those of a DDP of that size, and so are their sums' bits.
     given["bucket_cap_mb"] = None if options.bucket_mb == DDP_MB else options.bucket_mb
     if options.whole:
         given["bucket_cap_mb"] = 1 + sum(p.numel() * p.element_size() for p in params.values()) / 2**20
-    elif "bucket_cap_mb_list" in known and aggregator.policy.bucket_mb != DDP_MB and not options.static_graph:
+    elif (
+        "bucket_cap_mb_list" in known
+        and not options.static_graph
+        and options.bucket_mb != DDP_MB
+        and not (options.said and aggregator.policy.bucket_mb == DDP_MB)
+    ):
         given["bucket_cap_mb_list"] = [min(FIRST_BUCKET_BYTES / 2**20, options.bucket_mb), options.bucket_mb]
     shares = (
         aggregator.policy.takes_shares

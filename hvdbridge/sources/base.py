@@ -22,6 +22,7 @@ class Options:
     """What a source is told, besides model and optimizers; see ``GradientSynchronizer``.
 
     Attributes:
+        said: the user said how large buckets are.
         whole: the policy waits for the last gradient anyway, so all of one type and device are one bucket, which need
             not be joined.
     """
@@ -31,6 +32,7 @@ class Options:
     static_graph: bool = False
     broadcast_buffers: bool = True
     gradient_as_bucket_view: bool = False
+    said: bool = False
     whole: bool = False
 
     @property

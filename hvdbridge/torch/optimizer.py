@@ -41,7 +41,7 @@ from hvdbridge.collectives import AllReduce
 from hvdbridge.driver import Driver, open_driver
 from hvdbridge.errors import CollectiveTimeout, RankFailed
 from hvdbridge.policies import from_spec, label
-from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State
+from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State, usual_bucket_mb
 from hvdbridge.sources.base import Options
 from hvdbridge.sources.hooks import FlatBucket, Slot, make_buckets
 from hvdbridge.torch import joining, mpi_ops
@@ -148,7 +148,7 @@ class Opening:
         for name, p in self.params.items():
             if p.grad is not None and p.grad.is_sparse and not self.settings.sparse_as_dense:
                 sparse[name] = p.grad.sparse_dim()
-        size = bucket_mb(self.operations, self.settings.policy)
+        size = bucket_mb(self.operations, self.settings.policy, self.params.values())
         return mine, sparse, [*self.settings.lines(), f"buckets of {size:g} MB"]
 
     @property
@@ -185,12 +185,13 @@ class Opening:
         return self._reducer
 
 
-def bucket_mb(operations: Operations, policy: Policy) -> float:
-    """``HOROVOD_FUSION_THRESHOLD`` in MiB, or the session's size, or the policy's."""
+def bucket_mb(operations: Operations, policy: Policy, params: Iterable[Tensor]) -> float:
+    """``HOROVOD_FUSION_THRESHOLD`` in MiB, or the session's size, or what is usual."""
     given = operations.settings.bucket_bytes
     if given is not None:
         return given / 2**20
-    return operations.session.config.fixed_bucket_mb(policy.bucket_mb, "hvdbridge.torch.DistributedOptimizer")
+    usual = usual_bucket_mb(policy, operations.session.communicator.nodes, params)
+    return operations.session.config.fixed_bucket_mb(usual, "hvdbridge.torch.DistributedOptimizer")
 
 
 def differences(offers: Sequence[tuple[dict[str, str], dict[str, int], list[str]]]) -> str:
@@ -234,7 +235,7 @@ class Reducer:
         self.aggregator = Aggregator(
             settings.policy, self.dense, communicator, self.channel.control, self.driver, weighted=False
         )
-        size, whole = bucket_mb(self.operations, settings.policy), settings.policy.scope == "step"
+        size, whole = bucket_mb(self.operations, settings.policy, params.values()), settings.policy.scope == "step"
         self.buckets = self._cut(settings, Options(size, whole=whole))
         self.slots: dict[Tensor, Slot] = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self.running = False
@@ -783,7 +784,7 @@ def DistributedOptimizer(
     if delta and process_set is not global_process_set:
         raise NotImplementedError("Adasum takes the global process set only")
     chosen = from_spec("adasum") if delta else choose_policy(policy, op, compression, gradient_predivide_factor)
-    bucket_mb(mpi_ops._current(), chosen)  # refused here rather than within backward
+    bucket_mb(mpi_ops._current(), chosen, ())  # refused here rather than within backward
     names = names_of(optimizer.param_groups, named_parameters)
     parent = _DistributedAdasumOptimizer if delta else _DistributedOptimizer
     kind: Any = type(type(optimizer).__name__, (parent, type(optimizer)), {"__module__": type(optimizer).__module__})
