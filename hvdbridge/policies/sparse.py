@@ -70,10 +70,10 @@ class TopK(WithFeedback):
 
     Attributes:
         ratio: share of the elements that travel.
-        select: ``"sampled"`` (fast): on the CPU, the threshold that a sample of the parameter gives leaves about
-            1.2 k to 3 k candidates, of which the k largest are kept: what ``"exact"`` keeps, save in one case of
-            100 000, when it is a few less than k. ``"exact"``: all elements are compared. Parameters of up to
-            32768 elements, and those on a device, are searched exactly by both.
+        select: ``"sampled"`` (fast): the threshold that a sample of the parameter gives leaves about 1.2 k to 3 k
+            candidates, of which the k largest are kept: what ``"exact"`` keeps, save in one case of 100 000, when it
+            is a few less than k. ``"exact"``: all elements are compared. Parameters of up to 32768 elements, and on
+            CUDA those of float64, or without Triton all, are searched exactly by both.
         ef: error feedback.
     """
 

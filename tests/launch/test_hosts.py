@@ -27,7 +27,7 @@ def hosts() -> Iterator[Hosts]:
 @pytest.mark.parametrize(("launcher", "backend"), jobs.CELLS)
 def test_two_hosts(launcher: str, backend: str, hosts: Hosts, tmp_path: Path) -> None:
     env = jobs.environment(backend, JOB_RECORDS=str(tmp_path))
-    statuses, output = hosts.run(hosts.commands(launcher, 2, [SCRIPT]), env, timeout=60)
+    statuses, output = hosts.run(hosts.commands(launcher, 2, [SCRIPT, "buckets"]), env, timeout=60)
     assert not any(statuses), output[-8000:]
     for rank in range(4):
         seen = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -1,6 +1,6 @@
 """Every rank records who it is and what the others told it.
 
-places.py [again|leave]     then the session is closed and opened again; or the script just ends
+places.py [buckets|again|leave]     and how large buckets are; the session is closed and opened again; it just ends
 """
 
 import os
@@ -20,8 +20,8 @@ seconds = time.monotonic() - began
 
 
 def steps() -> tuple[float, float]:
-    """The size of a bucket that nobody said, and how many there are of three layers of 1.2 MiB: DDP cuts them anew after
-    its first step."""
+    """The size of a bucket that nobody said, and how many there are of three layers of 1.2 MiB, once DDP has cut them
+    anew."""
     sync = hb.GradientSynchronizer(torch.nn.Sequential(*(torch.nn.Linear(560, 560, bias=False) for _ in range(3))))
     for _ in range(3):
         sync.model(torch.ones(1, 560)).sum().backward()
@@ -40,11 +40,13 @@ def look() -> dict:
         "rank": hb.rank(), "size": hb.size(), "local_rank": hb.local_rank(), "local_size": hb.local_size(),
         "node_rank": hb.node_rank(), "num_nodes": hb.num_nodes(), "backend": hb.backend(), "launcher": hb.launcher(),
         "sum": total.item(), "from_0": hb.broadcast_object({"rank": hb.rank()}), "threads": torch.get_num_threads(),
-        "buckets": steps(), "parameters": [tensors["a"].tolist(), tensors["b"].flatten().tolist()],
+        "parameters": [tensors["a"].tolist(), tensors["b"].flatten().tolist()],
     }  # fmt: skip
 
 
 seen = look()
+if then == "buckets":
+    seen["buckets"] = steps()
 if then == "again":
     hb.shutdown()
     assert not hb.is_initialized()
