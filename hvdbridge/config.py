@@ -25,7 +25,7 @@ class Config:
     Attributes:
         backend: ``auto``, ``torch``, ``horovod`` or ``mpi`` (``HVDBRIDGE_BACKEND``).
         policy: a policy spec string (``HVDBRIDGE_POLICY``).
-        bucket_mb: size of a gradient bucket in MiB, or "auto" (``HVDBRIDGE_BUCKET_MB``); None: the policy's.
+        bucket_mb: size of a gradient bucket in MiB, or "auto" (``HVDBRIDGE_BUCKET_MB``); None: the usual one.
         debug: compare the signature of each collective across ranks before it starts (``HVDBRIDGE_DEBUG``).
         log_level: level of the ``hvdbridge`` logger (``HVDBRIDGE_LOG_LEVEL``).
         cache: directory for built wheels and kernels (``HVDBRIDGE_CACHE``).

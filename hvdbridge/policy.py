@@ -17,7 +17,7 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -159,24 +159,6 @@ class Slot:
     by_node: bool = False
     guarded: bool = True
     reused: bool = False
-
-
-def usual_bucket_mb(policy: Policy, nodes: Collection[int], params: Iterable[Tensor]) -> float:
-    """The size of a bucket in MiB where nobody says one: the policy's (:attr:`Policy.bucket_mb`), but on the CPUs of
-    several nodes at most :data:`CODED_MB`.
-
-    While a bucket of DDP's size is filled, a network of 1 Gbit/s has long sent the first one, and waits. For the plain
-    mean that was 4 % of a step.
-
-    Args:
-        nodes: that of each rank (any numbers, equal within a node); empty: not known.
-
-    >>> from hvdbridge.policies import from_spec
-    >>> [usual_bucket_mb(from_spec(spec), nodes, []) for spec in ("mean", "int8") for nodes in ((0, 0), (0, 1))]
-    [25.0, 10.0, 10.0, 10.0]
-    """
-    apart = len(set(nodes)) > 1 and all(p.device.type == "cpu" for p in params)
-    return min(policy.bucket_mb, CODED_MB) if apart else policy.bucket_mb
 
 
 class Policy:

@@ -21,10 +21,10 @@ from hvdbridge.communicators.base import Communicator
 from hvdbridge.driver import Driver, drive, open_driver
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
 from hvdbridge.policies import from_spec, label
-from hvdbridge.policy import Policy, usual_bucket_mb
+from hvdbridge.policy import Policy
 from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors
 from hvdbridge.sources import attach
-from hvdbridge.sources.base import Options, views_pay
+from hvdbridge.sources.base import Options, usual_bucket_mb, views_pay
 from hvdbridge.sources.hooks import HookSource
 from hvdbridge.sources.wrapper import Wrapper, unwrapped
 from hvdbridge.state import OnResize
@@ -45,8 +45,8 @@ class GradientSynchronizer:
         optimizer: one, a list, or None; :attr:`optimizer` has the same structure.
         policy: a spec string, a :class:`~hvdbridge.policy.Policy`, or None for what ``hb.init`` was given.
         bucket_mb: size of a gradient bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or the policy's
-            (:attr:`Policy.bucket_mb <hvdbridge.policy.Policy.bucket_mb>`: 25 as in DDP, or 10), and on CPUs of several
-            nodes not more than 10. ``"auto"``: the
+            (:attr:`Policy.bucket_mb <hvdbridge.policy.Policy.bucket_mb>`: 25 as in DDP, or 10), and among several nodes
+            not more than 10 (but by NCCL, with a static graph, or before torch 2.13). ``"auto"``: the
             best for this policy, model and network, by measurements of some seconds. Policies that are not dense may
             give other bits with another size: where runs must be equal, take the number that :attr:`bucket_mb` says.
             Policies of the whole gradient (:attr:`Policy.scope <hvdbridge.policy.Policy.scope>` ``"step"``) have one
@@ -99,7 +99,10 @@ class GradientSynchronizer:
         if not (bucket_mb is None or bucket_mb == "auto" or (not isinstance(bucket_mb, str) and bucket_mb > 0)):
             raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
         self._communicator, self._control, ranks = open_group(session.communicator, group)
-        usual = usual_bucket_mb(self.policy, self._communicator.nodes, params.values())
+        communicator = self._communicator
+        usual = usual_bucket_mb(
+            self.policy, communicator.nodes, communicator.capabilities.blocks_host, static_graph
+        )
         options = Options(
             usual if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
             find_unused_parameters, static_graph, broadcast_buffers,
@@ -380,7 +383,7 @@ def average_gradients(
             f"average_gradients: {label(chosen)} acts after the optimizer's step. Use a GradientSynchronizer."
         )
     communicator, control, driver, calls = averaging(session, group, next(iter(params.values())).device)
-    usual = usual_bucket_mb(chosen, communicator.nodes, params.values())
+    usual = usual_bucket_mb(chosen, communicator.nodes, communicator.capabilities.blocks_host)
     bucket_mb = session.config.fixed_bucket_mb(usual, "average_gradients")
     chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
     aggregator = Aggregator(chosen, params, communicator, control, driver)

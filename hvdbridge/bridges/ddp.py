@@ -51,7 +51,9 @@ class DistributedDataParallel(Module):
         find_unused_parameters, static_graph: as in torch's.
         init_sync: must be True.
         process_group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
-        bucket_cap_mb: size of a bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or the policy's.
+        bucket_cap_mb: size of a bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or as in
+            ``GradientSynchronizer``: among several nodes not DDP's 25, so that with three ranks and more sums differ
+            from DDP's by rounding.
         check_reduction, batched_grad_copy: without effect, as in torch's; and because copies are made all at once.
         gradient_as_bucket_view: as in torch's; None: where that is faster, as for ``GradientSynchronizer``.
         delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision, device_mesh,

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=30, help="counted steps of each way (default: %(default)s)")
     parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
-    parser.add_argument("--bucket-mb", type=mib, metavar="MIB", help="size of a bucket, or auto (default: a policy's)")
+    parser.add_argument("--bucket-mb", type=mib, metavar="MIB", help="size of a bucket, or auto (default: the usual)")
     parser.add_argument("--ranks", type=int, default=2, help="without a launcher (default: %(default)s)")
     several = "; without a launcher and with several backends a file for each, FILE's name with -BACKEND"
     parser.add_argument("--json", type=Path, metavar="FILE", help=f"write all figures{several}")

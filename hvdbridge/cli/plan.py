@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a step without synchronization; policies are scaled by it (default: measured)",
     )
     parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
-    parser.add_argument("--bucket-mb", type=float, help="(default: as in FILE, or the policy's)")
+    parser.add_argument("--bucket-mb", type=float, help="(default: as FILE's was said, or the usual one)")
     parser.add_argument(
         "--cores",
         type=float,
@@ -108,7 +109,6 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdbridge.bench.predict import Planner
     from hvdbridge.bucket import DDP_MB
     from hvdbridge.policies import from_spec
-    from hvdbridge.policy import usual_bucket_mb
     from hvdbridge.sources.base import views_pay
 
     given = (arguments.local_size, arguments.bucket_mb, arguments.cores, arguments.compute_ms)
@@ -145,25 +145,35 @@ def run(arguments: argparse.Namespace) -> int:
             if not errors.is_terminal:
                 errors.print(f"arithmetic of {spec}", highlight=False, markup=False)
             policy, row = from_spec(spec), job.rows.get(spec)
-            usual = usual_bucket_mb(policy, range(-(-max(arguments.ranks) // local_size)), params.values())
-            bucket_mb = arguments.bucket_mb or (row.bucket_mb if row else usual)
-            planner = replace(everywhere, bucket_mb=bucket_mb)
+            nccl = row.enqueued if row else device == "cuda"
+            usual = partial(_usual_bucket_mb, policy, nccl)
+            said = arguments.bucket_mb
+            own = said or (row.bucket_mb if row else usual(max(arguments.ranks), local_size))
+            if row and row.bucket_mb != usual(row.ranks, job.network.local_size):
+                said = own  # by who measured it
+            sizes = {ranks: said or usual(ranks, local_size) for ranks in arguments.ranks}
             try:
-                arithmetic = measure_arithmetic(policy, params, bucket_mb, device=device, local_size=local_size)
+                arithmetics = {
+                    size: measure_arithmetic(policy, params, size, device=device, local_size=local_size)
+                    for size in {*sizes.values(), own}
+                }
+                factor, overhead = here, min(overheads, default=0.0)
                 if row and _is_telling(policy, row):
-                    arithmetic, overhead = _as_timed(_as_measured(planner, row), policy, row, arithmetic, here)
+                    there = _as_measured(replace(everywhere, bucket_mb=own), row)
+                    factor, overhead = _as_timed(there, policy, row, arithmetics[own], here)
                     overheads.append(overhead)
-                else:
-                    arithmetic, overhead = arithmetic.scaled(here), min(overheads, default=0.0)
             except (ConfigurationError, Unsupported) as error:
                 console.print(f"{spec}: left out: {error}", markup=False)
                 continue
-            planner = replace(planner, overhead=overhead)
+            everybody = replace(everywhere, overhead=overhead)
             for ranks in sorted({*arguments.ranks, *([row.ranks] if row else [])}):
+                size = sizes.get(ranks, own)
                 try:
-                    found.append(planner.predict(spec, policy, ranks, arithmetic))
+                    planner = replace(everybody, bucket_mb=size)
+                    found.append(planner.predict(spec, policy, ranks, arithmetics[size].scaled(factor)))
                     if row and ranks == row.ranks:
-                        beside.append((_as_measured(planner, row).predict(spec, policy, ranks, arithmetic), row.step))
+                        planner = _as_measured(replace(everybody, bucket_mb=own), row)
+                        beside.append((planner.predict(spec, policy, ranks, arithmetics[own].scaled(factor)), row.step))
                 except (ConfigurationError, Unsupported) as error:
                     console.print(f"{spec}, {ranks} ranks: left out: {error}", markup=False)
     if not found:
@@ -267,6 +277,12 @@ def _as_measured(planner: Planner, row: Measured) -> Planner:
     return replace(own, compute_cpu=row.compute_cpu, cores=cores, local_size=network.local_size)
 
 
+def _usual_bucket_mb(policy: Policy, nccl: bool, ranks: int, local_size: int) -> float:
+    from hvdbridge.sources.base import usual_bucket_mb
+
+    return usual_bucket_mb(policy, range(-(-ranks // local_size)), blocks_host=not nccl)
+
+
 def _is_telling(policy: Policy, row: Measured | None) -> bool:
     """Whether there is a row that says what the policy computes in every step."""
     from hvdbridge.bench.arithmetic import kinds
@@ -276,8 +292,8 @@ def _is_telling(policy: Policy, row: Measured | None) -> bool:
 
 def _as_timed(
     there: Planner, policy: Policy, row: Measured, arithmetic: Arithmetic, here: float
-) -> tuple[Arithmetic, float]:
-    """A policy's arithmetic and the overhead with which it comes to what was measured ``there``."""
+) -> tuple[float, float]:
+    """By what to multiply a policy's arithmetic, and the overhead, so that it comes to what was measured ``there``."""
 
     def known(factor: float) -> Prediction:
         return there.predict("", policy, row.ranks, arithmetic.scaled(factor))
@@ -287,7 +303,7 @@ def _as_timed(
     found = known(factor)
     if found.cpu > row.cpu and found.compression and there.cores < 2:  # backward interrupted it while it was timed
         factor *= max(0.0, 1 - (found.cpu - row.cpu) / (found.compression * min(1, there.cores)))
-    return arithmetic.scaled(factor), row.cpu - known(factor).cpu
+    return factor, row.cpu - known(factor).cpu
 
 
 @contextmanager

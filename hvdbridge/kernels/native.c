@@ -503,7 +503,8 @@ static inline uint32_t reached(const int32_t *bits, int32_t limit, int32_t mask)
     }
 #elif defined(__AVX2__)
     for (int j = 0; j < 32; j += 8) {
-        __m256i x = _mm256_loadu_si256((const __m256i *)(bits + j)), magnitudes = _mm256_and_si256(x, _mm256_set1_epi32(mask));
+        __m256i x = _mm256_loadu_si256((const __m256i *)(bits + j));
+        __m256i magnitudes = _mm256_and_si256(x, _mm256_set1_epi32(mask));
         __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(limit), magnitudes);
         word |= (uint32_t)(~_mm256_movemask_ps(_mm256_castsi256_ps(below)) & 0xFF) << j;
     }

@@ -33,6 +33,9 @@ Array = np.ndarray[Any, Any]
 
 ROW = 32768
 """Parameters of at most so many elements are searched together, as rows of a matrix; larger ones by themselves."""
+KERNEL = 1 << 20
+"""Elements of a parameter from which on a device's kernels search it: theirs are five times the launches of
+``torch.topk``, and save bytes. By reckoning; no GPU was at hand."""
 CHUNK = 131072
 """Elements that the CPU looks through at a time: they stay in its cache."""
 TAIL = 400
@@ -81,13 +84,8 @@ class Large:
 
     def sample(self) -> Array:
         """Positions of the sample: one in each of equal strata, so distinct and ascending; the same at every step."""
-        return np.minimum((_strata(self.drawn) * (self.size / self.drawn)).astype(np.int64), self.size - 1)
+        return _sample(self.size, self.drawn)
 
-    def sample_on(self, device: torch.device) -> Tensor:
-        """The same, int64, on a device."""
-        points = [_points_on(number, device) for number in range(-(-self.drawn // CHUNK))]
-        strata = torch.cat(points)[: self.drawn] if len(points) > 1 else points[0][: self.drawn]
-        return (strata * (self.size / self.drawn)).long().clamp_(max=self.size - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,9 +169,14 @@ def _points(number: int) -> Array:
     return points
 
 
+def _sample(size: int, drawn: int) -> Array:
+    return np.minimum((_strata(drawn) * (size / drawn)).astype(np.int64), size - 1)
+
+
 @cache
-def _points_on(number: int, device: torch.device) -> Tensor:
-    return torch.from_numpy(_points(number)).to(device)
+def _sample_on(size: int, drawn: int, device: torch.device) -> Tensor:
+    """Kept, 8 bytes each: bringing them to a GPU would have the host wait in every step."""
+    return torch.from_numpy(_sample(size, drawn)).to(device)
 
 
 def _strata(count: int) -> Array:
@@ -193,7 +196,7 @@ def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """The elements of largest magnitude of each parameter, as many as the plan says.
 
     Zeros are never chosen: their slots are empty. Which of equal magnitudes are chosen is the same at every run: those
-    that stand first, but on a device not of parameters that are searched exactly.
+    that stand first, but on a device only of parameters that its kernels search; of others their order differs, too.
 
     Returns:
         ``(indices, values)``: int64 into ``flat``, and of its type (float32 for half types), ``[plan.total]``.
@@ -213,14 +216,15 @@ def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     if flat.device.type == "cpu":
         indices, empty = _largest_on_cpu(bits, plan, mask)
     else:
-        kernels = on_cuda(bits.device) if bits.is_cuda and bits.dtype == torch.int32 else None
+        takes = bits.is_cuda and bits.dtype == torch.int32 and bits.is_contiguous()
+        kernels = on_cuda(bits.device) if takes and any(part.size >= KERNEL for part in plan.large) else None
         indices, empty = _largest(bits, plan, mask, kernels)
     return indices, flat.index_select(0, indices).masked_fill_(empty, 0)
 
 
 def _largest(bits: Tensor, plan: Plan, mask: int, kernels: OnDevice | None) -> tuple[Tensor, Tensor]:
     """Indices, and which slots are empty: without a look at any value by the host. By ``kernels`` where a sample tells
-    them what to look for, else by comparing all."""
+    them what to look for in many, else by comparing all."""
     # One more slot than the message has: where rows put what is beyond their count.
     indices = torch.empty(plan.total + 1, dtype=torch.int64, device=bits.device)
     found = torch.empty(plan.total + 1, dtype=bits.dtype, device=bits.device)
@@ -232,7 +236,7 @@ def _largest(bits: Tensor, plan: Plan, mask: int, kernels: OnDevice | None) -> t
         indices[slots] = top.indices.add_(group.starts[:, None])
     for part in plan.large:
         here, piece = slice(part.slot, part.slot + part.count), bits[part.start : part.start + part.size]
-        if kernels and part.drawn:
+        if kernels and part.drawn and part.size >= KERNEL:
             places, found[here] = _among_candidates(piece, part, mask, kernels)
         else:
             found[here], places = torch.topk(piece & mask, part.count, sorted=False)
@@ -244,7 +248,7 @@ def _largest(bits: Tensor, plan: Plan, mask: int, kernels: OnDevice | None) -> t
 def _among_candidates(bits: Tensor, part: Large, mask: int, kernels: OnDevice) -> tuple[Tensor, Tensor]:
     """Positions and magnitudes of the largest, ascending; of equal ones those that stand first, and magnitudes of 0
     behind them where there are fewer. What :func:`_largest_on_cpu` finds."""
-    sampled = bits.index_select(0, part.sample_on(bits.device)).bitwise_and_(mask)
+    sampled = bits.index_select(0, _sample_on(part.size, part.drawn, bits.device)).bitwise_and_(mask)
     limit = torch.topk(sampled, part.tail).values[-1:].clamp_(min=1)
     positions = torch.full((part.room,), -1, dtype=torch.int32, device=bits.device)
     kernels.reaching(bits, limit, positions)

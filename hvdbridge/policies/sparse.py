@@ -72,8 +72,8 @@ class TopK(WithFeedback):
         ratio: share of the elements that travel.
         select: ``"sampled"`` (fast): the threshold that a sample of the parameter gives leaves about 1.2 k to 3 k
             candidates, of which the k largest are kept: what ``"exact"`` keeps, save in one case of 100 000, when it
-            is a few less than k. ``"exact"``: all elements are compared. Parameters of up to 32768 elements, and on
-            CUDA those of float64, or without Triton all, are searched exactly by both.
+            is a few less than k. ``"exact"``: all elements are compared. Parameters of up to 32768 elements are
+            searched exactly by both; on CUDA those of less than a million, too, of float64, and without Triton all.
         ef: error feedback.
     """
 

@@ -38,20 +38,20 @@ def attach_torch(
     import torch.distributed as dist
 
     from hvdbridge.bucket import DDP_MB, FIRST_BUCKET_BYTES
+    from hvdbridge.sources.base import SIZES
     from hvdbridge.sources.ddp import DdpSource, DistributedDataParallel
 
     own_group = None if ranks is None else dist.new_group(ranks, use_local_synchronization=True)
     known = signature(torch.nn.parallel.DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # renamed in torch 2.13
     given: dict[str, Any] = {} if options.broadcast_buffers else {name: False}
-    # None: a small first bucket. A list of sizes makes one, too, since torch 2.13; but then a static graph has several
-    # in its first step, of which DDP says that each is the first and none the last. Where buckets of the mean have a
-    # size that the user said, they are those of a DDP of that size, and so are their sums' bits.
+    # None: a small first bucket. A list of sizes makes one, too. Where buckets of the mean have a size that the user
+    # said, they are those of a DDP of that size, and so are their sums' bits.
     given["bucket_cap_mb"] = None if options.bucket_mb == DDP_MB else options.bucket_mb
     if options.whole:
         given["bucket_cap_mb"] = 1 + sum(p.numel() * p.element_size() for p in params.values()) / 2**20
     elif (
-        "bucket_cap_mb_list" in known
+        SIZES
         and not options.static_graph
         and options.bucket_mb != DDP_MB
         and not (options.said and aggregator.policy.bucket_mb == DDP_MB)

@@ -41,8 +41,8 @@ from hvdbridge.collectives import AllReduce
 from hvdbridge.driver import Driver, open_driver
 from hvdbridge.errors import CollectiveTimeout, RankFailed
 from hvdbridge.policies import from_spec, label
-from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State, usual_bucket_mb
-from hvdbridge.sources.base import Options
+from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State
+from hvdbridge.sources.base import Options, usual_bucket_mb
 from hvdbridge.sources.hooks import FlatBucket, Slot, make_buckets
 from hvdbridge.torch import joining, mpi_ops
 from hvdbridge.torch.compression import Compression
@@ -123,6 +123,7 @@ class Opening:
     Attributes:
         arrived: the parameters whose gradients are there: they are handed in at once.
         key: process set and name of the channel, the same on all ranks.
+        bucket_mb: the size of a bucket in MiB.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Opening:
         self._ready = torch.cuda.current_stream(first.device).record_event() if first.is_cuda else None
         title = f"DistributedOptimizer {number} (first parameter {next(iter(params))!r})"
         self.key = mpi_ops._number(process_set), f"channel.{name}"
+        self.bucket_mb = bucket_mb(self.operations, settings.policy, self.operations.members(self.key[0]))
         self._pending = self.operations.open(name, self.key[0], title, self._offer(), self._opened)
 
     def _offer(self) -> tuple[dict[str, str], dict[str, int], list[str]]:
@@ -148,8 +150,7 @@ class Opening:
         for name, p in self.params.items():
             if p.grad is not None and p.grad.is_sparse and not self.settings.sparse_as_dense:
                 sparse[name] = p.grad.sparse_dim()
-        size = bucket_mb(self.operations, self.settings.policy, self.params.values())
-        return mine, sparse, [*self.settings.lines(), f"buckets of {size:g} MB"]
+        return mine, sparse, [*self.settings.lines(), f"buckets of {self.bucket_mb:g} MB"]
 
     @property
     def stale(self) -> bool:
@@ -185,12 +186,14 @@ class Opening:
         return self._reducer
 
 
-def bucket_mb(operations: Operations, policy: Policy, params: Iterable[Tensor]) -> float:
-    """``HOROVOD_FUSION_THRESHOLD`` in MiB, or the session's size, or what is usual."""
+def bucket_mb(operations: Operations, policy: Policy, ranks: Iterable[int]) -> float:
+    """``HOROVOD_FUSION_THRESHOLD`` in MiB, or the session's size, or what is usual among these ranks."""
     given = operations.settings.bucket_bytes
     if given is not None:
         return given / 2**20
-    usual = usual_bucket_mb(policy, operations.session.communicator.nodes, params)
+    world = operations.session.communicator
+    nodes = [world.nodes[rank] for rank in ranks] if world.nodes else ()
+    usual = usual_bucket_mb(policy, nodes, world.capabilities.blocks_host)
     return operations.session.config.fixed_bucket_mb(usual, "hvdbridge.torch.DistributedOptimizer")
 
 
@@ -235,8 +238,7 @@ class Reducer:
         self.aggregator = Aggregator(
             settings.policy, self.dense, communicator, self.channel.control, self.driver, weighted=False
         )
-        size, whole = bucket_mb(self.operations, settings.policy, params.values()), settings.policy.scope == "step"
-        self.buckets = self._cut(settings, Options(size, whole=whole))
+        self.buckets = self._cut(settings, Options(opening.bucket_mb, whole=settings.policy.scope == "step"))
         self.slots: dict[Tensor, Slot] = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self.running = False
         self.begun = 0

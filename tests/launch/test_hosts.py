@@ -35,7 +35,7 @@ def test_two_hosts(launcher: str, backend: str, hosts: Hosts, tmp_path: Path) ->
         assert (seen["local_rank"], seen["local_size"]) == (rank % 2, 2)
         assert (seen["node_rank"], seen["num_nodes"]) == (rank // 2, 2)
         assert (seen["backend"], seen["launcher"]) == (backend, launcher)
-        assert seen["buckets"] == [10, 2], "smaller ones on a network, and a small first one"
+        assert seen["buckets"] == [[10, 2], [25, 2]], "smaller ones on a network, and a small first one"
 
 
 @pytest.mark.parametrize(

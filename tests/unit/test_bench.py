@@ -24,6 +24,7 @@ from hvdbridge.collectives import Broadcast
 from hvdbridge.dry_run import Asked, Ended, dry_run
 from hvdbridge.errors import BackendUnavailable, ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec
+from hvdbridge.policy import Policy
 from hvdbridge.torch.compression import Compression
 from hvdbridge.world import World
 
@@ -446,6 +447,44 @@ def test_plan_where_cores_are_what_lacks(tmp_path: Path, capsys: pytest.CaptureF
     assert (mean["step"], int8["step"]) == pytest.approx((12.0, 12.0), abs=0.25)  # copies are as slow as computing
     assert bf16["policy"] == "bf16"
     assert bf16["step"] > 11.5
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], float]:
+    """The last size of a bucket with which each policy was predicted among so many ranks, in MiB."""
+    found: dict[tuple[str, int], float] = {}
+    predict = Planner.predict
+
+    def spy(self: Planner, spec: str, policy: Policy, ranks: int, arithmetic: Arithmetic) -> Prediction:
+        found[spec, ranks] = self.bucket_mb
+        return predict(self, spec, policy, ranks, arithmetic)
+
+    monkeypatch.setattr(Planner, "predict", spy)
+    return found
+
+
+def test_plan_has_the_buckets_that_a_job_would(sizes: dict[tuple[str, int], float]) -> None:
+    """Whatever else is planned: DDP's on one node, smaller ones among several; or as said."""
+    words = ["plan", "--model", "small:4", "--gbits", "1", "--local-size", "4", "--policies", "mean", "int8"]
+    assert main([*words, "--ranks", "2", "4", "8"]) == 0
+    assert sizes == {("mean", 2): 25, ("mean", 4): 25, ("mean", 8): 10, **{("int8", n): 10 for n in (2, 4, 8)}}
+    assert main([*words, "--ranks", "2", "8", "--bucket-mb", "3"]) == 0
+    assert {sizes[spec, n] for spec in ("mean", "int8") for n in (2, 8)} == {3}
+
+
+@pytest.mark.parametrize(("measured", "expected"), [(25.0, 10.0), (4.0, 4.0)])
+def test_plan_from_one_node(
+    measured: float, expected: float, tmp_path: Path, sizes: dict[tuple[str, int], float]
+) -> None:
+    """What was usual there is not so among several; what was said is."""
+    path = tmp_path / "bench.json"
+    words = written(path, ("torch", "small:4", None))
+    content = json.loads(path.read_text())
+    content["network"]["local_size"], content["rows"][0]["bucket_mb"] = 2, measured
+    path.write_text(json.dumps(content))
+    assert main([*words[:3], "--ranks", "2", "8", "--policies", "mean"]) == 0
+    assert sizes["mean", 2] == measured
+    assert sizes["mean", 8] == expected
 
 
 def written(path: Path, *rows: tuple[str, str, int | None]) -> list[str]:

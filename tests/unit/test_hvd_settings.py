@@ -6,16 +6,21 @@ import math
 import socket
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import hvdbridge.torch as hvd
+from hvdbridge.communicators.base import Capabilities
 from hvdbridge.config import Config
 from hvdbridge.errors import ConfigurationError, RendezvousError
 from hvdbridge.helper.client import Monitor
 from hvdbridge.helper.wire import Message, pack
+from hvdbridge.policies import from_spec
 from hvdbridge.torch.control import Hub, Spoke
 from hvdbridge.torch.coordinator import Coordinator, Request
+from hvdbridge.torch.optimizer import bucket_mb
 from hvdbridge.torch.settings import Settings, unheeded
 
 NAMES = [
@@ -31,6 +36,17 @@ NAMES = [
     "nccl_built", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
     "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
 ]  # fmt: skip
+
+
+def test_buckets_among_the_ranks_of_a_process_set() -> None:
+    """Of one node and of several, whatever the job has; or as said."""
+    world = SimpleNamespace(nodes=(0, 0, 1, 1), capabilities=Capabilities())
+    session = SimpleNamespace(communicator=world, config=Config())
+    operations: Any = SimpleNamespace(session=session, settings=SimpleNamespace(bucket_bytes=None))
+    sizes = [bucket_mb(operations, from_spec("mean"), ranks) for ranks in ([0, 1], [1, 2], range(4))]
+    assert sizes == [25, 10, 10]
+    operations.settings.bucket_bytes = 2**20
+    assert bucket_mb(operations, from_spec("mean"), [0, 3]) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,10 +19,11 @@ hb.init()
 seconds = time.monotonic() - began
 
 
-def steps() -> tuple[float, float]:
+def steps(static_graph: bool) -> tuple[float, float]:
     """The size of a bucket that nobody said, and how many there are of three layers of 1.2 MiB, once DDP has cut them
     anew."""
-    sync = hb.GradientSynchronizer(torch.nn.Sequential(*(torch.nn.Linear(560, 560, bias=False) for _ in range(3))))
+    model = torch.nn.Sequential(*(torch.nn.Linear(560, 560, bias=False) for _ in range(3)))
+    sync = hb.GradientSynchronizer(model, static_graph=static_graph)
     for _ in range(3):
         sync.model(torch.ones(1, 560)).sum().backward()
     buckets = sync.stats()["collectives"]
@@ -46,7 +47,7 @@ def look() -> dict:
 
 seen = look()
 if then == "buckets":
-    seen["buckets"] = steps()
+    seen["buckets"] = [steps(static_graph) for static_graph in (False, True)]
 if then == "again":
     hb.shutdown()
     assert not hb.is_initialized()
