@@ -46,7 +46,7 @@ class GradientSynchronizer:
         policy: a spec string, a :class:`~hvdbridge.policy.Policy`, or None for what ``hb.init`` was given.
         bucket_mb: size of a gradient bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or the policy's
             (:attr:`Policy.bucket_mb <hvdbridge.policy.Policy.bucket_mb>`: 25 as in DDP, or 10), and among several nodes
-            not more than 10 (but by NCCL, with a static graph, or before torch 2.13). ``"auto"``: the
+            not more than 10 (but where there is NCCL, with a static graph, or before torch 2.13). ``"auto"``: the
             best for this policy, model and network, by measurements of some seconds. Policies that are not dense may
             give other bits with another size: where runs must be equal, take the number that :attr:`bucket_mb` says.
             Policies of the whole gradient (:attr:`Policy.scope <hvdbridge.policy.Policy.scope>` ``"step"``) have one

@@ -89,13 +89,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class Job:
-    """What is known of the job: from the command line, or from what ``hvdbridge bench`` wrote."""
+    """What is known of the job: from the command line, or from what ``hvdbridge bench`` wrote.
+
+    Attributes:
+        nccl: it was the backend's library; None: no job is known, so it is if this machine has CUDA.
+    """
 
     network: Network
     model: str
     samples: int | None
     compute: float | None = None
     rows: Mapping[str, Measured] = field(default_factory=dict)
+    nccl: bool | None = None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -145,8 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
             if not errors.is_terminal:
                 errors.print(f"arithmetic of {spec}", highlight=False, markup=False)
             policy, row = from_spec(spec), job.rows.get(spec)
-            nccl = row.enqueued if row else device == "cuda"
-            usual = partial(_usual_bucket_mb, policy, nccl)
+            usual = partial(_usual_bucket_mb, policy, device == "cuda" if job.nccl is None else job.nccl)
             said = arguments.bucket_mb
             own = said or (row.bucket_mb if row else usual(max(arguments.ranks), local_size))
             if row and row.bucket_mb != usual(row.ranks, job.network.local_size):
@@ -256,7 +260,8 @@ def _job(arguments: argparse.Namespace, errors: Console) -> Job:
             network = replace(network, local=Network.given(*local).lines)
         if compute is None and measured:
             compute = statistics.median(row.compute for row in measured.values())
-        return Job(network, model, samples.pop(), compute, measured)
+        nccl = backend == "torch" and any(row.enqueued for row in measured.values())
+        return Job(network, model, samples.pop(), compute, measured, nccl)
     if arguments.gbits is None:
         raise ConfigurationError(
             "which network? --gbits 10 --latency-us 30, or --from what hvdbridge bench --json wrote"

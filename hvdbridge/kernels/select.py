@@ -87,7 +87,6 @@ class Large:
         return _sample(self.size, self.drawn)
 
 
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """How to choose ``counts[name]`` elements of each parameter: message slots stand in the layout's order."""
@@ -175,7 +174,8 @@ def _sample(size: int, drawn: int) -> Array:
 
 @cache
 def _sample_on(size: int, drawn: int, device: torch.device) -> Tensor:
-    """Kept, 8 bytes each: bringing them to a GPU would have the host wait in every step."""
+    """Kept for good (8 bytes each, at most a 16th of a parameter of that size): bringing them to a GPU would have the
+    host wait in every step."""
     return torch.from_numpy(_sample(size, drawn)).to(device)
 
 
