@@ -7,7 +7,7 @@ group, None for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module, Parameter
@@ -60,7 +60,7 @@ def attach_torch(
     shares = (
         aggregator.policy.takes_shares
         and not (aggregator.weighted or options.find_unused_parameters or options.static_graph)
-        and not (options.gradient_as_bucket_view and _rounds(aggregator.communicator.size, params.values()))
+        and not options.gradient_as_bucket_view  # DDP divides them by a pass of its own, and not by a product
         # Elements tell which bucket is a step's last
         and all(p.numel() for p in params.values())
         and not hasattr(model, "_ddp_params_and_buffers_to_ignore")
@@ -77,12 +77,6 @@ def attach_torch(
         **given,
     )
     return DdpSource(wrapped, params, aggregator, own_group), wrapped, optimizers
-
-
-def _rounds(size: int, params: Iterable[Parameter]) -> bool:
-    """Whether DDP's mean of views may have other bits than ours: it divides them, in place of a product with 1 / size,
-    which is the same where that is a power of two. (On CUDA, where nothing of this was seen to run, we do not ask.)"""
-    return bool(size & (size - 1)) or any(p.is_cuda for p in params)
 
 
 def attach_horovod(

@@ -9,10 +9,10 @@ Rules:
    A failure leaves backward() through ours; DDP's futures get the buckets as they came then, for it would make another
    error of them. Where DDP waits for traffic of its own, too, which ranks that failed never send, ours comes first.
 4. The driver is flushed with the last bucket: in the first step of a static graph DDP waits where it submits them.
-5. DDP divides by the number of ranks while it copies gradients into its buckets (those that lie there, as views, one
-   by one), unless it has a hook, which takes another pass over memory. Where a policy needs no more
-   (:attr:`~hvdbridge.policy.Policy.takes_shares`) and there are no weights, it gets none: its reducer is given a
-   process group whose all-reduce comes here. A hook can be registered at any time, but not given back.
+5. DDP divides by the number of ranks while it copies gradients into its buckets, unless it has a hook, which takes
+   another pass over memory. Where a policy needs no more (:attr:`~hvdbridge.policy.Policy.takes_shares`) and there are
+   no weights, it gets none: its reducer is given a process group whose all-reduce comes here. A hook can be registered
+   at any time, but not given back.
 6. DDP lays a dense parameter into its bucket as it lies in memory (channels_last), and a policy reads by index: such
    buckets are put in order and back, unless the policy treats every element alike.
 7. DDP without its source is its module alone: autograd's hooks are off, and no forward sends anything.
