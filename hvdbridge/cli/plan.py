@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,12 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
             if not errors.is_terminal:
                 errors.print(f"arithmetic of {spec}", highlight=False, markup=False)
             policy, row = from_spec(spec), job.rows.get(spec)
-            usual = partial(_usual_bucket_mb, policy, device == "cuda" if job.nccl is None else job.nccl)
-            said = arguments.bucket_mb
-            own = said or (row.bucket_mb if row else usual(max(arguments.ranks), local_size))
-            if row and row.bucket_mb != usual(row.ranks, job.network.local_size):
-                said = own  # by who measured it
-            sizes = {ranks: said or usual(ranks, local_size) for ranks in arguments.ranks}
+            nccl = device == "cuda" if job.nccl is None else job.nccl
+            own, sizes = _bucket_sizes(arguments, job, policy, row, local_size, nccl)
             try:
                 arithmetics = {
                     size: measure_arithmetic(policy, params, size, device=device, local_size=local_size)
@@ -282,10 +277,21 @@ def _as_measured(planner: Planner, row: Measured) -> Planner:
     return replace(own, compute_cpu=row.compute_cpu, cores=cores, local_size=network.local_size)
 
 
-def _usual_bucket_mb(policy: Policy, nccl: bool, ranks: int, local_size: int) -> float:
+def _bucket_sizes(
+    arguments: argparse.Namespace, job: Job, policy: Policy, row: Measured | None, local_size: int, nccl: bool
+) -> tuple[float, dict[int, float]]:
+    """The size of a bucket in the row, and what each number of ranks would have: what the command line says, or who
+    measured the row did (it is not what was usual there), or what is usual."""
     from hvdbridge.sources.base import usual_bucket_mb
 
-    return usual_bucket_mb(policy, range(-(-ranks // local_size)), blocks_host=not nccl)
+    def usual(ranks: int, local_size: int) -> float:
+        return usual_bucket_mb(policy, range(-(-ranks // local_size)), blocks_host=not nccl)
+
+    said = arguments.bucket_mb
+    own = said or (row.bucket_mb if row else usual(max(arguments.ranks), local_size))
+    if row and row.bucket_mb != usual(row.ranks, job.network.local_size):
+        said = own
+    return own, {ranks: said or usual(ranks, local_size) for ranks in arguments.ranks}
 
 
 def _is_telling(policy: Policy, row: Measured | None) -> bool:
