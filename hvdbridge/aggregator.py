@@ -71,11 +71,10 @@ class Aggregator:
         seed: int = 0,
         weighted: bool | None = None,
     ) -> None:
-        self.policy = policy
+        self._take_up(policy, params)
         self.communicator = communicator
         self.control = control
         self.driver = driver
-        self.store = StateStore(policy, params)
         self.seed = seed
         self.step = 0
         self.weight: float | None = None
@@ -106,7 +105,15 @@ class Aggregator:
         """
         if self.step or self._pending:
             raise StepError("a policy cannot be replaced after the first step: its state would be lost")
+        self._take_up(policy, params)
+
+    def _take_up(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
         self.policy, self.store = policy, StateStore(policy, params)
+        # What a policy is, is looked up in all of its inner ones, and here it is asked for with each bucket.
+        self._whole = policy.scope == "step"
+        self._acts_after = policy.acts_after_step or policy.anchored
+        self._rounds, self._heavy = policy.rounds, not policy.in_place
+        self._brief = self._rounds == 1 and not self._heavy and self.store.empty
 
     @property
     def skipped(self) -> bool:
@@ -119,7 +126,7 @@ class Aggregator:
         Raises:
             WeightError: this rank set a weight although all agreed in the first step to set none.
         """
-        if self.after is not None:
+        if self.after is not None and self._acts_after:
             self.after.before_backward()
         self._pending.clear()
         self._pieces.clear()
@@ -141,7 +148,7 @@ class Aggregator:
 
     def submit(self, piece: Piece, last: bool) -> None:
         """Hand in the next bucket; flows start here for policies of scope "bucket"."""
-        if self.policy.scope == "bucket":
+        if not self._whole:
             self._start([piece], last)
             return
         self._pieces.append(piece)
@@ -173,7 +180,7 @@ class Aggregator:
         self.last_traffic = self.driver.traffic
         if self._unfinished:
             self._start_rest()
-        if self.after is not None:
+        if self.after is not None and self._acts_after:
             self.after.note(self.step)
         self.step += 1
 
@@ -256,9 +263,11 @@ class Aggregator:
 
         pieces = list(pieces)
         flow = self._aggregate(pieces, self.step, self._index, last)
+        only = last and self._index == 0
         self._index += 1
-        policy = self.policy
-        pending = Pending(flow, self.communicator, True, policy.rounds, not policy.in_place, settled=settled)
+        pending = Pending(
+            flow, self.communicator, True, self._rounds, self._heavy, self._brief, awaited=only, settled=settled
+        )
         self._pending.append(self.driver.submit(pending))
 
     def _aggregate(self, pieces: list[Piece], step: int, index: int, last: bool) -> Task[list[Tensor]]:
@@ -275,6 +284,8 @@ class Aggregator:
             self._unfinished.append((index, flow, layout))
         else:
             self.store.merge(layout, end.state, end.update)
+        if len(pieces) == 1:
+            return [brought(end.update, buffer)]
         parts = end.update.split([piece.layout.numel for piece in pieces])
         return [brought(part, piece.buffer) for part, piece in zip(parts, pieces, strict=True)]
 

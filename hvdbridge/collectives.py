@@ -56,6 +56,8 @@ class Collective:
         extra = "".join(f" {k}={getattr(self, k)}" for k in ("op", "root") if hasattr(self, k))
         return f"{self.kind}[{', '.join(shape)}] {str(t.dtype).removeprefix('torch.')}{extra} group={self.group}"
 
+    __str__ = signature
+
     def bytes_sent(self, size: int) -> int:
         """Bytes that one rank sends in a bandwidth-optimal schedule among ``size`` ranks, rounded down.
 

@@ -18,6 +18,10 @@ Rules:
    device and a stream of its own are set inside the thread (all belong to a thread), so that a copy to the host waits
    for what it copies and not for backward. A flow begins behind an event of the stream that submitted it; who has
    waited for it lets his stream wait for the driver's (:meth:`Driver.order`).
+   To hand over to a thread costs as much as a small step, so where nothing is before it that has not started all it
+   will, and signatures are not compared, a flow starts in the thread that submits it: one of a single collective and
+   next to no arithmetic (``Pending.brief``), which the waiter's thread ends; and a step's only one, which that thread
+   would wait for anyway (``Pending.awaited``). It has the same place in the order as by the thread.
 4. Where the backend enqueues (NCCL), flows run at once, on one side stream that waits for the current one;
    a future carries the stream's event and nobody waits on the host.
 5. The first failure poisons the driver: all pending and later flows fail with the same cause. A collective
@@ -37,7 +41,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -64,6 +68,10 @@ PATIENT_POLL_SECONDS, PATIENCE, LONGEST_PATIENT_POLL_SECONDS = 2e-3, 1.125, 0.1
 """The same where nothing starts or progresses by a look: only so that what is done is not taken for waited for. Each
 pause is so many times the one before, so an eighth of a long wait is the most by which it is overrated; a look costs a
 thread's turn at a core, which a backward may need."""
+
+AWAIT_SECONDS = 0.05
+"""Who submits a flow and waits for it, waits in the library below for so long. From then on a failure that others tell
+of must reach him."""
 
 HEAVY_AT_ONCE = 3
 """One that sends, one that ends, and one that is encoded ahead."""
@@ -134,6 +142,9 @@ class Pending(Generic[T]):
         rounds: how many collectives the flow asks for at most, where that is known and no other flow changes it
             (``Policy.rounds``): then it runs ahead of its turns.
         heavy: it holds about as much memory as its bucket while it is under way, so few such flows are at once.
+        brief: one collective, next to nothing to compute before and after it, and nothing shared: it may start in the
+            thread that submits it, and end in any.
+        awaited: no other is submitted before who submits it waits for its end.
         settled: called once when :meth:`wait` would not block any more, after a failure too.
     """
 
@@ -142,6 +153,8 @@ class Pending(Generic[T]):
     overlaps: bool = False
     rounds: int | None = None
     heavy: bool = False
+    brief: bool = False
+    awaited: bool = False
     then: Callable[[T], None] | None = None
     settled: Callable[[Pending[T]], None] | None = None
     result: T | None = None
@@ -150,12 +163,12 @@ class Pending(Generic[T]):
     asked: int = 0  # collectives, so far
     grouped: bool = False  # the last one is that of a group
     ending: bool = False  # it will start no more operations
-    _done: threading.Event = field(default_factory=threading.Event)
+    done: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _bell: threading.Lock = field(default_factory=threading.Lock)  # free when it is done; an Event is ten calls more
 
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
+    def __post_init__(self) -> None:
+        self._bell.acquire()
 
     @property
     def ahead(self) -> bool:
@@ -164,7 +177,8 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         """The flow's result, or the driver's failure raised."""
-        self._done.wait()
+        with self._bell:
+            pass
         if self.error is not None:
             raise self.error
         return self.result  # type: ignore[return-value]
@@ -179,7 +193,8 @@ class Pending(Generic[T]):
                 if self.settled is not None:
                     self.settled(self)
             finally:
-                self._done.set()
+                self.done = True
+                self._bell.release()
 
 
 class Driver:
@@ -192,6 +207,7 @@ class Driver:
         self._number = 0
         self._travelling = 0
         self._since = 0.0
+        self._counting = threading.Lock()  # of what several threads add to
 
     def submit(self, pending: Pending[T]) -> Pending[T]:
         """Run a flow on its communicator after all that was submitted before; returns ``pending``.
@@ -232,7 +248,7 @@ class Driver:
                 raise self.failure
             pending.since = time.perf_counter()
             result = yield from relay(pending.flow, partial(self._answer, pending))
-            self.traffic.computing += time.perf_counter() - pending.since
+            self._computed(pending)
             if pending.then is not None:
                 pending.then(result)
         except GeneratorExit:
@@ -242,9 +258,13 @@ class Driver:
             pending.settle(error=self.failure)
         else:
             pending.settle(result)
+        self._forget(pending)
+
+    def _forget(self, pending: Pending[Any]) -> None:
+        """It is settled."""
 
     def _answer(self, pending: Pending[Any], request: Collective) -> Answer:
-        self.traffic.computing += time.perf_counter() - pending.since
+        self._computed(pending)
         communicator = pending.communicator
         pending.asked += 1
         pending.grouped = request.group != "world"
@@ -261,8 +281,7 @@ class Driver:
         if self._check is not None:
             self._number += 1
             self._check(self._number, request.signature())
-        self.traffic.collectives += 1
-        self.traffic.bytes_sent += request.bytes_sent(communicator.size_of(request.group))
+        self._counted(request.bytes_sent(communicator.size_of(request.group)))
         travels, lost = False, None
         try:
             while True:
@@ -292,15 +311,26 @@ class Driver:
             pending.since = time.perf_counter()
         return answer
 
+    def _computed(self, pending: Pending[Any]) -> None:
+        with self._counting:
+            self.traffic.computing += time.perf_counter() - pending.since
+
+    def _counted(self, sent: int) -> None:
+        with self._counting:
+            self.traffic.collectives += 1
+            self.traffic.bytes_sent += sent
+
     def _departs(self) -> None:
-        if not self._travelling:
-            self._since = time.perf_counter()
-        self._travelling += 1
+        with self._counting:
+            if not self._travelling:
+                self._since = time.perf_counter()
+            self._travelling += 1
 
     def _arrives(self) -> None:
-        self._travelling -= 1
-        if not self._travelling:
-            self.traffic.seconds += time.perf_counter() - self._since
+        with self._counting:
+            self._travelling -= 1
+            if not self._travelling:
+                self.traffic.seconds += time.perf_counter() - self._since
 
 
 class Run:
@@ -321,7 +351,7 @@ class Run:
 
     @property
     def at_gate(self) -> bool:
-        return not (self.waits or self.ended)
+        return self._work is None and not self.ended
 
     @property
     def ending(self) -> bool:
@@ -350,10 +380,10 @@ class Run:
         settled = self.ending and self._pending.communicator.capabilities.progresses
         return self.travels and not (self.announced or settled)
 
-    def announce(self, waiter: Waiter) -> None:
+    def announce(self, waiter: Waiter, wake: Callable[[], None]) -> None:
         """Have ``waiter`` tell when its operation is over, where it can."""
         if self._work is not None and self._work.shared and not self.announced:
-            waiter.watch(self._work)
+            waiter.watch(self._work, wake)
             self.announced = True
 
     def _next(self, error: Exception | None = None) -> None:
@@ -378,31 +408,47 @@ class Run:
             moved = True
         return moved
 
+    def go_on(self, seconds: float) -> None:
+        """Start its operations and wait for them, as far as that takes no longer."""
+        end = time.perf_counter() + seconds
+        while not self.ended:
+            if self._work is None:
+                self.start()
+            elif self._over_within(end - time.perf_counter()):
+                self.proceed(turn=True, block=True)
+            else:
+                break
+
+    def _over_within(self, seconds: float) -> bool:
+        try:
+            return self._work is None or self._work.over_within(seconds)
+        except Exception:  # which its wait() raises, too
+            return True
+
     def start(self) -> bool:
         """From a gate: start the operation, pass a request that has none, or end. Whether that was all of the turn."""
         self.started = True
         asked = self._pending.asked
         if self.at_gate:
             self.number = next(STARTS)
-        while self.at_gate and self._pending.asked == asked:
+        while self._work is None and not self.ended and self._pending.asked == asked:
             self._next()
         return self._work is None or self._work.last or not self._pending.grouped
 
 
 class Waiter:
-    """Waits for operations in a thread of its own, in the order in which they started and so should end, and calls
-    ``wake`` after each."""
+    """Waits for operations in a thread of its own, in the order in which they started and so should end, and after each
+    calls what is to follow it."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self._works: Mailbox[Work | None] = Mailbox()
+    def __init__(self) -> None:
+        self._works: Mailbox[tuple[Work, Callable[[], None]] | None] = Mailbox()
         self._thread: threading.Thread | None = None
 
-    def watch(self, work: Work) -> None:
+    def watch(self, work: Work, then: Callable[[], None]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="hvdbridge-waiter", daemon=True)
             self._thread.start()
-        self._works.put(work)
+        self._works.put((work, then))
 
     def close(self) -> None:
         """When all that it watches is over."""
@@ -410,12 +456,14 @@ class Waiter:
             self._works.put(None)
             self._thread.join()
 
+    @torch.no_grad()
     def _loop(self) -> None:
-        while (work := self._works.get()) is not None:
+        while (given := self._works.get()) is not None:
+            work, then = given
             with suppress(Exception):  # raised again where the flow waits
                 work.wait()
-            self._wake()
-            del work  # else it would live on until the next one
+            then()
+            del given, work, then  # else they would live on until the next one
 
 
 class ThreadDriver(Driver):
@@ -425,29 +473,78 @@ class ThreadDriver(Driver):
         super().__init__(check)
         self._device = device if device is not None and device.type == "cuda" else None
         self._stream = None if self._device is None else torch.cuda.Stream(self._device)
-        self._mail: Mailbox[tuple[Pending[Any] | None, Any]] = Mailbox()
-        self._inbox: deque[tuple[Pending[Any] | None, Any]] = deque()  # taken from there, not yet begun
+        self._mail: Mailbox[tuple[Pending[Any] | Run | None, Any]] = Mailbox()
+        self._inbox: deque[tuple[Pending[Any] | Run | None, Any]] = deque()  # taken from there, not yet begun
         self._runs: list[Run] = []  # oldest first
         self._turns: deque[Run] = deque()  # in their order
         self._flushing = False  # nothing begins until all runs have ended
         self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
-        self._waiter = Waiter(lambda: self._mail.put((None, WAKE)))
+        self._waiter = Waiter()
         self._open: set[Pending[Any]] = set()  # submitted and perhaps not done; what fail() must not leave waiting
+        self._given = 0  # flows that the thread was given and has not ended
+        self._brief = 0  # flows that started without it, and are not over
         self._lock = threading.Lock()
+        self._order = threading.RLock()  # held from where a flow gets its place to where it starts, or waits for that
         self._thread = threading.Thread(target=self._loop, name="hvdbridge-driver", daemon=True)
         self._thread.start()
 
     def submit(self, pending: Pending[T]) -> Pending[T]:
-        with self._lock:
-            if self.failure is not None:
-                raise self.failure
-            self._open.add(pending)
-        event = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
-        self._mail.put((pending, event))
+        with self._order:
+            with self._lock:
+                if self.failure is not None:
+                    raise self.failure
+                self._open.add(pending)
+                # Nothing is before it that has not started, or may start more
+                idle = not self._given and (pending.brief or not self._brief)
+                here = (pending.brief or pending.awaited) and idle and self._check is None and self._device is None
+                self._brief += here
+                self._given += not here
+            if here:
+                try:
+                    # In autograd's hook there is none, mostly, and the context is a good part of what this costs
+                    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+                        self._start_here(pending)
+                except BaseException as error:  # no flow's: an interrupt, say. What was left half done is nobody's
+                    self.fail(error)
+                    raise
+            else:
+                event = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
+                self._mail.put((pending, event))
         return pending
 
+    def _start_here(self, pending: Pending[Any]) -> None:
+        run = Run(pending, self._steps(pending))
+        run.start()
+        if pending.awaited:
+            run.go_on(AWAIT_SECONDS)
+        if run.waits and run.ending and run.shared:
+            run.announce(self._waiter, partial(self._end, run))
+            return
+        with self._lock:
+            self._brief -= 1
+            self._given += not run.ended
+        if not run.ended:
+            self._mail.put((run, None))
+
+    def _end(self, run: Run) -> None:
+        try:
+            run.proceed(block=True)
+        except BaseException as error:  # no flow's, as in the thread
+            self.fail(error)
+        with self._lock:
+            self._brief -= 1
+            waited_for = self._given > 0
+        if waited_for:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._mail.put((None, WAKE))
+
     def flush(self) -> None:
-        self._mail.put((None, None))
+        with self._lock:
+            given = self._given
+        if given:
+            self._mail.put((None, None))
 
     def settle(self) -> None:
         self.flush()
@@ -486,17 +583,22 @@ class ThreadDriver(Driver):
             torch.cuda.set_stream(self._stream)
         while True:
             self._progress()
-            pending, event = self._inbox[0] if self._inbox else (None, WAKE)
-            if event is WAKE or not self._may_begin(pending):
+            given, event = self._inbox[0] if self._inbox else (None, WAKE)
+            if isinstance(given, Run):
+                self._inbox.popleft()
+                self._runs.append(given)
+                del given
+                continue
+            if event is WAKE or not self._may_begin(given):
                 self._wait()
                 continue
             self._inbox.popleft()
-            if pending is not None:
-                self._begin(pending, event)
+            if given is not None:
+                self._begin(given, event)
             elif event is CLOSE:
                 self._waiter.close()
                 return
-            del pending  # else the last result would live on until the next step
+            del given  # else the last result would live on until the next step
 
     def _progress(self) -> None:
         """All that needs no waiting: what is next in the order starts, flows go on to their gates."""
@@ -516,7 +618,11 @@ class ThreadDriver(Driver):
                     self._turns.popleft()
             for run in self._runs:
                 moved |= run.proceed()
-            self._runs = [run for run in self._runs if not run.ended]
+            ended = sum(run.ended for run in self._runs)
+            if ended:
+                self._runs = [run for run in self._runs if not run.ended]
+                with self._lock:
+                    self._given -= ended
             if moved:
                 self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
         self._flushing = self._flushing and bool(self._runs)
@@ -529,7 +635,7 @@ class ThreadDriver(Driver):
             if self._runs and not self._flushing:
                 self._flushing = True
                 self._progress()
-            return not self._runs
+            return not (self._runs or (pending is not None and self._brief))
         if self._flushing or not all(run.started for run in self._runs):
             return False
         if not (pending.ahead and all(run.ahead for run in self._runs)):
@@ -540,13 +646,12 @@ class ThreadDriver(Driver):
     def _begin(self, pending: Pending[Any], event: Any) -> None:
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
-        run = Run(pending, self._settled(pending))
+        run = Run(pending, self._steps(pending))
         self._turns.extend([run, *self._runs])
         self._runs.append(run)
         self._flushing = not pending.overlaps
 
-    def _settled(self, pending: Pending[Any]) -> Generator[Work | None, None, None]:
-        yield from self._steps(pending)
+    def _forget(self, pending: Pending[Any]) -> None:
         with self._lock:
             self._open.discard(pending)
 
@@ -558,7 +663,7 @@ class ThreadDriver(Driver):
             travelling[0].proceed(block=True)
             return
         for run in travelling:
-            run.announce(self._waiter)
+            run.announce(self._waiter, self._wake)
         timeout = None
         if any(run.wants_looks for run in travelling):
             timeout = self._pause

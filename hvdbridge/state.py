@@ -210,6 +210,11 @@ class StateStore:
         self.rooms = Memory(AT_ONCE * ROOMS, ANY)
 
     @property
+    def empty(self) -> bool:
+        """The policy keeps nothing."""
+        return not self._slots
+
+    @property
     def nbytes(self) -> int:
         """Bytes of state that this rank holds."""
         return sum(t.numel() * t.element_size() for _, leaf in leaves(self._tree) for t in leaf.values())

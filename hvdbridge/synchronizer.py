@@ -134,7 +134,7 @@ class GradientSynchronizer:
         )
         self.optimizer = like(optimizer, wrapped)
         self._params = params
-        self._known = set(params.values())
+        self._known = set(map(id, params.values()))
         self._optimizers = wrapped
         self._after = AfterStep(self._aggregator, params, wrapped, self.model)
         replaced = [before for before, after in zip(originals, wrapped, strict=True) if before is not after]
@@ -338,7 +338,7 @@ class GradientSynchronizer:
         if self._source.steps == 0:
             raise StepError(f"{where} before any synchronizing backward(): there are no aggregated gradients.")
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        strange = [p for p in held if p.grad is not None and p not in self._known]
+        strange = [p for p in held if id(p) not in self._known and p.grad is not None]
         if strange:
             raise StepError(
                 f"{where} with gradients of {len(strange)} parameters that nobody aggregates: unfrozen or added since, "

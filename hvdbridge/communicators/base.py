@@ -17,8 +17,9 @@ Rules:
 from __future__ import annotations
 
 import pickle
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,6 +34,10 @@ DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
+
+
+LOOK_SECONDS = 5e-5
+"""Between two looks at an operation that cannot be waited for with a limit."""
 
 
 class Work(ABC):
@@ -51,6 +56,15 @@ class Work(ABC):
     def done(self) -> bool:
         """Whether :meth:`wait` would not block, or the time is up; makes progress where the library needs that."""
 
+    def over_within(self, seconds: float) -> bool:
+        """Whether :meth:`wait` would not block, which is waited for so long at most."""
+        end = time.perf_counter() + seconds
+        while not self.done():
+            if time.perf_counter() > end:
+                return False
+            time.sleep(LOOK_SECONDS)
+        return True
+
     @abstractmethod
     def wait(self) -> None:
         """Return when it is complete. Harmless when repeated.
@@ -63,11 +77,12 @@ class Work(ABC):
 Answer = Generator[Work | None, None, Tensor]
 """Steps towards an answer: None before an operation starts, the work that was started; returns the tensor."""
 
-Watch = Callable[[str], AbstractContextManager[None]]
-"""``with watch("AllReduce[3] float32 ..."):`` tells the job's monitor what this rank waits for."""
+Watch = Callable[[object], AbstractContextManager[None]]
+"""``with watch("AllReduce[3] float32 ..."):`` tells the job's monitor what this rank waits for: the ``str`` of it,
+should it take long."""
 
 
-def unwatched(_: str) -> AbstractContextManager[None]:
+def unwatched(_: object) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -100,6 +115,7 @@ class Communicator(ABC):
         self.watch = watch
         self.groups: dict[str, Communicator] = {}
         self.nodes: tuple[int, ...] = ()
+        self._among_nodes: dict[str, tuple[int, int]] = {}
 
     @classmethod
     def world(cls, watch: Watch = unwatched, timeout_seconds: float = 300.0) -> Communicator:
@@ -125,21 +141,16 @@ class Communicator(ABC):
         """:meth:`execute` in steps; the first comes before anything is done."""
         yield None
         comm = self if request.group == "world" else self._named(request.group)
-        with self.watch(request.signature()):
+        with self.watch(request):
             return (yield from comm._answer(request))
 
     def size_of(self, group: str) -> int:
         """Number of ranks that take part in a request of ``group``."""
         return self.size if group == "world" else self._named(group).size
 
-    def places(self) -> dict[str, tuple[int, int]]:
+    def places(self) -> Mapping[str, tuple[int, int]]:
         """This rank's number in, and the size of, each named group."""
-        places = {name: (comm.rank, comm.size) for name, comm in self.groups.items()}
-        for name, divide in (("node", node_groups), ("cross", cross_groups)):
-            for ranks in divide(self.nodes):
-                if self.rank in ranks:
-                    places[name] = (ranks.index(self.rank), len(ranks))
-        return places
+        return {**{name: (comm.rank, comm.size) for name, comm in self.groups.items()}, **self._among_nodes}
 
     def set_nodes(self, nodes: Sequence[int]) -> None:
         """Say on which node each rank runs (any numbers, equal within a node); this gives the groups
@@ -147,6 +158,9 @@ class Communicator(ABC):
         if len(nodes) != self.size:
             raise ConfigurationError(f"one node for each of {self.size} ranks is needed, got {list(nodes)}")
         self.nodes = tuple(nodes)
+        for name, divide in (("node", node_groups), ("cross", cross_groups)):
+            ranks = next(ranks for ranks in divide(self.nodes) if self.rank in ranks)
+            self._among_nodes[name] = (ranks.index(self.rank), len(ranks))
 
     def _named(self, group: str) -> Communicator:
         if group not in self.groups and group.startswith("ranks:"):

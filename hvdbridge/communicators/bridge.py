@@ -159,7 +159,8 @@ class Bridged(Communicator):
             return tensor
         flat = _flat(tensor)
         if self._reduces(flat, op):
-            parts = flat.split(min(self.piece, self.reduced_piece) // flat.element_size())
+            limit = min(self.piece, self.reduced_piece)
+            parts = (flat,) if flat.nbytes <= limit else flat.split(limit // flat.element_size())
             for number, part in enumerate(parts, start=1):
                 yield from _run(self._reduce_in_place, part, op, last=number == len(parts))
                 self._reduced(part)
@@ -290,4 +291,6 @@ def _says(text: str, *words: str) -> bool:
 
 def _flat(tensor: Tensor) -> Tensor:
     """All elements in one row with stride 1, which ``view(-1)`` of a single element need not have."""
+    if tensor.stride() == (1,):
+        return tensor
     return tensor.contiguous().as_strided((tensor.numel(),), (1,))

@@ -59,11 +59,18 @@ class Polled(Work):
     def done(self) -> bool:
         return self._request.Test()
 
-    def wait(self) -> None:
-        asleep = time.perf_counter() + SPIN_SECONDS
+    def over_within(self, seconds: float) -> bool:
+        started = time.perf_counter()
         while not self._request.Test():
-            if time.perf_counter() > asleep:
+            waited = time.perf_counter() - started
+            if waited > seconds:
+                return False
+            if waited > SPIN_SECONDS:
                 time.sleep(POLL_SECONDS)
+        return True
+
+    def wait(self) -> None:
+        self.over_within(math.inf)
 
 
 class MpiCommunicator(Bridged):

@@ -31,7 +31,21 @@ from hvdbridge.errors import NotInitialized
 
 log = logging.getLogger("hvdbridge")
 
-OPS = {"sum": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+def _reducing(op: Any) -> Any:
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = op
+    return options
+
+
+OPS = {
+    "sum": _reducing(dist.ReduceOp.SUM),
+    "product": _reducing(dist.ReduceOp.PRODUCT),
+    "min": _reducing(dist.ReduceOp.MIN),
+    "max": _reducing(dist.ReduceOp.MAX),
+}
+
+SHORTEST_SECONDS = 1e-3
+"""Torch takes less for no limit."""
 
 WORLDS = count()
 """Numbers the worlds of this process: the store remembers the names of groups that were closed."""
@@ -51,6 +65,15 @@ class Works(Work):
 
     def done(self) -> bool:
         return self._over or all(work.is_completed() for work in self._works)
+
+    def over_within(self, seconds: float) -> bool:
+        if self._over or len(self._works) > 1:  # a receive whose wait took too long is lost
+            return self._over
+        try:
+            self._works[0].wait(timedelta(seconds=max(seconds, SHORTEST_SECONDS)))
+        except RuntimeError:  # that was too long, or its own error, which wait() raises
+            return bool(self._works[0].is_completed())
+        return True
 
     def wait(self) -> None:
         with self._lock:
@@ -125,9 +148,7 @@ class TorchCommunicator(Bridged):
         return flat.dtype != torch.bool and not loses_nan
 
     def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = OPS[op]
-        return Works((self._cuda if flat.is_cuda else self._host).allreduce([flat], options))
+        return Works((self._cuda if flat.is_cuda else self._host).allreduce([flat], OPS[op]))
 
     def _all_gather(self, data: Tensor, answer: Tensor) -> Work:
         if data.is_cuda:

@@ -87,7 +87,7 @@ class _Wait:
     __slots__ = ("label", "limit", "monitor", "phase", "since", "stall", "token")
 
     def __init__(
-        self, monitor: Monitor, label: str, limit: float = 0.0, phase: bool = False, stall: float = 0.0
+        self, monitor: Monitor, label: object, limit: float = 0.0, phase: bool = False, stall: float = 0.0
     ) -> None:
         self.monitor, self.label, self.limit, self.phase, self.token = monitor, label, limit, phase, 0
         self.stall = stall
@@ -246,8 +246,9 @@ class Monitor:
 
     # Waiting -----------------------------------------------------------------------------------------
 
-    def watch(self, label: str, limit: float = 0.0, stall: float = 0.0) -> AbstractContextManager[None]:
-        """``with monitor.watch("AllReduce[3] ..."):`` what this rank waits for meanwhile. Any thread; < 1 us.
+    def watch(self, label: object, limit: float = 0.0, stall: float = 0.0) -> AbstractContextManager[None]:
+        """``with monitor.watch("AllReduce[3] ..."):`` what this rank waits for meanwhile, the label being
+        ``str`` of what it is given, should anybody ask. Any thread; < 1 us.
 
         A connection error that leaves the block is replaced by the job's first cause, if that becomes known
         within a second (``raise cause from error``). A block is not entered once the job has failed.
@@ -273,7 +274,7 @@ class Monitor:
     def _announce(self, wait: _Wait) -> None:
         """Tell the helper of a wait. It may end in another thread at any moment: then this one withdraws it."""
         wait.token = next(self._tokens)
-        note: Message = {"op": "waiting", "token": wait.token, "label": wait.label}
+        note: Message = {"op": "waiting", "token": wait.token, "label": str(wait.label)}
         note |= {"age": time.monotonic() - wait.since, "limit": wait.limit, "stall": wait.stall}
         self._link.tell(note | {"phase": True} if wait.phase else note)
         if wait not in self._waits:

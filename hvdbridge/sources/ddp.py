@@ -234,12 +234,16 @@ class DdpSource(Source):
         self._numel = sum(p.numel() for p in params.values())
         self._divided = 0  # elements of this step that came divided
         self._begun = False  # a step whose first bucket has not come
-        self._handles = [p.register_post_accumulate_grad_hook(self._touch) for p in params.values()]
+        self._hook(self._touch)
+        self._first_step = True
         self._undecided = model.reducer_group is not None
         if model.reducer_group is None:
             self._register()
         else:
             model.reducer_group.shares = self._share
+
+    def _hook(self, hook: Callable[[Tensor], None]) -> None:
+        self._handles = [p.register_post_accumulate_grad_hook(hook) for p in self._names]
 
     def _register(self) -> None:
         """From now on buckets come raw, through a hook."""
@@ -295,8 +299,7 @@ class DdpSource(Source):
 
     def _touch(self, parameter: Tensor) -> None:
         self.touched.append(parameter)
-        if self.steps == 0:  # DDP's first hook may come too late to tell
-            refuse_reentrant()
+        refuse_reentrant()  # DDP's first hook may come too late to tell
         if self._undecided and self._model is not None and self._model.expects_backward:
             self._decide()
 
@@ -357,6 +360,11 @@ class DdpSource(Source):
         local = [] if self._complete else self.touched[:]
         super().finished()
         self.touched += local
+        if self._first_step and self.steps and not self._undecided:
+            self._first_step = False  # so there is no more to it, and of many small parameters this is a cost
+            for handle in self._handles:
+                handle.remove()
+            self._hook(self.touched.append)
 
     def _finish_after_ddp(self) -> None:
         at_end_of_backward(self._finish)  # DDP's callback stands already

@@ -19,7 +19,7 @@ from conformance.inputs import BITS, bits, brought, cases, difference, ops, redu
 from torch import Tensor
 
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
-from hvdbridge.communicators.base import DTYPES, Communicator
+from hvdbridge.communicators.base import DTYPES, Answer, Communicator
 from hvdbridge.driver import Pending, Task, ThreadDriver
 from hvdbridge.errors import ConfigurationError, NotInitialized, Unsupported
 
@@ -377,12 +377,27 @@ class CommunicatorSuite:
         finally:
             self.comm.piece = whole
 
+    def test_a_wait_can_have_a_limit(self) -> None:
+        """The last rank begins when all others have waited in vain."""
+        if self.size == 1:
+            return
+        steps, late = self.comm.answer(AllReduce(torch.full((5000,), 2.0))), self.rank == self.size - 1
+        if late:
+            self.control.barrier()
+        work = next(step for step in steps if step is not None)
+        if not late:
+            self.expect("over before all began" if work.over_within(0.02) else "", "in vain")
+            self.control.barrier()
+        self.expect("" if work.over_within(30) else "not over", "at last")
+        answer = finish(steps)
+        self.expect(difference(answer, torch.full((5000,), 2.0 * self.size), 0.0), "the answer")
+
     def test_watch_sees_each_request(self) -> None:
         seen: list[str] = []
 
         @contextmanager
-        def watch(signature: str) -> Iterator[None]:
-            seen.append(signature)
+        def watch(what: object) -> Iterator[None]:
+            seen.append(str(what))
             yield
             seen.append("done")
 
@@ -399,6 +414,14 @@ class CommunicatorSuite:
             comm.close()
             with self.refuses(NotInitialized, "closed"):
                 comm.execute(AllReduce(torch.ones(1)))
+
+
+def finish(steps: Answer) -> Tensor:
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        return end.value
 
 
 def suite_names() -> list[str]:

@@ -241,7 +241,7 @@ def test_what_only_travels_outlasts_what_is_looked_at_often() -> None:
     short = Pending(flow(1), ForLooks(lambda: next(looks) >= 400), overlaps=True, rounds=2)
     long = driver.submit(Pending(flow(2), ForLooks(lambda: short.done), overlaps=True, rounds=1))
     driver.submit(short).wait()
-    assert long._done.wait(5), "nobody looked again"
+    until(lambda: long.done, seconds=5)
     driver.close()
 
 
@@ -491,8 +491,7 @@ def test_a_flow_that_starts_nothing_more_holds_nobody_up(rounds: int | None, hea
     assert not any(pending.done for pending in runs)
     communicator.free.set()
     if rounds:  # what is done is found without a flush, so that nobody seems to wait for it
-        runs[-1]._done.wait(10)
-        assert all(pending.done for pending in runs)
+        until(lambda: all(pending.done for pending in runs))
     driver.flush()
     assert [pending.wait() for pending in runs] == [0, 1, 2, 3]
     driver.close()
@@ -719,3 +718,144 @@ def test_a_lost_operation_is_explained_by_the_communicator(look: bool) -> None:
         driver.run(flow(1), Explaining())
     assert driver.traffic.seconds > 0
     driver.close()
+
+
+def brief(value: float, communicator: Communicator, **options: Any) -> Pending[float]:
+    return Pending(flow(value), communicator, True, rounds=1, brief=True, **options)
+
+
+def test_a_brief_flow_starts_where_it_is_submitted_and_wakes_no_thread() -> None:
+    communicator, driver = Gated(Silent), ThreadDriver()
+    threads: list[str] = []
+
+    def bucket() -> Task[float]:
+        threads.append(threading.current_thread().name)
+        answer = yield AllReduce(torch.tensor([0.1]))
+        threads.append(threading.current_thread().name)
+        assert not torch.is_grad_enabled()
+        return float(answer[0])
+
+    first = driver.submit(Pending(bucket(), communicator, True, rounds=1, brief=True))
+    second = driver.submit(brief(1.1, communicator))
+    assert communicator.seen == [0.1, 1.1], "both, when submit() has returned"
+    driver.flush()
+    communicator.let(0.1, 1.1)
+    assert (first.wait(), second.wait()) == pytest.approx((0.1, 1.1))
+    assert threads == [threading.current_thread().name, "hvdbridge-waiter"]
+    driver.close()
+
+
+def test_a_brief_flow_waits_behind_what_has_not_ended() -> None:
+    communicator, driver = Gated(Silent), ThreadDriver()
+    before = driver.submit(Pending(flow(0.1, 0.2), communicator, True, rounds=2))
+    after = driver.submit(brief(1.1, communicator))
+    until(lambda: communicator.seen == [0.1, 1.1])
+    communicator.let(0.1, 0.2, 1.1)
+    driver.flush()
+    assert (before.wait(), after.wait()) == pytest.approx((0.3, 1.1))
+    assert communicator.seen == [0.1, 1.1, 0.2]
+    driver.close()
+
+
+def test_what_stands_alone_waits_for_brief_flows() -> None:
+    communicator, driver = Gated(Silent), ThreadDriver()
+    driver.submit(brief(0.1, communicator))
+    alone = driver.submit(Pending(flow(1.1), communicator))
+    time.sleep(0.05)  # in which it would start
+    assert communicator.seen == [0.1]
+    communicator.let(0.1, 1.1)
+    assert alone.wait() == pytest.approx(1.1)
+    driver.close()
+
+
+def test_the_failure_of_a_brief_flow_poisons_all_others() -> None:
+    class Breaks(Gated):
+        def _answer(self, request: Collective) -> Answer:
+            answer = yield from super()._answer(request)
+            if round(float(answer[0]), 1) == 0.1:
+                raise OSError("wire cut")
+            return answer
+
+    communicator, driver = Breaks(Silent), ThreadDriver()
+    runs = [driver.submit(brief(value, communicator)) for value in (0.1, 1.1)]
+    communicator.let(0.1, 1.1)
+    for pending in runs:
+        with pytest.raises(OSError, match="wire cut"):
+            pending.wait()
+    with pytest.raises(OSError, match="wire cut"):
+        driver.submit(brief(2.1, communicator))
+    assert communicator.seen == [0.1, 1.1]
+    driver.close()
+
+
+def test_a_failure_from_outside_frees_who_waits_for_a_brief_flow() -> None:
+    communicator, driver = Gated(Silent), ThreadDriver()
+    pending = driver.submit(brief(0.1, communicator))
+    driver.fail(HvdbridgeError("rank 3 died"))
+    with pytest.raises(HvdbridgeError, match="rank 3 died"):
+        pending.wait()
+    communicator.let(0.1)
+    driver.close()
+
+
+@pytest.mark.parametrize("rounds", [None, 3])
+@pytest.mark.parametrize("brief", [False, True])
+def test_who_waits_anyway_does_it_all_himself(rounds: int | None, brief: bool) -> None:
+    """Two operations of one request, too, and those of flows that share what they like."""
+    communicator, driver = Slow(0), ThreadDriver()
+    threads: list[str] = []
+
+    def bucket() -> Task[None]:
+        for value in (1.0, -2.0, 3.0):
+            yield AllReduce(torch.tensor([value]))
+            threads.append(threading.current_thread().name)
+
+    pending = driver.submit(Pending(bucket(), communicator, True, rounds, brief=brief, awaited=True))
+    assert pending.done
+    assert communicator.seen == [1.0, -2.0, -2.5, 3.0]
+    assert set(threads) == {threading.current_thread().name}
+    assert driver.run(flow(4.0), communicator) == 4.0
+    driver.close()
+
+
+@pytest.mark.parametrize("work", [Silent, Released])
+def test_who_waits_long_can_be_told_of_a_failure(work: Callable[[threading.Event], Work]) -> None:
+    """And what he began goes on where it was, as soon as it can."""
+    communicator, driver = Gated(work), ThreadDriver()
+    pending = driver.submit(Pending(flow(0.1, 0.2), communicator, True, rounds=2, awaited=True))
+    assert not pending.done
+    assert communicator.seen == [0.1]
+    driver.flush()
+    communicator.let(0.1, 0.2)
+    assert pending.wait() == pytest.approx(0.3)
+    stuck = driver.submit(Pending(flow(1.1), communicator, True, rounds=1, awaited=True))
+    driver.fail(HvdbridgeError("rank 3 died"))
+    with pytest.raises(HvdbridgeError, match="rank 3 died"):
+        stuck.wait()
+    communicator.let(1.1)
+    driver.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_brief_flows_keep_the_order_of_starts(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the thread is idle when they come is another matter on each rank."""
+    monkeypatch.setattr(Late, "shared", shared)
+    monkeypatch.setattr(Late, "last", True)
+    orders = set()
+    for seed in range(12):
+        communicator, driver, moments = Slow(seed), ThreadDriver(), random.Random(seed)
+        runs = []
+        for k in range(8):
+            time.sleep(moments.choice([0, 0, 0.004]))
+            if k % 4 == 2:
+                values = [k + 0.1, k + 0.2]
+                runs.append(driver.submit(Pending(flow(*values), communicator, True, rounds=2)))
+            else:
+                runs.append(driver.submit(brief(float(k), communicator)))
+        driver.flush()
+        for pending in runs:
+            pending.wait()
+        assert driver.traffic.collectives == 10
+        orders.add(tuple(round(value, 1) for value in communicator.seen))
+        driver.close()
+    assert len(orders) == 1
