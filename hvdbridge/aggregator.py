@@ -112,8 +112,8 @@ class Aggregator:
         # What a policy is, is looked up in all of its inner ones, and here it is asked for with each bucket.
         self._whole = policy.scope == "step"
         self._acts_after = policy.acts_after_step or policy.anchored
-        self._rounds, self._heavy = policy.rounds, not policy.in_place
-        self._brief = self._rounds == 1 and not self._heavy and self.store.empty
+        self._rounds, self._at_once = policy.rounds, None if policy.in_place else self.store.at_once
+        self._brief = self._rounds == 1 and policy.in_place and self.store.empty
 
     @property
     def skipped(self) -> bool:
@@ -266,7 +266,7 @@ class Aggregator:
         only = last and self._index == 0
         self._index += 1
         pending = Pending(
-            flow, self.communicator, True, self._rounds, self._heavy, self._brief, awaited=only, settled=settled
+            flow, self.communicator, True, self._rounds, self._at_once, self._brief, awaited=only, settled=settled
         )
         self._pending.append(self.driver.submit(pending))
 

@@ -73,9 +73,6 @@ AWAIT_SECONDS = 0.05
 """Who submits a flow and waits for it, waits in the library below for so long. From then on a failure that others tell
 of must reach him."""
 
-HEAVY_AT_ONCE = 3
-"""One that sends, one that ends, and one that is encoded ahead."""
-
 STARTS = itertools.count()
 CLOSE, WAKE = object(), object()
 
@@ -141,7 +138,8 @@ class Pending(Generic[T]):
         overlaps: other flows may be under way meanwhile; else it stands alone.
         rounds: how many collectives the flow asks for at most, where that is known and no other flow changes it
             (``Policy.rounds``): then it runs ahead of its turns.
-        heavy: it holds about as much memory as its bucket while it is under way, so few such flows are at once.
+        at_once: it holds about as much memory as its bucket while it is under way, so at most so many such flows are
+            at once; None: any number.
         brief: one collective, next to nothing to compute before and after it, and nothing shared: it may start in the
             thread that submits it, and end in any.
         awaited: no other is submitted before who submits it waits for its end.
@@ -152,7 +150,7 @@ class Pending(Generic[T]):
     communicator: Communicator
     overlaps: bool = False
     rounds: int | None = None
-    heavy: bool = False
+    at_once: int | None = None
     brief: bool = False
     awaited: bool = False
     then: Callable[[T], None] | None = None
@@ -360,7 +358,7 @@ class Run:
 
     @property
     def heavy(self) -> bool:
-        return self._pending.heavy
+        return self._pending.at_once is not None
 
     @property
     def ahead(self) -> bool:
@@ -640,8 +638,8 @@ class ThreadDriver(Driver):
             return False
         if not (pending.ahead and all(run.ahead for run in self._runs)):
             return not self._turns
-        at_once = sum(run.heavy for run in self._runs) + pending.heavy
-        return at_once <= HEAVY_AT_ONCE or not any(run.waits for run in self._runs)
+        heavy = sum(run.heavy for run in self._runs)
+        return pending.at_once is None or heavy < pending.at_once or not any(run.waits for run in self._runs)
 
     def _begin(self, pending: Pending[Any], event: Any) -> None:
         if event is not None:

@@ -32,7 +32,9 @@ Path = tuple[str, ...]
 """Keys from the root to a leaf: ``("inner", "residual")``."""
 
 AT_ONCE, ROOMS = 3, 2
-"""Flows under way, and rooms for messages that each of them has."""
+"""Flows under way (one that travels, one that ends, one that is encoded ahead), and rooms for messages that each has.
+Where a flow makes two vectors of new state or more beside the old ones, one flow fewer: no step of ``onebit`` was longer
+for it."""
 
 SHOWN = 8
 """Differences that an error lists before it only counts them."""
@@ -190,6 +192,9 @@ def redistribute(
 class StateStore:
     """Holds one rank's state: hands each bucket its part, takes the new part back, saves and loads.
 
+    Attributes:
+        at_once: flows that may be under way at once.
+
     >>> from hvdbridge.policies import from_spec
     >>> store = StateStore(from_spec("ef(bf16)"), {"w": torch.zeros(2), "b": torch.zeros(1)})
     >>> store.part(Layout({"b": (1,), "w": (2,)}))["residual"].flat
@@ -206,8 +211,10 @@ class StateStore:
         self._parts: dict[Layout, _Part] = {}
         self._slots = {path: slot_of(policy, path) for path, _ in leaves(self._tree)}
         # A flow's new values stand beside those that they replace, and one bucket is often smaller than the others.
-        self.memory = Memory((AT_ONCE + 1) * sum(slot.reused for slot in self._slots.values()))
-        self.rooms = Memory(AT_ONCE * ROOMS, ANY)
+        reused = sum(slot.reused for slot in self._slots.values())
+        self.at_once = AT_ONCE - 1 if reused > 1 else AT_ONCE
+        self.memory = Memory((self.at_once + 1) * reused)
+        self.rooms = Memory(self.at_once * ROOMS, ANY)
 
     @property
     def empty(self) -> bool:

@@ -477,11 +477,14 @@ class Released(Work):
 
 
 @pytest.mark.parametrize(
-    ("rounds", "heavy", "started"), [(1, False, [0, 1, 2, 3]), (1, True, [0, 1, 2]), (None, False, [0, 1])]
+    ("rounds", "at_once", "started"),
+    [(1, None, [0, 1, 2, 3]), (1, 3, [0, 1, 2]), (1, 2, [0, 1]), (None, None, [0, 1])],
 )
-def test_a_flow_that_starts_nothing_more_holds_nobody_up(rounds: int | None, heavy: bool, started: list[float]) -> None:
+def test_a_flow_that_starts_nothing_more_holds_nobody_up(
+    rounds: int | None, at_once: int | None, started: list[float]
+) -> None:
     communicator, driver = Held(), ThreadDriver()
-    flows = [Pending(flow(float(k)), communicator, overlaps=True, rounds=rounds, heavy=heavy) for k in range(4)]
+    flows = [Pending(flow(float(k)), communicator, overlaps=True, rounds=rounds, at_once=at_once) for k in range(4)]
     runs = [driver.submit(each) for each in flows]
     deadline = time.monotonic() + 10
     while len(communicator.seen) < len(started) and time.monotonic() < deadline:
@@ -501,7 +504,7 @@ def test_a_flow_that_starts_nothing_more_holds_nobody_up(rounds: int | None, hea
 def test_few_heavy_flows_at_once_hold_nobody_up_for_ever(rounds: int | None) -> None:
     communicator, driver = Slow(0), ThreadDriver()
     flows = [flow(*(k + round(r / 10, 1) for r in range(1, 5))) for k in range(6)]
-    runs = [driver.submit(Pending(each, communicator, overlaps=True, rounds=rounds, heavy=True)) for each in flows]
+    runs = [driver.submit(Pending(each, communicator, overlaps=True, rounds=rounds, at_once=3)) for each in flows]
     driver.flush()
     until(lambda: all(pending.done for pending in runs))
     first = [0.1, 1.1, 0.2, 2.1, 0.3, 1.2, 3.1, 0.4, 1.3, 2.2]

@@ -333,6 +333,7 @@ def test_a_secondary_error_waits_for_its_cause(team):
     time.sleep(0.2)
     t.monitors[2].report(MemoryError("the cause"))
     assert "rank 2" in str(first.result(2))
+    assert t.monitors[1]._failed.wait(1)
     assert "MemoryError: the cause" in str(t.monitors[1].failure)
 
 
