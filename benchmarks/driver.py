@@ -29,7 +29,7 @@ POLICIES = ["mean", "bf16", "int8", "onebit", "topk:ratio=0.01", "powersgd:rank=
 
 
 class Arrived(Work):
-    last = True
+    last = shared = True  # as with Gloo
 
     def done(self) -> bool:
         return True

@@ -33,8 +33,8 @@ Path = tuple[str, ...]
 
 AT_ONCE, ROOMS = 3, 2
 """Flows under way (one that travels, one that ends, one that is encoded ahead), and rooms for messages that each has.
-Where a flow makes two vectors of new state or more beside the old ones, one flow fewer: no step of ``onebit`` was longer
-for it."""
+Where a flow makes two vectors of new state or more beside the old ones, one flow fewer: steps of ``onebit`` were no
+longer for it."""
 
 SHOWN = 8
 """Differences that an error lists before it only counts them."""
