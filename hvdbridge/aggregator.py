@@ -32,6 +32,11 @@ from hvdbridge.policy import Early, Flow, Policy, advance, check_weights, finish
 from hvdbridge.state import StateStore
 
 UNSET, SET, JOINED = 0.0, 1.0, 2.0
+
+SMALL = 1 << 22
+"""Bytes of a step's only bucket up to which the thread that waits sees it through: threads keep memory of their own for
+what flows compute, and of more a hand-over is no large part."""
+
 Deliver = Callable[[Tensor | None], None]
 
 
@@ -263,7 +268,7 @@ class Aggregator:
 
         pieces = list(pieces)
         flow = self._aggregate(pieces, self.step, self._index, last)
-        only = last and self._index == 0
+        only = last and self._index == 0 and sum(piece.buffer.nbytes for piece in pieces) <= SMALL
         self._index += 1
         pending = Pending(
             flow, self.communicator, True, self._rounds, self._at_once, self._brief, awaited=only, settled=settled

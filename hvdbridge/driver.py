@@ -20,8 +20,8 @@ Rules:
    waited for it lets his stream wait for the driver's (:meth:`Driver.order`).
    To hand over to a thread costs as much as a small step, so where nothing is before it that has not started all it
    will, and signatures are not compared, a flow starts in the thread that submits it: one of a single collective and
-   next to no arithmetic (``Pending.brief``), which the waiter's thread ends; and a step's only one, which that thread
-   would wait for anyway (``Pending.awaited``). It has the same place in the order as by the thread.
+   next to no arithmetic (``Pending.brief``), which the waiter's thread ends; and a step's only small one, which that
+   thread would wait for anyway (``Pending.awaited``). It has the same place in the order as by the thread.
 4. Where the backend enqueues (NCCL), flows run at once, on one side stream that waits for the current one;
    a future carries the stream's event and nobody waits on the host.
 5. The first failure poisons the driver: all pending and later flows fail with the same cause. A collective
