@@ -289,7 +289,7 @@ class Aggregator:
             self._unfinished.append((index, flow, layout))
         else:
             self.store.merge(layout, end.state, end.update)
-        if len(pieces) == 1:
+        if len(pieces) == 1 and end.update.numel() == layout.numel:
             return [brought(end.update, buffer)]
         parts = end.update.split([piece.layout.numel for piece in pieces])
         return [brought(part, piece.buffer) for part, piece in zip(parts, pieces, strict=True)]

@@ -412,16 +412,14 @@ class Run:
         while not self.ended:
             if self._work is None:
                 self.start()
-            elif self._over_within(end - time.perf_counter()):
-                self.proceed(turn=True, block=True)
+                continue
+            try:
+                if not self._work.over_within(end - time.perf_counter()):
+                    break
+            except Exception as error:  # the flow's, as in proceed(): not every library tells twice
+                self._next(error)
             else:
-                break
-
-    def _over_within(self, seconds: float) -> bool:
-        try:
-            return self._work is None or self._work.over_within(seconds)
-        except Exception:  # which its wait() raises, too
-            return True
+                self.proceed(turn=True, block=True)
 
     def start(self) -> bool:
         """From a gate: start the operation, pass a request that has none, or end. Whether that was all of the turn."""
@@ -495,6 +493,8 @@ class ThreadDriver(Driver):
                 # Nothing is before it that has not started, or may start more
                 idle = not self._given and (pending.brief or not self._brief)
                 here = (pending.brief or pending.awaited) and idle and self._check is None and self._device is None
+                # A thread has autocast of its own, and which one it is differs between ranks: their bits must not
+                here = here and not torch.is_autocast_enabled("cpu")
                 self._brief += here
                 self._given += not here
             if here:
@@ -502,7 +502,7 @@ class ThreadDriver(Driver):
                     # In autograd's hook there is none, mostly, and the context is a good part of what this costs
                     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                         self._start_here(pending)
-                except BaseException as error:  # no flow's: an interrupt, say. What was left half done is nobody's
+                except BaseException as error:  # no flow's. What was left half done is nobody's
                     self.fail(error)
                     raise
             else:

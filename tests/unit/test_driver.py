@@ -862,3 +862,39 @@ def test_brief_flows_keep_the_order_of_starts(shared: bool, monkeypatch: pytest.
         orders.add(tuple(round(value, 1) for value in communicator.seen))
         driver.close()
     assert len(orders) == 1
+
+
+def test_an_error_that_a_library_tells_once_is_not_lost() -> None:
+    """After a failing test MPI has a null request, which is done."""
+
+    class Once(Work):
+        def __init__(self, free: threading.Event) -> None:
+            self._told = False
+
+        def done(self) -> bool:
+            if not self._told:
+                self._told = True
+                raise OSError("truncated")
+            return True
+
+        def wait(self) -> None: ...
+
+    communicator, driver = Gated(Once), ThreadDriver()
+    pending = driver.submit(Pending(flow(0.1), communicator, True, rounds=1, awaited=True))
+    with pytest.raises(OSError, match="truncated"):
+        pending.wait()
+    driver.close()
+
+
+@pytest.mark.parametrize("options", [{"brief": True}, {"awaited": True}])
+def test_autocast_stays_where_it_was_set(options: dict[str, bool]) -> None:
+    """Whether the thread is idle, and so who runs a flow, differs between ranks; what it computes must not."""
+
+    def asks() -> Task[bool]:
+        yield AllReduce(torch.zeros(1))
+        return torch.is_autocast_enabled("cpu")
+
+    driver = ThreadDriver()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert driver.submit(Pending(asks(), Loopback(), True, rounds=1, **options)).wait() is False
+    driver.close()
