@@ -512,9 +512,10 @@ class ThreadDriver(Driver):
 
     def _start_here(self, pending: Pending[Any]) -> None:
         run = Run(pending, self._steps(pending))
-        run.start()
+        has_turn = not run.start()
         if pending.awaited:
             run.go_on(AWAIT_SECONDS)
+            has_turn = False
         if run.waits and run.ending and run.shared:
             run.announce(self._waiter, partial(self._end, run))
             return
@@ -522,7 +523,7 @@ class ThreadDriver(Driver):
             self._brief -= 1
             self._given += not run.ended
         if not run.ended:
-            self._mail.put((run, None))
+            self._mail.put((run, has_turn))
 
     def _end(self, run: Run) -> None:
         try:
@@ -585,6 +586,8 @@ class ThreadDriver(Driver):
             if isinstance(given, Run):
                 self._inbox.popleft()
                 self._runs.append(given)
+                if event:  # its turn is not over
+                    self._turns.append(given)
                 del given
                 continue
             if event is WAKE or not self._may_begin(given):

@@ -360,7 +360,8 @@ class DdpSource(Source):
         local = [] if self._complete else self.touched[:]
         super().finished()
         self.touched += local
-        if self._first_step and self.steps and not self._undecided:
+        takes_hooks = self._first_step and all(p.requires_grad for p in self._names)  # a frozen one does not
+        if takes_hooks and self.steps and not self._undecided:
             self._first_step = False  # so there is no more to it, and of many small parameters this is a cost
             for handle in self._handles:
                 handle.remove()
