@@ -19,9 +19,10 @@ Rules:
    for what it copies and not for backward. A flow begins behind an event of the stream that submitted it; who has
    waited for it lets his stream wait for the driver's (:meth:`Driver.order`).
    To hand over to a thread costs as much as a small step, so where nothing is before it that has not started all it
-   will, and signatures are not compared, a flow starts in the thread that submits it: one of a single collective and
-   next to no arithmetic (``Pending.brief``), which the waiter's thread ends; and a step's only small one, which that
-   thread would wait for anyway (``Pending.awaited``). It has the same place in the order as by the thread.
+   will, there is no device or autocast (a thread has its own) and signatures are not compared, a flow starts in the
+   thread that submits it: one of a single collective and next to no arithmetic (``Pending.brief``), which the waiter's
+   thread ends; and a step's only small one, which that thread would wait for anyway (``Pending.awaited``). It has the
+   same place in the order as by the thread.
 4. Where the backend enqueues (NCCL), flows run at once, on one side stream that waits for the current one;
    a future carries the stream's event and nobody waits on the host.
 5. The first failure poisons the driver: all pending and later flows fail with the same cause. A collective
@@ -493,7 +494,7 @@ class ThreadDriver(Driver):
                 # Nothing is before it that has not started, or may start more
                 idle = not self._given and (pending.brief or not self._brief)
                 here = (pending.brief or pending.awaited) and idle and self._check is None and self._device is None
-                # A thread has autocast of its own, and which one it is differs between ranks: their bits must not
+                # Which thread it is differs between ranks, and their bits must not
                 here = here and not torch.is_autocast_enabled("cpu")
                 self._brief += here
                 self._given += not here

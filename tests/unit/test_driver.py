@@ -898,3 +898,22 @@ def test_autocast_stays_where_it_was_set(options: dict[str, bool]) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert driver.submit(Pending(asks(), Loopback(), True, rounds=1, **options)).wait() is False
     driver.close()
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_grouped_request_keeps_its_turn_where_it_is_handed_over(idle: bool) -> None:
+    """Else it starts its second operation behind the next flow's first, on ranks whose thread was idle."""
+    communicator, driver = Grouped(0), ThreadDriver()
+
+    def across(value: float) -> Task[None]:
+        yield AllReduce(torch.tensor([value]), group="node")
+
+    before = None if idle else driver.submit(Pending(flow(1.0), communicator, True, rounds=1))
+    runs = [
+        driver.submit(Pending(across(value), communicator, True, rounds=1, brief=True)) for value in (-10.0, -20.0)
+    ]
+    driver.flush()
+    for pending in (*runs, *([before] if before else [])):
+        pending.wait()
+    assert communicator.channels["node"] == [-10.0, -10.5, -20.0, -20.5]
+    driver.close()

@@ -785,14 +785,14 @@ def made_anew() -> str:
 def frozen_later() -> str:
     """What is frozen while training goes on stays where it is, whatever moments and weight decay would do."""
     model = mlp()
-    for unused in (True, False):
+    for unused, steps in ((True, 0), (True, 2), (False, 2)):  # before it
         if not unused and hb.backend() == "torch":  # DDP waits for gradients that it was told of
             return digest(model)
         model = mlp()
         sync = synchronize(
             model, torch.optim.AdamW(model.parameters(), weight_decay=0.1), find_unused_parameters=unused
         )
-        train(sync, 2)
+        train(sync, steps)
         model[2].requires_grad_(False)
         before = digest(model[2])
         train(sync, 2)
