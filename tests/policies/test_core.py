@@ -412,6 +412,26 @@ def test_buckets_know_the_types_of_all_gradients() -> None:
         driver.close()
 
 
+def test_an_update_of_another_size_is_refused() -> None:
+    """It must not be spread over the bucket."""
+
+    class Total(Policy):
+        def aggregate(self, bucket: Bucket, state: State) -> Flow:
+            total = yield AllReduce(bucket.buffer)
+            return Aggregated(total.sum().reshape(1))
+
+    params = {"w": torch.zeros(4)}
+    driver, communicator = ThreadDriver(), Gated()
+    try:
+        aggregator = Aggregator(Total(), params, communicator, communicator, driver, weighted=False)
+        aggregator.begin()
+        aggregator.submit(Piece(Layout({"w": (4,)}), torch.ones(4), lambda _: None), last=True)
+        with pytest.raises(RuntimeError, match="split"):
+            aggregator.end()
+    finally:
+        driver.close()
+
+
 def test_optimizers_come_in_one_order() -> None:
     with Harness(Doubling()) as harness:
         trained = Trained(harness)
