@@ -132,9 +132,9 @@ def rewrite(flow: Flow, exchange: Callable[[Collective], Exchange]) -> Flow:
     return relay(flow, answer)  # type: ignore[no-any-return, arg-type]
 
 
-CODED_MB = 10.0
-"""The size of a bucket whose messages take computing, or a network's time: the best of those measured, over policies
-and slow links."""
+CODED_MB, BYTEWISE_MB = 10.0, 5.0
+"""The size of a bucket whose messages take computing, or a network's time, and of one whose messages are a byte or more
+for each element and take a network's time: the best of those measured, over policies and slow links."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +241,13 @@ class Policy:
         of their turns (:attr:`rounds`) compute between collectives, so that one bucket is coded while another travels.
         Where it is DDP's, buckets on torch are those of plain DDP, whose bits the mean reproduces."""
         return DDP_MB if self.rounds is None or self.in_place else CODED_MB
+
+    @property
+    def bytewise(self) -> bool:
+        """A byte or more travels for each element, in a code: on a slow network these bytes, and not the coding, are
+        what a step waits for, so its buckets are smaller there than those of other codes."""
+        inners = self.inners().values()
+        return bool(inners) and all(p.bytewise for p in inners)
 
     @property
     def acts_after_step(self) -> bool:

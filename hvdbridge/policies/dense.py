@@ -154,6 +154,10 @@ class _Half(Policy):
     def rounds(self) -> int | None:
         return 2 if type(self.inner) is Mean else None
 
+    @property
+    def bytewise(self) -> bool:
+        return type(self.inner) is Mean
+
     def power(self, size: int) -> float:
         """What contributions to a sum of ``size`` are multiplied by while they travel."""
         return 1.0

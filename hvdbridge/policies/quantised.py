@@ -62,6 +62,7 @@ class Int8(_Quantised):
     block: int = 1024
     rounding: Rounding = "nearest"
     ef: bool = False
+    bytewise = True
 
     @property
     def code(self) -> Code:
@@ -112,6 +113,7 @@ class Fp8(_Quantised):
     block: int = 1024
     rounding: Rounding = "nearest"
     ef: bool = False
+    bytewise = True
 
     @property
     def code(self) -> Code:

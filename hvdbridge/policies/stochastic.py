@@ -88,6 +88,7 @@ class Natural(Policy):
     additive = True
     deterministic = False
     rounds = 2
+    bytewise = True
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         return (yield from sharded_code(bucket, PowerOfTwo())).aggregated
@@ -137,8 +138,9 @@ class TernGrad(Policy):
         total = votes[0] if size <= 127 else votes[0].to(torch.int32)  # each is at most 2
         for vote in votes[1:]:
             total.add_(vote)
-        sums = torch.empty(total.shape, dtype=back.dtype, device=flat.device)
-        back.write(total.to(torch.int32).sub_(size), sums)
+        # Votes count from zero, as codes of `back` do that have no sign bit.
+        total.sub_(size if back.levels > 63 else 0)
+        sums = total.to(back.dtype) if size > 127 else total.bitwise_and_((1 << back.bits) - 1)
         del theirs, votes, total
         answer = yield AllGather(back.to_wire(sums))
         codes = shards.unpack(back.from_wire(answer, shards.length), back.dtype)
