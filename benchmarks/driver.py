@@ -21,7 +21,8 @@ from hvdbridge.aggregator import Aggregator, Piece
 from hvdbridge.bucket import Layout
 from hvdbridge.collectives import AllGather, AllReduce, Collective
 from hvdbridge.communicators.base import Answer, Communicator, Work
-from hvdbridge.driver import Pending, ThreadDriver
+from hvdbridge.driver import ThreadDriver
+from hvdbridge.flows import Pending
 from hvdbridge.policies import from_spec
 
 BUCKETS, ELEMENTS, STEPS = 16, 256, 300

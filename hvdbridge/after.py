@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.bucket import Layout
 from hvdbridge.collectives import used_here
-from hvdbridge.driver import Pending, Task
+from hvdbridge.flows import Pending, Task
 from hvdbridge.module_hook import BeforeForward
 from hvdbridge.policy import finish
 

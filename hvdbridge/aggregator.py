@@ -26,8 +26,9 @@ from torch import Tensor
 from hvdbridge.bucket import Bucket, Layout, join_layouts, number_blocks
 from hvdbridge.collectives import AllGather
 from hvdbridge.communicators.base import Communicator
-from hvdbridge.driver import Driver, Pending, Task, Traffic
+from hvdbridge.driver import Driver, Traffic
 from hvdbridge.errors import StepError, WeightError
+from hvdbridge.flows import Pending, Task
 from hvdbridge.policy import Early, Flow, Policy, advance, check_weights, finish
 from hvdbridge.state import StateStore
 

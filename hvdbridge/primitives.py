@@ -31,8 +31,9 @@ from torch import Tensor
 from hvdbridge import runtime
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.communicators.base import DTYPES, Communicator, Work
-from hvdbridge.driver import Driver, Pending, open_driver
+from hvdbridge.driver import Driver, open_driver
 from hvdbridge.errors import CollectiveTimeout, ConfigurationError, Unsupported
+from hvdbridge.flows import Pending
 from hvdbridge.messages import TAGS, Messages, Receipt, open_messages
 
 Steps = Generator[Collective, Tensor, None]

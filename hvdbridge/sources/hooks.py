@@ -27,8 +27,8 @@ from torch.nn import Module, Parameter
 from hvdbridge.aggregator import Aggregator, Piece
 from hvdbridge.bucket import Layout, Views, cut_layouts
 from hvdbridge.collectives import AllGather, AllReduce, Collective, used_here
-from hvdbridge.driver import Pending
 from hvdbridge.errors import StepError, Unsupported
+from hvdbridge.flows import Pending
 from hvdbridge.module_hook import BeforeForward
 from hvdbridge.replicate import broadcast_tensors
 from hvdbridge.sources.base import Options, Source, at_end_of_backward, refuse_reentrant

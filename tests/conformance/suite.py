@@ -20,8 +20,9 @@ from torch import Tensor
 
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.communicators.base import DTYPES, Answer, Communicator
-from hvdbridge.driver import Pending, Task, ThreadDriver
+from hvdbridge.driver import ThreadDriver
 from hvdbridge.errors import ConfigurationError, NotInitialized, Unsupported
+from hvdbridge.flows import Pending, Task
 
 
 class CommunicatorSuite:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from hvdbridge.collectives import AllReduce, Collective
 from hvdbridge.communicators.base import Answer, Communicator, Work
-from hvdbridge.driver import Driver, Pending, Task, ThreadDriver, drive
+from hvdbridge.driver import Driver, ThreadDriver, drive
 from hvdbridge.errors import CollectiveMismatch, HvdbridgeError
+from hvdbridge.flows import Pending, Task
 from hvdbridge.mailbox import Mailbox
 
 
