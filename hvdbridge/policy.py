@@ -247,7 +247,7 @@ class Policy:
         """A byte or more travels for each element, in a code: on a slow network these bytes, and not the coding, are
         what a step waits for, so its buckets are smaller there than those of other codes."""
         inners = self.inners().values()
-        return bool(inners) and all(p.bytewise for p in inners)
+        return bool(inners) and not self.on_parameters and all(p.bytewise for p in inners)
 
     @property
     def acts_after_step(self) -> bool:

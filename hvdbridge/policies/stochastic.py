@@ -70,6 +70,10 @@ class Qsgd(Policy):
         levels = self.levels or 2 ** ((self.bits or 4) - 1) - 1
         return Linear(levels, "stochastic", self.norm)
 
+    @property
+    def bytewise(self) -> bool:
+        return self.code.bits >= 8
+
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         return (yield from sharded_code(bucket, self.code, self.block)).aggregated
 
@@ -138,11 +142,12 @@ class TernGrad(Policy):
         total = votes[0] if size <= 127 else votes[0].to(torch.int32)  # each is at most 2
         for vote in votes[1:]:
             total.add_(vote)
-        # Votes count from zero, as codes of `back` do that have no sign bit.
-        total.sub_(size if back.levels > 63 else 0)
+        if back.levels > 63:  # other codes count from zero, as votes do
+            total.sub_(size)
         sums = total.to(back.dtype) if size > 127 else total.bitwise_and_((1 << back.bits) - 1)
-        del theirs, votes, total
-        answer = yield AllGather(back.to_wire(sums))
+        request = AllGather(back.to_wire(sums))
+        theirs = votes = vote = total = sums = None  # type: ignore[assignment]  # nobody holds them while it travels
+        answer = yield request
         codes = shards.unpack(back.from_wire(answer, shards.length), back.dtype)
         update = decode(back, codes.unsqueeze(0), per_block, blocks, bucket.room(accumulator(flat.dtype)))
         return Aggregated(update, rest=rest)

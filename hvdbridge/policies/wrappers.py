@@ -4,7 +4,7 @@ Rules:
 
 1. Requests of an inner flow pass unchanged; inner flows run one after the other.
 2. State mirrors the tree of policies: an inner's state stands under its key in :meth:`Policy.inners`.
-3. A wrapper is what its inners are (scope, additive, deterministic, unequal weights) unless it says not.
+3. A wrapper is what its inners are (scope, additive, deterministic, unequal weights, bytewise) unless it says not.
 """
 
 from __future__ import annotations
@@ -81,6 +81,10 @@ class Warmup(Policy):
     def rounds(self) -> int | None:
         rounds = [self.first.rounds, self.then.rounds]
         return None if None in rounds else max(filter(None, rounds), default=0)
+
+    @property
+    def bytewise(self) -> bool:
+        return self.then.bytewise
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         key = "first" if bucket.step < self.steps else "then"

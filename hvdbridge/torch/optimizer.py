@@ -759,7 +759,7 @@ def DistributedOptimizer(
         gradient_predivide_factor: with ``Average``: divide by this before the sum, and by ``size / this`` after it.
         num_groups: the former name of ``groups``.
         groups: a number of buckets, or lists of parameters that are to share one; other parameters then have their
-            own. None: buckets of ``HVDBRIDGE_BUCKET_MB``, or of the policy's size.
+            own. None: buckets of ``HVDBRIDGE_BUCKET_MB``, or of the size that a ``GradientSynchronizer`` takes.
         sparse_as_dense: reduce sparse gradients as dense ones.
         process_set: the ranks that take part; on others it is the plain optimizer.
         policy: hvdbridge's own: a spec or a policy, in the place of ``op``, ``compression`` and

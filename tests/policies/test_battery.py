@@ -597,6 +597,14 @@ def test_rounds_are_what_it_says(case: Case) -> None:
     assert max(small.values()) == case.policy.rounds or isinstance(case.policy, Partition)
 
 
+@every_that(case for case in CASES if case.policy.bytewise)
+def test_what_is_bytewise_sends_a_byte_for_each_element(case: Case) -> None:
+    """Or more; in the last phase of those that change. A matrix, since ``powersgd`` and its like send a vector whole;
+    two nodes of one rank."""
+    elements = 256 * 256
+    assert case.policy.bytes_per_step({"w": (256, 256)}, 2, 10**6, local_size=1) >= elements
+
+
 @every_that(telescoping())
 def test_feedback_telescopes(case: Case) -> None:
     """Updates plus final residuals are the inputs: each of T steps rounds the corrected gradient, the residual and

@@ -43,8 +43,9 @@ def test_buckets_among_the_ranks_of_a_process_set() -> None:
     world = SimpleNamespace(nodes=(0, 0, 1, 1), capabilities=Capabilities())
     session = SimpleNamespace(communicator=world, config=Config())
     operations: Any = SimpleNamespace(session=session, settings=SimpleNamespace(bucket_bytes=None))
-    sizes = [bucket_mb(operations, from_spec("mean"), ranks) for ranks in ([0, 1], [1, 2], range(4))]
-    assert sizes == [25, 10, 10]
+    for spec, expected in (("mean", [25, 10, 10]), ("int8", [10, 5, 5])):
+        sizes = [bucket_mb(operations, from_spec(spec), ranks) for ranks in ([0, 1], [1, 2], range(4))]
+        assert sizes == expected
     operations.settings.bucket_bytes = 2**20
     assert bucket_mb(operations, from_spec("mean"), [0, 3]) == 1
 
