@@ -138,19 +138,30 @@ class TernGrad(Policy):
         del codes
         theirs = yield AllToAll(rows)
         del rows
-        votes = unpack(theirs, shards.length, 2)
-        total = votes[0] if size <= 127 else votes[0].to(torch.int32)  # each is at most 2
-        for vote in votes[1:]:
-            total.add_(vote)
-        if back.levels > 63:  # other codes count from zero, as votes do
-            total.sub_(size)
-        sums = total.to(back.dtype) if size > 127 else total.bitwise_and_((1 << back.bits) - 1)
-        request = AllGather(back.to_wire(sums))
-        theirs = votes = vote = total = sums = None  # type: ignore[assignment]  # nobody holds them while it travels
+        request = AllGather(back.to_wire(counted(unpack(theirs, shards.length, 2), back)))
+        del theirs
         answer = yield request
         codes = shards.unpack(back.from_wire(answer, shards.length), back.dtype)
         update = decode(back, codes.unsqueeze(0), per_block, blocks, bucket.room(accumulator(flat.dtype)))
         return Aggregated(update, rest=rest)
+
+
+def counted(votes: Tensor, back: Linear) -> Tensor:
+    """The sum of ranks' signs as codes ``[n]`` of ``back``, whose levels are as many as ranks; overwrites ``votes``.
+
+    Args:
+        votes: uint8 ``[ranks, n]``, 0 to 2 for -1 to 1 (3, of NaN, gives any code).
+
+    >>> counted(torch.tensor([[0, 1, 2], [0, 2, 2]], dtype=torch.uint8), Linear(2)).tolist()
+    [0, 3, 4]
+    """
+    size = len(votes)
+    total = votes[0] if size <= 127 else votes[0].to(torch.int32)
+    for vote in votes[1:]:
+        total.add_(vote)
+    if back.levels > 63:  # other codes count from zero, as votes do
+        total.sub_(size)
+    return total.to(back.dtype) if size > 127 else total.bitwise_and_((1 << back.bits) - 1)
 
 
 class _Parameters:

@@ -20,6 +20,7 @@ from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.quantise import Blocks, Code, Linear, Part, PowerOfTwo, decode, encode
 from hvdbridge.policies import Qsgd, TernGrad, from_spec
 from hvdbridge.policies.sharded import _code_plan, sharded_code
+from hvdbridge.policies.stochastic import counted
 from hvdbridge.simulation import Simulation, simulate
 from policies.codes import (
     Array,
@@ -392,3 +393,14 @@ def test_what_they_say_they_are() -> None:
 def test_the_reference_by_hand() -> None:
     x, u = np.array([3.0, -3.0, 0.75, 0.0, 4.0]), np.array([0.6, 0.4, 0.4, 0.9, 0.999])
     assert by_blocks(x, u, 8, powers).tolist() == [4.0, -2.0, 0.5, 0.0, 4.0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 31, 63, 64, 127, 128, 300])
+def test_votes_are_counted_as_codes_of_their_sum(size: int) -> None:
+    """All that fall within a byte, a byte with a sign, and more: each form of code has its limit of ranks."""
+    votes = torch.randint(0, 3, (size, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    votes[:, 0], votes[:, 1] = 0, 2
+    code, signs = Linear(size), votes.to(torch.int64) - 1
+    codes = counted(votes.clone(), code)
+    assert codes.dtype == code.dtype
+    assert torch.equal(code.read(codes, torch.empty(64, dtype=torch.int64)), signs.sum(0))
