@@ -29,6 +29,7 @@ from hvdbridge.communicators.base import Communicator
 from hvdbridge.driver import Driver, Traffic
 from hvdbridge.errors import StepError, WeightError
 from hvdbridge.flows import Pending, Task
+from hvdbridge.memory import return_holes
 from hvdbridge.policy import Early, Flow, Policy, advance, check_weights, finish
 from hvdbridge.state import StateStore
 
@@ -188,6 +189,8 @@ class Aggregator:
             self._start_rest()
         if self.after is not None and self._acts_after:
             self.after.note(self.step)
+        if self.step & (self.step - 1) == 0:  # 0, 1, 2, 4, 8: the first ones leave most, each in its own way
+            return_holes()
         self.step += 1
 
     def end_ahead(self) -> None:

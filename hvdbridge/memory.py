@@ -85,6 +85,17 @@ def _pages(size: int) -> Tensor | None:
     return from_dlpack(_capsule(found, b"dltensor", None))
 
 
+def return_holes() -> None:
+    """Have C's heap give the system all pages in which nothing lies, where it is one that keeps them (glibc).
+
+    DDP keeps some bytes for each bucket from its second step on, which come to lie between gradients: there one gradient
+    less fits in the third step, as a new block is some bytes more than the old one, and so it stays.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def share(a: Tensor, b: Tensor) -> bool:
     """Whether they lie in one block of memory."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
