@@ -1,15 +1,18 @@
 """What a rank's process holds at most, policy by policy, above one that trains under plain DistributedDataParallel.
 
-    python benchmarks/memory.py [--backend torch|horovod|mpi] [--layers 64] [SPEC ...]
+    python benchmarks/memory.py [--backend torch|horovod|mpi] [--layers 64] [--holes] [SPEC ...]
 
 Resident memory (Linux) of rank 0 of two, from the fourth step on; every policy in a job of its own. The model is of
-linear layers of 4 MiB. The policy's state is taken off; what is left are buckets, messages, and holes in C's heap.
+linear layers of 4 MiB. The policy's state is taken off; what is left are buckets and messages. Holes in glibc's heap
+differ from job to job by more than these take, so blocks of 1 MiB and more have pages of their own here, with plain DDP
+too; with --holes they lie as glibc lays them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -37,12 +40,15 @@ def main() -> int:
     parser.add_argument("policies", nargs="*", metavar="SPEC", default=POLICIES)
     parser.add_argument("--backend", choices=sorted(NATIVE), default="torch")
     parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--holes", action="store_true", help="count holes in the C library's heap, too")
     parser.add_argument("--rank", metavar="SPEC", help=argparse.SUPPRESS)
     parser.add_argument("--metrics", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
         measure(args.rank, args.layers, args.metrics)
         return 0
+    if not args.holes:
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)
     console = Console()
     title = f"{4 * args.layers} MiB of gradients"
     table = Table("policy", "bucket MiB", "state MiB", "above plain DDP MiB", title=title)

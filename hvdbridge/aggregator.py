@@ -78,8 +78,8 @@ class Aggregator:
         seed: int = 0,
         weighted: bool | None = None,
     ) -> None:
-        self._take_up(policy, params)
         self.communicator = communicator
+        self._take_up(policy, params)
         self.control = control
         self.driver = driver
         self.seed = seed
@@ -115,7 +115,7 @@ class Aggregator:
         self._take_up(policy, params)
 
     def _take_up(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
-        self.policy, self.store = policy, StateStore(policy, params)
+        self.policy, self.store = policy, StateStore(policy, params, network=len(set(self.communicator.nodes)) > 1)
         # What a policy is, is looked up in all of its inner ones, and here it is asked for with each bucket.
         self._whole = policy.scope == "step"
         self._acts_after = policy.acts_after_step or policy.anchored

@@ -88,8 +88,8 @@ def _pages(size: int) -> Tensor | None:
 def return_holes() -> None:
     """Have C's heap give the system all pages in which nothing lies, where it is one that keeps them (glibc).
 
-    DDP keeps some bytes for each bucket from its second step on, which come to lie between gradients: there one gradient
-    less fits in the third step, as a new block is some bytes more than the old one, and so it stays.
+    DDP keeps some bytes for each bucket from its second step on, which may come to lie between gradients. There one of
+    these less fits in the third step, since a new block is some bytes more than the old one, and so it stays.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -33,8 +33,8 @@ Path = tuple[str, ...]
 
 AT_ONCE, ROOMS = 3, 2
 """Flows under way (one that travels, one that ends, one that is encoded ahead), and rooms for messages that each has.
-Where a flow makes two vectors of new state or more beside the old ones, one flow fewer: steps of ``onebit`` were no
-longer for it."""
+Where a flow makes two vectors of new state or more beside the old ones, or one and there is no network to wait for,
+one flow fewer: steps were no longer for it."""
 
 SHOWN = 8
 """Differences that an error lists before it only counts them."""
@@ -192,6 +192,9 @@ def redistribute(
 class StateStore:
     """Holds one rank's state: hands each bucket its part, takes the new part back, saves and loads.
 
+    Args:
+        network: ranks are on several nodes.
+
     Attributes:
         at_once: flows that may be under way at once.
 
@@ -201,7 +204,7 @@ class StateStore:
     tensor([0., 0., 0.])
     """
 
-    def __init__(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, policy: Policy, params: Mapping[str, Tensor], network: bool = True) -> None:
         self.policy = policy
         self.params = {name: torch.empty_like(p, device="meta") for name, p in params.items()}
         # Leaf by leaf, either the tensors themselves, or while they are laid flat, meta tensors in their place.
@@ -212,8 +215,8 @@ class StateStore:
         self._slots = {path: slot_of(policy, path) for path, _ in leaves(self._tree)}
         # A flow's new values stand beside those that they replace, and one bucket is often smaller than the others.
         reused = sum(slot.reused for slot in self._slots.values())
-        self.at_once = AT_ONCE - 1 if reused > 1 else AT_ONCE
-        self.memory = Memory((self.at_once + 1) * reused)
+        self.at_once = AT_ONCE - (reused > (1 if network else 0))
+        self.memory = Memory(self.at_once * reused + 1 if reused else 0)
         self.rooms = Memory(self.at_once * ROOMS, ANY)
 
     @property
