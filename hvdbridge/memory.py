@@ -1,7 +1,7 @@
 """Host memory that goes round: blocks that nobody needs any more are given out again.
 
 A C library keeps the holes that blocks leave which live for a step, between others that live for a moment: with state
-and messages of some MiB, and three flows under way, they were several times what was held. So blocks have pages of
+and messages of some MiB, and some flows under way, they were several times what was held. So blocks have pages of
 their own here (where there is a compiler), and are kept, since pages anew cost more than to fill them. On other devices
 torch's own allocator does both.
 """
