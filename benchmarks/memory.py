@@ -47,7 +47,9 @@ def main() -> int:
     if args.rank:
         measure(args.rank, args.layers, args.metrics)
         return 0
-    if not args.holes:
+    if args.holes:
+        os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
+    else:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)
     console = Console()
     title = f"{4 * args.layers} MiB of gradients"

@@ -84,6 +84,7 @@ class Aggregator:
         self.driver = driver
         self.seed = seed
         self.step = 0
+        self.ended = 0  # steps of this process, where `step` goes on from a saved one
         self.weight: float | None = None
         self.weighted = weighted
         self.joining = False  # within join(): exchange always
@@ -189,8 +190,9 @@ class Aggregator:
             self._start_rest()
         if self.after is not None and self._acts_after:
             self.after.note(self.step)
-        if self.step & (self.step - 1) == 0:  # 0, 1, 2, 4, 8: the first ones leave most, each in its own way
+        if self.ended & (self.ended - 1) == 0:  # 0, 1, 2, 4, 8: the first ones leave most, each in its own way
             return_holes()
+        self.ended += 1
         self.step += 1
 
     def end_ahead(self) -> None:

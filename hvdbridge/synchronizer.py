@@ -388,7 +388,7 @@ def average_gradients(
     chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
     aggregator = Aggregator(chosen, params, communicator, control, driver)
     aggregator.weight = weight
-    aggregator.step = next(calls)  # random policies throw other dice in each
+    aggregator.step = aggregator.ended = next(calls)  # random policies throw other dice in each
     options = Options(bucket_mb, gradient_as_bucket_view=False, whole=chosen.scope == "step")
     HookSource(params, aggregator, options, hooked=()).run()
 

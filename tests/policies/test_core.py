@@ -311,6 +311,35 @@ class Harness:
         self.aggregator.end()
 
 
+def test_holes_are_returned_after_the_first_steps_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[int] = []
+    with Harness(from_spec("bf16")) as harness:
+        monkeypatch.setattr("hvdbridge.aggregator.return_holes", lambda: returned.append(harness.aggregator.step))
+        harness.aggregator.step = 1000  # as after a checkpoint
+        for _ in range(10):
+            harness.step(1.0)
+    assert returned == [1000, 1001, 1002, 1004, 1008]
+
+
+@pytest.mark.parametrize(
+    ("spec", "within_machine", "among_nodes"),
+    [("int8", (3, 0), (3, 0)), ("topk", (2, 3), (3, 4)), ("ef(int8)", (2, 3), (3, 4)), ("onebit", (2, 5), (2, 5))],
+)
+def test_flows_at_once_and_blocks_kept_by_what_a_flow_makes(
+    spec: str, within_machine: tuple[int, int], among_nodes: tuple[int, int]
+) -> None:
+    communicator = Gated()
+    communicator.size = 2
+    for nodes, expected in (((0, 0), within_machine), ((0, 1), among_nodes)):
+        communicator.set_nodes(nodes)
+        driver = ThreadDriver()
+        store = Aggregator(from_spec(spec), {"w": torch.zeros(3)}, communicator, communicator, driver).store
+        driver.close()
+        kept = [torch.empty(100 + i) for i in range(9)]
+        store.memory.give(*kept)
+        assert (store.at_once, store.memory.nbytes // 400) == expected
+
+
 def test_the_rest_of_an_early_flow_runs_in_the_background() -> None:
     with Harness(Hasty()) as harness:
         harness.communicator.gate.clear()
