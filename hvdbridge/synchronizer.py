@@ -388,7 +388,8 @@ def average_gradients(
     chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
     aggregator = Aggregator(chosen, params, communicator, control, driver)
     aggregator.weight = weight
-    aggregator.step = aggregator.ended = next(calls)  # random policies throw other dice in each
+    aggregator.step = next(calls)  # random policies throw other dice in each
+    aggregator.ended = aggregator.step  # this process has made as many, with aggregators of their own
     options = Options(bucket_mb, gradient_as_bucket_view=False, whole=chosen.scope == "step")
     HookSource(params, aggregator, options, hooked=()).run()
 
