@@ -121,6 +121,7 @@ class Aggregator:
         self._whole = policy.scope == "step"
         self._acts_after = policy.acts_after_step or policy.anchored
         self._rounds, self._at_once = policy.rounds, None if policy.in_place else self.store.at_once
+        self._turns = 1 if policy.in_place else self.store.turns
         self._brief = self._rounds == 1 and policy.in_place and self.store.empty
 
     @property
@@ -277,8 +278,9 @@ class Aggregator:
         only = last and self._index == 0 and sum(piece.buffer.nbytes for piece in pieces) <= SMALL
         self._index += 1
         pending = Pending(
-            flow, self.communicator, True, self._rounds, self._at_once, self._brief, awaited=only, settled=settled
-        )
+            flow, self.communicator, True, self._rounds, self._at_once, self._turns, self._brief, awaited=only,
+            settled=settled,
+        )  # fmt: skip
         self._pending.append(self.driver.submit(pending))
 
     def _aggregate(self, pieces: list[Piece], step: int, index: int, last: bool) -> Task[list[Tensor]]:

@@ -6,8 +6,8 @@ Rules:
    collectives cannot interleave with them.
 2. Canonical order, never arrival or completion order: flows begin in the order of :meth:`Driver.submit`, which
    callers make the order of bucket indices. Those that may overlap take turns, and at each turn start one operation:
-   a flow that begins takes its first turn, then each older one takes its next, oldest first; ``flush`` and a flow
-   that stands alone let the older ones take turns until they end. So bucket k+1 is encoded while bucket k travels.
+   a flow that begins takes its first turn, then each older one takes its next, oldest first, once or as often as the
+   flow says (``Pending.turns``); ``flush`` and a flow that stands alone let the older ones take turns until they end. So bucket k+1 is encoded while bucket k travels.
    In groups of several sizes a request has several numbers of operations, or none: there a turn starts all of it.
    Flows of which it is known how many collectives they ask for (``Policy.rounds``) share nothing that another changes.
    What lies between two of their starts runs when it can, ahead of its turn, too: while a turn waits for what travels,
@@ -417,8 +417,9 @@ class ThreadDriver(Driver):
 
     def _may_begin(self, pending: Pending[Any] | None) -> bool:
         """Whether a flow may compute what it will send first. What stands alone has all others end before; among flows
-        that do not run ahead one begins a round of turns; of those that do, one runs ahead, and few heavy ones are at
-        once, unless all wait for their turns."""
+        that do not run ahead one begins a round of turns, and while too many heavy ones are under way there are rounds
+        that none begins; of those that do, one runs ahead, and few heavy ones are at once, unless all wait for their
+        turns."""
         if pending is None or not pending.overlaps:
             if self._runs and not self._flushing:
                 self._flushing = True
@@ -426,16 +427,20 @@ class ThreadDriver(Driver):
             return not (self._runs or (pending is not None and self._brief))
         if self._flushing or not all(run.started for run in self._runs):
             return False
-        if not (pending.ahead and all(run.ahead for run in self._runs)):
-            return not self._turns
         heavy = sum(run.heavy for run in self._runs)
+        if not (pending.ahead and all(run.ahead for run in self._runs)):
+            while not self._turns and pending.at_once is not None and heavy >= pending.at_once:
+                self._turns.extend(self._runs)  # on all ranks: these end at turns, so all see the same number
+                self._progress()
+                heavy = sum(run.heavy for run in self._runs)
+            return not self._turns
         return pending.at_once is None or heavy < pending.at_once or not any(run.waits for run in self._runs)
 
     def _begin(self, pending: Pending[Any], event: Any) -> None:
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
         run = Run(pending, self._steps(pending))
-        self._turns.extend([run, *self._runs])
+        self._turns.extend([run, *self._runs] * pending.turns)
         self._runs.append(run)
         self._flushing = not pending.overlaps
 

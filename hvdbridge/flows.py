@@ -35,6 +35,7 @@ class Pending(Generic[T]):
             (``Policy.rounds``): then it runs ahead of its turns.
         at_once: it holds about as much memory as its bucket while it is under way, so at most so many such flows are
             at once; None: any number.
+        turns: that it takes as it begins, in rounds with all that are under way.
         brief: one collective, next to nothing to compute before and after it, and nothing shared: it may start in the
             thread that submits it, and end in any.
         awaited: no other is submitted before who submits it waits for its end.
@@ -46,6 +47,7 @@ class Pending(Generic[T]):
     overlaps: bool = False
     rounds: int | None = None
     at_once: int | None = None
+    turns: int = 1
     brief: bool = False
     awaited: bool = False
     then: Callable[[T], None] | None = None

@@ -33,8 +33,8 @@ Path = tuple[str, ...]
 
 AT_ONCE, ROOMS = 3, 2
 """Flows under way (one that travels, one that ends, one that is encoded ahead), and rooms for messages that each has.
-Where a flow makes two vectors of new state or more beside the old ones, or one and there is no network to wait for,
-one flow fewer: steps were no longer for it."""
+Where a flow makes two vectors of new state or more beside the old ones, or one and there is no network to wait for, or
+there is none and it may ask for more than two collectives, one flow fewer: steps were no longer for it."""
 
 SHOWN = 8
 """Differences that an error lists before it only counts them."""
@@ -197,6 +197,7 @@ class StateStore:
 
     Attributes:
         at_once: flows that may be under way at once.
+        turns: that all of these take when one begins, so that no more are.
 
     >>> from hvdbridge.policies import from_spec
     >>> store = StateStore(from_spec("ef(bf16)"), {"w": torch.zeros(2), "b": torch.zeros(1)})
@@ -215,7 +216,10 @@ class StateStore:
         self._slots = {path: slot_of(policy, path) for path, _ in leaves(self._tree)}
         # A flow's new values stand beside those that they replace, and one bucket is often smaller than the others.
         reused = sum(slot.reused for slot in self._slots.values())
-        self.at_once = AT_ONCE - (reused > (1 if network else 0))
+        long = policy.rounds is None or policy.rounds > 2
+        self.at_once = AT_ONCE - (reused > 1 if network else reused > 0 or long)
+        # Between nodes a flow rather waits in line than another behind it
+        self.turns = 1 if network or policy.rounds is None else -(-policy.rounds // self.at_once)
         self.memory = Memory(self.at_once * reused + 1 if reused else 0)
         self.rooms = Memory(self.at_once * ROOMS, ANY)
 

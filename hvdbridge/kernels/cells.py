@@ -122,17 +122,20 @@ def in_all(table: Tensor, cells: Cells) -> Tensor:
     return table[cells._by_name].sum(0)
 
 
-def combine(rows: Sequence[Tensor], coefficients: Tensor, usable: Tensor | None = None) -> Tensor:
+def combine(
+    rows: Sequence[Tensor], coefficients: Tensor, usable: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """``sum_i coefficients[i] rows[i]``, in float32 (float64 where a row is).
 
     Args:
         usable: bool ``[rows]``; what is not counts as zeros, whatever stands in it.
+        out: memory for the sum, used where it has that type; may be the first row.
 
     >>> combine([torch.tensor([1., 2.]), torch.tensor([float("nan"), 4.])], torch.tensor([0.5, 1.]),
     ...         torch.tensor([True, False]))
     tensor([0.5000, 1.0000])
     """
-    total = torch.empty(rows[0].shape, dtype=_wide(rows), device=rows[0].device)
+    total = room(rows, out)
     scratch = torch.empty_like(total[:CHUNK])
     factors = coefficients.to(total.dtype).unbind()
     flags = [None] * len(rows) if usable is None else list(usable.unbind())
@@ -148,35 +151,44 @@ def combine(rows: Sequence[Tensor], coefficients: Tensor, usable: Tensor | None 
     return total
 
 
-def combine_by_parameter(rows: Sequence[Tensor], coefficients: Tensor, cells: Cells) -> Tensor:
+def combine_by_parameter(
+    rows: Sequence[Tensor], coefficients: Tensor, cells: Cells, out: Tensor | None = None
+) -> Tensor:
     """``sum_i coefficients[i, p] rows[i]`` with p the parameter of each element, in float32 (float64 where a row is).
+
+    ``out``: as for :func:`combine`; what stands behind the cells is zero.
 
     >>> cells = Cells(Layout({"w": (2,), "b": (1,)}), [(0, 1, 2, 0), (2, 1, 1, 2)], torch.device("cpu"))
     >>> rows = [torch.tensor([1., 2., 3.]), torch.tensor([0., 1., 1.])]
     >>> combine_by_parameter(rows, torch.tensor([[1., 0.5], [2., 1.]]), cells)
     tensor([1.0000, 4.0000, 2.5000])
     """
-    total = torch.empty(rows[0].shape, dtype=_wide(rows), device=rows[0].device).zero_()
+    total = room(rows, out)
     factors = coefficients.to(total.dtype)
     of_block, step = factors[:, cells._of_block], CHUNK // BLOCK
     scratch = total.new_empty((min(step, cells.full), BLOCK))
     for start in range(0, cells.full, step):
         end = min(start + step, cells.full)
-        out = total[start * BLOCK : end * BLOCK].view(-1, BLOCK)
+        here = total[start * BLOCK : end * BLOCK].view(-1, BLOCK)
         for i, row in enumerate(rows):
             part, factor = row[start * BLOCK : end * BLOCK].view(-1, BLOCK), of_block[i, start:end, None]
             if i == 0:
-                torch.mul(part, factor, out=out)
+                torch.mul(part, factor, out=here)
             else:
-                out.add_(torch.mul(part, factor, out=scratch[: end - start]))
+                here.add_(torch.mul(part, factor, out=scratch[: end - start]))
     tail = slice(cells.full * BLOCK, cells.used)
     of_element = factors[:, cells._of_element]
-    for row, factor in zip(rows, of_element, strict=True):
-        total[tail].add_(row[tail] * factor)
+    for i, (row, factor) in enumerate(zip(rows, of_element, strict=True)):
+        if i == 0:
+            torch.mul(row[tail], factor, out=total[tail])
+        else:
+            total[tail].add_(row[tail] * factor)
+    total[cells.used :] = 0
     return total
 
 
-def _wide(rows: Sequence[Tensor]) -> torch.dtype:
-    """The type that sums of these rows are made in."""
+def room(rows: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Memory for what is made of these rows, float32 (float64 where one is): ``out`` if it has that type."""
     double = any(row.dtype == torch.float64 for row in rows)
-    return torch.float64 if double else torch.float32
+    wide = torch.float64 if double else torch.float32
+    return torch.empty(rows[0].shape, dtype=wide, device=rows[0].device) if out is None or out.dtype != wide else out

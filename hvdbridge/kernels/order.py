@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hvdbridge.kernels.cells import room
+
 CHUNK = 1 << 17
 """Elements of all rows together that are sorted at a time."""
 
@@ -38,7 +40,12 @@ def comparators(count: int) -> Iterator[tuple[int, int]]:
         p *= 2
 
 
-def median(rows: Sequence[Tensor], weights: Sequence[float] | None = None, most: int | None = None) -> Tensor:
+def median(
+    rows: Sequence[Tensor],
+    weights: Sequence[float] | None = None,
+    most: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """The median over rows of each element; of an even number the mean of the middle two.
 
     Elements that are not finite are left out. The weighted median is the value at which the weights of the smaller
@@ -48,6 +55,7 @@ def median(rows: Sequence[Tensor], weights: Sequence[float] | None = None, most:
         weights: one per row, positive; None: all equal.
         most: where more elements than these are left out, the answer is NaN. None: where those left in have not
             more than half of the weight.
+        out: memory for the answer, used where it has that type; may be one of the rows.
 
     >>> rows = [torch.tensor([1., 1.]), torch.tensor([5., float("nan")]), torch.tensor([2., 2.])]
     >>> median(rows), median(rows, weights=(1, 5, 1))
@@ -57,8 +65,8 @@ def median(rows: Sequence[Tensor], weights: Sequence[float] | None = None, most:
     if weights is not None and len(set(weights)) == 1:
         weights = None
     limit = (count - 1) // 2 if most is None else most
-    total = _like(rows)
-    for out, values, carried in _sorted(rows, total, weights):
+    total = room(rows, out)
+    for part, values, carried in _sorted(rows, total, weights):
         if carried is None:
             low, high = values[(count - 1) // 2], values[count // 2]
             for missing in range(1, limit + 1):
@@ -72,7 +80,7 @@ def median(rows: Sequence[Tensor], weights: Sequence[float] | None = None, most:
                 lost = present <= sum(weights or ()) / 2
             else:
                 lost = values[count - most - 1] == math.inf
-        out.copy_((high - low).mul_(0.5).add_(low)).masked_fill_(lost, math.nan)
+        part.copy_((high - low).mul_(0.5).add_(low)).masked_fill_(lost, math.nan)
     return total
 
 
@@ -90,7 +98,9 @@ def _weighted_median(values: list[Tensor], weights: list[Tensor]) -> tuple[Tenso
     return reached, low, high
 
 
-def trimmed_mean(rows: Sequence[Tensor], f: int, weights: Sequence[float] | None = None) -> Tensor:
+def trimmed_mean(
+    rows: Sequence[Tensor], f: int, weights: Sequence[float] | None = None, out: Tensor | None = None
+) -> Tensor:
     """The mean over rows of each element without its ``f`` largest and its ``f`` smallest values.
 
     An element that is not finite is one of the ``f``: it is left out, and of the others one fewer on each side.
@@ -98,27 +108,28 @@ def trimmed_mean(rows: Sequence[Tensor], f: int, weights: Sequence[float] | None
 
     Args:
         weights: of the mean of what is left; what is left out is decided by rank. None: all equal.
+        out: memory for the answer, used where it has that type; may be one of the rows.
 
     >>> rows = [torch.tensor([1., 1.]), torch.tensor([50., float("nan")]), torch.tensor([2., 3.])]
     >>> trimmed_mean(rows, 1)
     tensor([2., 2.])
     """
-    count, total = len(rows), _like(rows)
+    count, total = len(rows), room(rows, out)
     if weights is not None and len(set(weights)) == 1:
         weights = None
-    for out, values, carried in _sorted(rows, total, weights):
+    for part, values, carried in _sorted(rows, total, weights):
         one = torch.ones((), dtype=total.dtype, device=total.device)
         shares = [one] * count if carried is None else [weight.to(total.dtype) for weight in carried]
-        out.zero_()
-        norm = torch.zeros_like(out)
+        part.zero_()
+        norm = torch.zeros_like(part)
         for k in range(count - f):
             value, share = values[k], shares[k]
             if k < f:  # kept where f - k values or more were left out already
                 kept = values[count - f + k] == math.inf
                 value, share = torch.where(kept, value, 0.0 * one), torch.where(kept, share, 0.0 * one)
-            out.add_(value if carried is None else value * share)
+            part.add_(value if carried is None else value * share)
             norm.add_(share)
-        out.div_(norm).masked_fill_(values[count - f - 1] == math.inf, math.nan)
+        part.div_(norm).masked_fill_(values[count - f - 1] == math.inf, math.nan)
     return total
 
 
@@ -131,14 +142,11 @@ def _chosen(flag: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     return (yes.view(kind) ^ other).bitwise_and_(flag.to(kind).neg_()).bitwise_xor_(other).view(no.dtype)
 
 
-def _like(rows: Sequence[Tensor]) -> Tensor:
-    return torch.empty(rows[0].shape, dtype=torch.promote_types(rows[0].dtype, torch.float32), device=rows[0].device)
-
-
 def _sorted(
     rows: Sequence[Tensor], total: Tensor, weights: Sequence[float] | None
 ) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor] | None]]:
-    """Piece by piece: where the answer goes, the values in ascending order, and their weights in float64."""
+    """Piece by piece: where the answer goes, the values in ascending order, and their weights in float64; the answer may
+    stand where a row did."""
     count = len(rows)
     pairs, step = list(comparators(count)), max(1 << 12, CHUNK // count)
     for start in range(0, total.numel(), step):

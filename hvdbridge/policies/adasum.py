@@ -64,13 +64,11 @@ def adasum(flat: Tensor, bucket: Bucket, to_room: bool = True) -> Exchange:
         groups = [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)]
         shares = tree_coefficients((yield from gram_by_parameter(groups, cells)))
         rows = [
-            group[0] if len(group) == 1 else combine_by_parameter(group, shares[:, i, : len(group)].T, cells)
+            group[0] if len(group) == 1 else combine_by_parameter(group, shares[:, i, : len(group)].T, cells, group[0])
             for i, group in enumerate(groups)
         ]
         del groups
-    mine = rows[0]
-    del rows
-    release(theirs, bucket, mine)
+    mine = release(theirs, rows.pop(), flat, bucket.rooms)
     return (yield from collect(mine, shards, flat.dtype, bucket, to_room))
 
 

@@ -13,6 +13,8 @@ Rules:
    bucket boundaries.
 3. A rank of weight 0 has no row: the rule sees the others alone, as if it were not there.
 4. The owner of a shard combines it and sends it, so all ranks end with the same bits.
+5. Memory: a vector that was packed is a room for what comes, and a combination stands in the place of its first row;
+   so beside the bucket one room is held while a vector travels, two where shards are padded, and none in between.
 """
 
 from __future__ import annotations
@@ -67,20 +69,24 @@ def plan(bucket: Bucket) -> tuple[BlockShards, Cells]:
 
 
 def divide(flat: Tensor, shards: Shards, ranks: Sequence[int], memory: Memory) -> Generator[Collective, Tensor, Rows]:
-    """The pieces of this rank's shard that ``ranks`` hold, in their order; see :func:`release`."""
+    """The pieces of this rank's shard that ``ranks`` hold, in their order; ``flat`` is given away, these may be changed,
+    and :func:`release` follows."""
     rows = shards.pack(flat, flat.dtype, memory=memory)
     packed = not share(rows, flat)
-    del flat
-    out = memory.take(rows.numel(), rows.dtype, rows.device)
+    out = flat if packed and len(flat) == rows.numel() else memory.take(rows.numel(), rows.dtype, rows.device)
     answer = yield AllToAll(rows, out=out)
-    memory.give(out, *[rows] * packed, but=[answer])
+    memory.give(out, *[rows] * packed, but=[answer, flat])
     return [answer[rank] for rank in ranks]
 
 
-def release(rows: Rows, bucket: Bucket, mine: Tensor) -> None:
-    """The memory of what was divided goes round, unless it is the bucket's own, or ``mine``."""
-    bucket.rooms.give(rows[0], but=[bucket.buffer, mine])
+def release(rows: Rows, mine: Tensor, flat: Tensor, memory: Memory) -> Tensor:
+    """What was divided goes round. The owner's result, which may have been one of these ``rows``, in the memory of the
+    vector ``flat`` then."""
+    if share(mine, rows[0]) and not share(mine, flat) and flat.dtype == mine.dtype and len(flat) >= len(mine):
+        mine = flat[: len(mine)].copy_(mine)
+    memory.give(rows[0], but=[flat, mine])
     rows.clear()
+    return mine
 
 
 def collect(mine: Tensor, shards: Shards, wire: torch.dtype, bucket: Bucket, to_room: bool = True) -> Exchange:

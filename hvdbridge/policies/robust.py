@@ -56,7 +56,7 @@ class _Elementwise(Policy):
         self.check_ranks([1.0] * size)
 
     def reduce(self, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """One result of all rows, in float32 or wider."""
+        """One result of all rows, in float32 or wider; may be made in the memory of the first."""
         raise NotImplementedError
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
@@ -65,8 +65,7 @@ class _Elementwise(Policy):
         flat = raw(bucket)
         shards = FlatShards(flat.numel(), bucket.size)
         rows = yield from divide(flat, shards, participants(bucket), bucket.rooms)
-        mine = self.reduce(rows, weights)
-        release(rows, bucket, mine)
+        mine = release(rows, self.reduce(rows, weights), flat, bucket.rooms)
         return Aggregated((yield from collect(mine, shards, flat.dtype, bucket)))
 
 
@@ -91,7 +90,7 @@ class Median(_Elementwise):
         _check_majority(self, self.f, weights)
 
     def reduce(self, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        return median(rows, weights, self.f)
+        return median(rows, weights, self.f, rows[0])
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class TrimmedMean(_Elementwise):
         _check_count(self, self.f, len(weights), 2 * self.f + 1, "2 f + 1")
 
     def reduce(self, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        return trimmed_mean(rows, self.f, weights)
+        return trimmed_mean(rows, self.f, weights, rows[0])
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,8 @@ class _Whole(Policy):
         products = yield from gram(rows, cells)
         good = products.diagonal() < HUGE
         products = torch.where(good & good[:, None], products, torch.zeros_like(products))
-        mine = combine(rows, self.coefficients(products, good, weights), good)
-        release(rows, bucket, mine)
+        mine = combine(rows, self.coefficients(products, good, weights), good, rows[0])
+        mine = release(rows, mine, flat, bucket.rooms)
         return (yield from collect(mine, shards, flat.dtype, bucket))
 
 

@@ -501,14 +501,25 @@ def test_a_flow_that_starts_nothing_more_holds_nobody_up(
     driver.close()
 
 
-@pytest.mark.parametrize("rounds", [None, 4])
-def test_few_heavy_flows_at_once_hold_nobody_up_for_ever(rounds: int | None) -> None:
+@pytest.mark.parametrize(
+    ("rounds", "at_once", "turns", "first"),
+    [
+        (4, 3, 1, [0.1, 1.1, 0.2, 2.1, 0.3, 1.2, 3.1, 0.4, 1.3, 2.2]),  # the fourth begins, or nothing would go on
+        (4, 3, 2, [0.1, 0.2, 1.1, 0.3, 1.2, 0.4, 2.1, 1.3, 2.2, 1.4, 3.1, 2.3]),
+        (4, 2, 2, [0.1, 0.2, 1.1, 0.3, 1.2, 0.4, 2.1, 1.3, 2.2, 1.4, 3.1, 2.3]),
+        (None, None, 1, [0.1, 1.1, 0.2, 2.1, 0.3, 1.2, 3.1, 0.4, 1.3, 2.2]),
+        (None, 3, 1, [0.1, 1.1, 0.2, 2.1, 0.3, 1.2, 0.4, 1.3, 2.2, 1.4, 2.3, 3.1, 2.4]),
+        (None, 2, 1, [0.1, 1.1, 0.2, 0.3, 1.2, 0.4, 1.3, 1.4, 2.1, 3.1, 2.2]),
+    ],
+)
+def test_few_heavy_flows_at_once_hold_nobody_up_for_ever(
+    rounds: int | None, at_once: int | None, turns: int, first: list[float]
+) -> None:
     communicator, driver = Slow(0), ThreadDriver()
     flows = [flow(*(k + round(r / 10, 1) for r in range(1, 5))) for k in range(6)]
-    runs = [driver.submit(Pending(each, communicator, overlaps=True, rounds=rounds, at_once=3)) for each in flows]
+    runs = [driver.submit(Pending(each, communicator, True, rounds, at_once, turns)) for each in flows]
     driver.flush()
     until(lambda: all(pending.done for pending in runs))
-    first = [0.1, 1.1, 0.2, 2.1, 0.3, 1.2, 3.1, 0.4, 1.3, 2.2]
     assert communicator.seen[: len(first)] == pytest.approx(first)
     driver.close()
 
