@@ -217,10 +217,13 @@ class Bucket:
         >>> bucket.room(torch.float32) is bucket.buffer, bucket.room(torch.float64).dtype
         (True, torch.float64)
         """
+        own = self.at_hand(dtype)
+        return self.layout.empty(dtype, self.buffer.device) if own is None else own
+
+    def at_hand(self, dtype: torch.dtype) -> Tensor | None:
+        """What :meth:`room` will give, if that is no new memory."""
         own = self.spare if self.needs_sent else self.buffer
-        if own is not None and own.dtype == dtype and own.numel() == self.layout.numel:
-            return own
-        return self.layout.empty(dtype, self.buffer.device)
+        return own if own is not None and own.dtype == dtype and own.numel() == self.layout.numel else None
 
     def fresh(self, like: Tensor) -> Tensor:
         """Uninitialised memory like a flat tensor, for what a :attr:`~hvdbridge.policy.Slot.reused` slot will hold."""

@@ -58,6 +58,8 @@ class Memory:
             if fit:  # the smallest, and of such the last that was in use, which may be in the cache
                 block = self._idle.pop(-min(fit)[1])
                 return torch.empty(0, dtype=dtype, device=device).set_(block, 0, (numel,), (1,))
+            if self._close == ANY and self._idle:  # the larger one will do in its place
+                self._drop()
             if SMALL <= size <= LARGE and (pages := _pages(size)) is not None:
                 return pages.view(dtype)
         return torch.empty(numel, dtype=dtype, device=device)
@@ -71,7 +73,10 @@ class Memory:
                 self._idle.append(block)
                 kept.add(block.data_ptr())
         while len(self._idle) > self._blocks:
-            del self._idle[min(range(len(self._idle)), key=lambda i: self._idle[i].nbytes())]
+            self._drop()
+
+    def _drop(self) -> None:
+        del self._idle[min(range(len(self._idle)), key=lambda i: self._idle[i].nbytes())]
 
     def clear(self) -> None:
         """Keep no block."""

@@ -38,7 +38,7 @@ from hvdbridge.kernels.fused import fused
 from hvdbridge.kernels.quantise import Blocks, Code, Part, Places, Strip, decode, encode
 from hvdbridge.kernels.random import seed_of
 from hvdbridge.kernels.runs import SHORT, Runs
-from hvdbridge.memory import ANY, NONE, Memory, share
+from hvdbridge.memory import NONE, Memory, share
 from hvdbridge.policy import Aggregated
 
 PIECE = 1 << 17
@@ -46,11 +46,10 @@ PIECE = 1 << 17
 
 
 class _Scratch(threading.local):
-    """Memory of each thread: for a piece, and for a whole vector, which is given back before the flow waits."""
+    """Memory of each thread for a piece."""
 
     def __init__(self) -> None:
         self._of: dict[torch.dtype, Tensor] = {}
-        self.vector = Memory(1, ANY)
 
     def like(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
         if piece.numel() > PIECE:
@@ -423,12 +422,12 @@ def sharded_code(
     message = plan.everyone.encode(code, flat, seed, bucket.needs_sent, sent)
     came = rooms.take(size, torch.uint8, flat.device)
     theirs = yield AllToAll(message, out=came[: message.numel()])
-    # The sum stands in scratch memory, or where it is wanted while the answer travels: at the new error's beginning.
-    length, error = plan.shards.length, None if carry is None else bucket.fresh(carry)
-    if error is None:
-        total = _scratch.vector.take(length, torch.float32, flat.device)
+    # The sum stands where the update will, and what is not sent of it until that comes
+    length, wide = plan.shards.length, accumulator(flat.dtype)
+    if (place := bucket.at_hand(wide)) is not None:
+        total = place.view(torch.uint8)[: 4 * length].view(torch.float32)
     else:
-        total = error.view(torch.uint8)[: 4 * length].view(torch.float32)
+        total = rooms.take(length, torch.float32, flat.device)
     plan.own.decode(code, *plan.own.read(code, theirs), total)
     rooms.give(came)
     del message, theirs, came
@@ -437,23 +436,25 @@ def sharded_code(
     keep_rest = rest is not None or carry is not None
     seed = seed_of(bucket, "back") if back.random else 0
     message = plan.own.encode(back, total, seed, keep_rest, sent)[0]
-    if error is None:
+    if carry is None:
         if rest is not None:
             plan.shards.add_owned(rest, rank, total)
-        _scratch.vector.give(total)
+        if place is None:
+            rooms.give(total)
         del total
     came = rooms.take(size, torch.uint8, flat.device)
     answer = yield AllGather(message, out=came[: bucket.size * message.numel()])
     del message
     rooms.give(sent, but=[answer])
-    wide = accumulator(flat.dtype)
+    error = None
+    if carry is not None:
+        error = bucket.fresh(carry).zero_()
+        plan.shards.add_owned(error, rank, total)
+        if place is None:
+            rooms.give(total)
     codes, scales = plan.everyone.read(back, answer, wide)
     update = plan.everyone.decode(back, codes, scales, bucket.room(wide))
     rooms.give(came, sent)
-    if error is not None:
-        own = _scratch.vector.take(length, torch.float32, flat.device).copy_(total)
-        plan.shards.add_owned(error.zero_(), rank, own)
-        _scratch.vector.give(own)
     return Coded(update, rest, error)
 
 

@@ -31,7 +31,7 @@ from hvdbridge.driver import drive
 from hvdbridge.kernels.quantise import CHUNK
 from hvdbridge.memory import ANY, Memory, return_holes
 from hvdbridge.policies import from_spec
-from hvdbridge.policies.sharded import _scratch, add
+from hvdbridge.policies.sharded import add
 from hvdbridge.policy import Aggregated, Early, Flow, Policy, advance, finish
 from hvdbridge.state import AT_ONCE, ROOMS, StateStore, leaves, slot_of
 from policies.policies import CASES, Case
@@ -139,7 +139,6 @@ class Rank:
         self._blocks = number_blocks({name: p.shape for name, p in params.items()})
 
     def train(self, steps: int) -> None:
-        _scratch.vector.clear()  # of another model's
         with Living() as living:
             add(torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16))  # 512 KiB that a thread keeps, whatever the model
             kept = living.now
@@ -147,7 +146,7 @@ class Rank:
             store = StateStore(self.policy, {name: torch.zeros(shape) for name, shape in self.shapes.items()})
             sizes = [4 * layout.numel for layout in self._layouts]
             kept += sum(sizes) + store.nbytes
-            living.waiting = lambda: store.memory.nbytes + store.rooms.nbytes + _scratch.vector.nbytes
+            living.waiting = lambda: store.memory.nbytes + store.rooms.nbytes
             for step in range(steps):
                 for buffer in buffers:
                     buffer.normal_(generator=torch.Generator().manual_seed(step))
