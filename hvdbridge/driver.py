@@ -7,7 +7,9 @@ Rules:
 2. Canonical order, never arrival or completion order: flows begin in the order of :meth:`Driver.submit`, which
    callers make the order of bucket indices. Those that may overlap take turns, and at each turn start one operation:
    a flow that begins takes its first turn, then each older one takes its next, oldest first, once or as often as the
-   flow says (``Pending.turns``); ``flush`` and a flow that stands alone let the older ones take turns until they end. So bucket k+1 is encoded while bucket k travels.
+   flow says (``Pending.turns``); ``flush`` and a flow that stands alone let the older ones take turns until they end.
+   So bucket k+1 is encoded while bucket k travels. Where flows are heavy and it is not known how many collectives they
+   ask for, rounds of turns that none begins keep them few.
    In groups of several sizes a request has several numbers of operations, or none: there a turn starts all of it.
    Flows of which it is known how many collectives they ask for (``Policy.rounds``) share nothing that another changes.
    What lies between two of their starts runs when it can, ahead of its turn, too: while a turn waits for what travels,

@@ -30,7 +30,8 @@ class Memory:
 
     Args:
         blocks: so many are kept at most; of more, the smallest are dropped.
-        close: a block may be so many times as large as what is asked for.
+        close: a block may be so many times as large as what is asked for; :data:`ANY`: then all come to be as large as
+            the largest, for each that must be made anew takes the place of the smallest.
 
     >>> memory = Memory(2)
     >>> block = memory.take(1000, torch.float32, torch.device("cpu"))

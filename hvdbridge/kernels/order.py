@@ -145,8 +145,8 @@ def _chosen(flag: Tensor, yes: Tensor, no: Tensor) -> Tensor:
 def _sorted(
     rows: Sequence[Tensor], total: Tensor, weights: Sequence[float] | None
 ) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor] | None]]:
-    """Piece by piece: where the answer goes, the values in ascending order, and their weights in float64; the answer may
-    stand where a row did."""
+    """Piece by piece: where the answer goes, the values in ascending order, and their weights in float64; the answer
+    may stand where a row did."""
     count = len(rows)
     pairs, step = list(comparators(count)), max(1 << 12, CHUNK // count)
     for start in range(0, total.numel(), step):

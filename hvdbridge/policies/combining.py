@@ -69,8 +69,8 @@ def plan(bucket: Bucket) -> tuple[BlockShards, Cells]:
 
 
 def divide(flat: Tensor, shards: Shards, ranks: Sequence[int], memory: Memory) -> Generator[Collective, Tensor, Rows]:
-    """The pieces of this rank's shard that ``ranks`` hold, in their order; ``flat`` is given away, these may be changed,
-    and :func:`release` follows."""
+    """The pieces of this rank's shard that ``ranks`` hold, in their order; ``flat`` is given away, these may be
+    changed, and :func:`release` follows."""
     rows = shards.pack(flat, flat.dtype, memory=memory)
     packed = not share(rows, flat)
     out = flat if packed and len(flat) == rows.numel() else memory.take(rows.numel(), rows.dtype, rows.device)

@@ -323,10 +323,18 @@ def test_holes_are_returned_after_the_first_steps_of_a_process(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("spec", "within_machine", "among_nodes"),
-    [("int8", (3, 0), (3, 0)), ("topk", (2, 3), (3, 4)), ("ef(int8)", (2, 3), (3, 4)), ("onebit", (2, 5), (2, 5))],
+    [
+        ("int8", (3, 0, 1), (3, 0, 1)),
+        ("topk", (2, 3, 1), (3, 4, 1)),
+        ("ef(int8)", (2, 3, 1), (3, 4, 1)),
+        ("onebit", (2, 5, 1), (2, 5, 1)),
+        ("adasum", (2, 0, 1), (3, 0, 1)),  # nobody knows how often it asks
+        ("terngrad", (2, 0, 2), (3, 0, 1)),  # three times
+        ("hierarchical(ef(bf16))", (2, 3, 3), (3, 4, 1)),  # five times
+    ],
 )
 def test_flows_at_once_and_blocks_kept_by_what_a_flow_makes(
-    spec: str, within_machine: tuple[int, int], among_nodes: tuple[int, int]
+    spec: str, within_machine: tuple[int, int, int], among_nodes: tuple[int, int, int]
 ) -> None:
     communicator = Gated()
     communicator.size = 2
@@ -337,7 +345,7 @@ def test_flows_at_once_and_blocks_kept_by_what_a_flow_makes(
         driver.close()
         kept = [torch.empty(100 + i) for i in range(9)]
         store.memory.give(*kept)
-        assert (store.at_once, store.memory.nbytes // 400) == expected
+        assert (store.at_once, store.memory.nbytes // 400, store.turns) == expected
 
 
 def test_the_rest_of_an_early_flow_runs_in_the_background() -> None:

@@ -186,7 +186,7 @@ MORE: dict[str, tuple[float, str]] = {
     "dgc:ratio=0.05": (2.25, "momentum and accumulated gradient anew; messages"),
     "dgc:ratio=0.05,clip=10.0,nesterov=true,warmup=2": (5.76, "the same, where a quarter of all elements travels"),
     "oktopk:ratio=0.05": (2.25, "the owner's sum of what arrives; routes and messages"),
-    "onebit": (2.25, "the owners' new error, as it was and as part of the vector"),
+    "onebit": (2.06, "both residuals anew; messages of scales and signs"),
     "delayed(ef(bf16))": (3.01, "a copy of the gradients, which outlives the step; the residual; half messages"),
     "hierarchical(ef(bf16))": (3.01, "the residual; half messages, and a piece of each for this lane"),
 }
@@ -232,6 +232,16 @@ def test_state_and_messages_go_round_in_the_same_memory(spec: str, rooms: int) -
     slots = len(list(leaves(store.whole())))
     assert seen[0] == seen[1] == seen[2]
     assert len(seen[2]) == slots * (len(layouts) + 1) + rooms, "beside the state, of each slot one, and of messages"
+
+
+def test_rooms_of_any_size_come_to_be_as_large_as_the_largest() -> None:
+    cpu, rooms = torch.device("cpu"), Memory(4, ANY)
+    state = Memory(4)
+    for size in (1000, 3000):
+        for memory in (rooms, state):
+            memory.give(memory.take(size, torch.float32, cpu))
+    assert (rooms.nbytes, state.nbytes) == (12000, 16000)
+    assert rooms.take(1000, torch.float32, cpu).untyped_storage().nbytes() == 12000
 
 
 @pytest.mark.skipif(
