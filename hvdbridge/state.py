@@ -218,7 +218,7 @@ class StateStore:
         reused = sum(slot.reused for slot in self._slots.values())
         long = policy.rounds is None or policy.rounds > 2
         self.at_once = AT_ONCE - (reused > 1 if network else reused > 0 or long)
-        # Between nodes a flow rather waits in line than another behind it
+        # Between nodes the next bucket would wait too long for this one's answers; there memory is what gives way.
         self.turns = 1 if network or policy.rounds is None else -(-policy.rounds // self.at_once)
         self.memory = Memory(self.at_once * reused + 1 if reused else 0)
         self.rooms = Memory(self.at_once * ROOMS, ANY)
