@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from hvdbridge.bucket import Bucket
-from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.memory import NONE
-from hvdbridge.policies.sharded import FlatShards, accumulator, sharded_sum, shards_of, sum_rows
+from hvdbridge.memory import NONE, share
+from hvdbridge.policies.sharded import FlatShards, accumulator, scaled, sharded_sum, shards_of, sum_rows
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State, rewrite
 
 
@@ -152,7 +152,9 @@ class _Half(Policy):
 
     @property
     def rounds(self) -> int | None:
-        return 2 if type(self.inner) is Mean else None
+        if type(self.inner) is Mean:
+            return 2
+        return None if self.inner.rounds is None else 2 * self.inner.rounds  # a sum takes two, all else one
 
     @property
     def bytewise(self) -> bool:
@@ -190,29 +192,63 @@ class _Half(Policy):
         power = self.power(size)
         match request:
             case AllReduce(op="sum"):
-                shards = FlatShards(tensor.numel(), size)
-                flat = tensor.reshape(-1)
-                total = yield from sharded_sum(flat, shards, rank, self.wire, self.wire, power, request.group)
-                return total.to(tensor.dtype).view(tensor.shape)
+                flat, shards = tensor.reshape(-1), FlatShards(tensor.numel(), size)
+                total = yield from sharded_sum(
+                    flat, shards, rank, self.wire, self.wire, power, request.group,
+                    out=lambda: flat, memory=bucket.rooms,
+                )  # fmt: skip
+                return total.view(tensor.shape)
             case ReduceScatter(op="sum"):
-                rows = yield AllToAll(self._narrow(tensor, power), request.group)
-                return sum_rows(rows).div_(power).to(tensor.dtype)
+                rows, came = (bucket.rooms.take(tensor.numel(), self.wire, tensor.device) for _ in range(2))
+                scaled(tensor.reshape(-1), power, rows)
+                theirs = yield AllToAll(rows.view(tensor.shape), request.group, came)
+                total = sum_rows(theirs, tensor[0]).div_(power)
+                bucket.rooms.give(rows, came)
+                return total
             case AllGather() | AllToAll() | Broadcast():
                 if not bucket.mark.weighted:  # a raw gradient is no share of a mean: it needs no lift
                     power = 1.0
-                answer = yield _with_tensor(request, self._narrow(tensor, power))
-                return answer.to(tensor.dtype).div_(power)
+                shape = (size, *tensor.shape) if isinstance(request, AllGather) else tensor.shape
+                numel = math.prod(shape)
+                out = None if isinstance(request, Broadcast) else room(request, numel)
+                whole = tensor.new_empty(numel) if out is None else out
+                narrow, came = whole.view(self.wire)[: tensor.numel()], whole.view(self.wire)[numel:]
+                scaled(tensor.reshape(-1), power, narrow)
+                answer = yield _with_tensor(request, narrow.view(tensor.shape), came)
+                if not share(answer, whole) or answer.storage_offset() != came.storage_offset():
+                    came.copy_(answer.reshape(-1))
+                widened(came, whole)
+                return (whole if power == 1.0 else whole.div_(power)).view(shape)
             case _:
                 return (yield request)
 
-    def _narrow(self, tensor: Tensor, power: float) -> Tensor:
-        return (tensor if power == 1.0 else tensor * power).to(self.wire)
 
-
-def _with_tensor(request: AllGather | AllToAll | Broadcast, tensor: Tensor) -> Collective:
+def _with_tensor(request: AllGather | AllToAll | Broadcast, tensor: Tensor, out: Tensor) -> Collective:
     if isinstance(request, Broadcast):
         return Broadcast(tensor, request.root, request.group)
-    return type(request)(tensor, request.group)
+    return type(request)(tensor, request.group, out)
+
+
+PIECE = 1 << 10
+"""Elements that are brought to a wider type by way of a copy."""
+
+
+def widened(half: Tensor, whole: Tensor) -> Tensor:
+    """``whole`` with the numbers ``half``, which end where it ends, as many as it has: what is written at a time ends
+    where that which is still to be read begins.
+
+    >>> whole = torch.zeros(5000)
+    >>> half = whole.view(torch.bfloat16)[5000:].copy_(torch.arange(5000.) % 256)
+    >>> torch.equal(widened(half, whole), torch.arange(5000.) % 256)
+    True
+    """
+    start, end = 0, whole.numel()
+    while end - start > PIECE:
+        middle = (start + end) // 2
+        whole[start:middle] = half[start:middle]
+        start = middle
+    whole[start:] = half[start:].clone()
+    return whole
 
 
 @dataclass(frozen=True)

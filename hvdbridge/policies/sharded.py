@@ -72,8 +72,11 @@ def add(total: Tensor, part: Tensor, alpha: float = 1.0) -> Tensor:
     return total
 
 
-def _scale(part: Tensor, factor: float, out: Tensor) -> None:
-    """In the type of ``part``, then rounded to that of ``out``."""
+def scaled(part: Tensor, factor: float, out: Tensor) -> None:
+    """The product in the type of ``part``, then rounded to that of ``out``."""
+    if factor == 1.0:
+        out.copy_(part)
+        return
     if out.dtype == part.dtype or out.device.type != "cpu":
         torch.mul(part, factor, out=out)
         return
@@ -127,10 +130,7 @@ class FlatShards(Shards):
             return flat.view(self.size, self.length)
         rows = memory.take(self.size * self.length, wire, flat.device)
         rows[self.numel :] = 0
-        if power == 1.0:
-            rows[: self.numel].copy_(flat)
-        else:
-            _scale(flat, power, rows[: self.numel])
+        scaled(flat, power, rows[: self.numel])
         return rows.view(self.size, self.length)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -227,7 +227,7 @@ class BlockShards(Shards):
         theirs, ours = self._pairs(flat, rows)
         if power != 1.0:
             for part, mine in zip(theirs, ours, strict=True):
-                _scale(part, power, mine)
+                scaled(part, power, mine)
         elif ours:
             torch._foreach_copy_(ours, theirs)
         return rows

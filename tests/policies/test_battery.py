@@ -24,7 +24,7 @@ from hvdbridge.dry_run import Asked, dry_run
 from hvdbridge.errors import ConfigurationError, SpecError, WeightError
 from hvdbridge.memory import Memory
 from hvdbridge.options import options_of
-from hvdbridge.policies import ErrorFeedback, Partition, from_spec, name_of, to_spec
+from hvdbridge.policies import Bf16, ErrorFeedback, Fp16, Partition, from_spec, name_of, to_spec
 from hvdbridge.policy import Flow, Policy, State
 from hvdbridge.simulation import Simulation
 from hvdbridge.state import StateStore, leaves, slot_of
@@ -593,8 +593,12 @@ def test_rounds_are_what_it_says(case: Case) -> None:
     small, whole = rounds(0.001), rounds(25.0)
     assert len(small) > 1 or case.policy.scope == "step"
     assert len(whole) == 1
-    assert max(whole.values()) == case.policy.rounds
-    assert max(small.values()) == case.policy.rounds or isinstance(case.policy, Partition)
+    most, said = max(whole.values()), case.policy.rounds
+    if isinstance(case.policy, Fp16 | Bf16) and not case.policy.additive:  # as if all that is asked inside were sums
+        assert most in (said // 2, said)
+    else:
+        assert most == said
+    assert max(small.values()) == most or isinstance(case.policy, Partition)
 
 
 @every_that(case for case in CASES if case.policy.bytewise)
