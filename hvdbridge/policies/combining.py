@@ -81,9 +81,8 @@ def divide(flat: Tensor, shards: Shards, ranks: Sequence[int], memory: Memory) -
 
 def release(rows: Rows, mine: Tensor, flat: Tensor, memory: Memory) -> Tensor:
     """What was divided goes round. The owner's result, which may have been one of these ``rows``, in the memory of the
-    vector ``flat`` then: at its start, so not where it is as long as that, whose only owner is answered with what it
-    asked with and puts it in order there."""
-    if share(mine, rows[0]) and not share(mine, flat) and flat.dtype == mine.dtype and len(flat) > len(mine):
+    vector ``flat`` then."""
+    if share(mine, rows[0]) and not share(mine, flat) and flat.dtype == mine.dtype and len(flat) >= len(mine):
         mine = flat[: len(mine)].copy_(mine)
     memory.give(rows[0], but=[flat, mine])
     rows.clear()
@@ -102,6 +101,8 @@ def collect(mine: Tensor, shards: Shards, wire: torch.dtype, bucket: Bucket, to_
     del mine
     answer = yield request
     del request
+    if share(answer, bucket.buffer):  # the only owner's, which is put in order there
+        answer = out.view(answer.shape).copy_(answer)
     update = shards.unpack(answer, wide, bucket.room(wide) if to_room else None)
     memory.give(out, answer, but=[update, bucket.buffer])
     return update

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from hvdbridge.bucket import Bucket
-from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
 from hvdbridge.errors import Unsupported
+from hvdbridge.memory import share
 from hvdbridge.policies.dense import MEAN
-from hvdbridge.policies.local import share
+from hvdbridge.policies.local import share_in_node
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State, check_weights, rewrite
 
 
@@ -58,7 +59,7 @@ class Hierarchical(Policy):
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         flat = bucket.buffer
-        factor = share(bucket)
+        factor = share_in_node(bucket)
         if not bucket.scaled:
             if factor == 0.0:
                 flat.zero_()
@@ -90,8 +91,8 @@ class Lanes:
     """How a request among nodes travels: in ``count`` pieces, one per local rank."""
 
     def __init__(self, bucket: Bucket, nodes: int, count: int) -> None:
-        self.nodes, self.count = nodes, count
-        self.lane, _ = bucket.place("node")
+        self.nodes, self.count, self.memory = nodes, count, bucket.rooms
+        self.lane, self.local = bucket.place("node")
         self.shared = nodes < bucket.size  # on no node alone, or all ranks would not ask for the same
         _, self.reached = bucket.place("cross")
 
@@ -112,17 +113,32 @@ class Lanes:
             flat = torch.cat([flat, flat.new_zeros(rows, self.count * length - width)], 1)
         piece = flat.view(rows, self.count, length)[:, self.lane % self.count]
         answer = yield self._send(request, piece)
-        parts = answer[None]
-        if self.shared:
-            shape = (self.nodes, *piece.shape) if isinstance(request, AllGather) else piece.shape
-            if isinstance(request, ReduceScatter):
-                shape = piece.shape[1:]
-            mine = answer if self.lane < self.count else answer.new_zeros(shape)
-            parts = (yield AllGather(mine, group="node"))[: self.count]
-        whole = parts.movedim(0, -2).flatten(-2)[..., :width]
-        if isinstance(request, AllGather):
-            return whole.reshape(self.nodes, *tensor.shape)
-        return whole.reshape(tensor.shape[1:] if isinstance(request, ReduceScatter) else tensor.shape)
+        outer = self.nodes if isinstance(request, AllToAll | AllGather) else 1
+        shape = (self.nodes, *tensor.shape) if isinstance(request, AllGather) else tensor.shape
+        if isinstance(request, ReduceScatter):
+            shape = tensor.shape[1:]
+        if not self.shared:
+            return answer.reshape(shape)
+        mine = answer if self.lane < self.count else answer.new_zeros(outer * length)
+        del answer, flat, piece
+        whole = self._target(request, outer * width)
+        straight = outer == 1 and self.local * length == width and not share(whole, mine)
+        came = whole if straight else self.memory.take(self.local * mine.numel(), mine.dtype, mine.device)
+        parts = yield AllGather(mine.reshape(-1), "node", came)
+        if not share(parts, whole):
+            for lane, part in enumerate(parts[: self.count].view(self.count, outer, length)):
+                here = whole.view(outer, width)[:, lane * length : (lane + 1) * length]
+                here.copy_(part[:, : here.shape[1]])
+        self.memory.give(came, parts, but=[whole])
+        return whole.view(shape)
+
+    def _target(self, request: Collective, numel: int) -> Tensor:
+        """Memory that came with a request, or new: flat, for the answer."""
+        if isinstance(request, AllToAll | AllGather):
+            given = room(request, numel)
+        else:
+            given = request.tensor.view(-1)[:numel] if request.tensor.is_contiguous() else None
+        return request.tensor.new_empty(numel) if given is None else given
 
     def _send(self, request: Collective, piece: Tensor) -> Collective:
         """This rank's piece. A rank without a lane sends it to the few that are like it, and nobody looks."""

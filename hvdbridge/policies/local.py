@@ -131,7 +131,7 @@ class PostLocalSgd(LocalSgd):
             return (yield from MEAN.aggregate(bucket, {}))
         if self.group == "none":
             return Aggregated(own(bucket))
-        factor = share(bucket)
+        factor = share_in_node(bucket)
         flat = bucket.buffer.zero_() if factor == 0.0 else bucket.buffer.mul_(factor)
         return Aggregated((yield AllReduce(flat, group="node")))
 
@@ -179,7 +179,7 @@ class DiLoCo(_Local):
         return Aggregated(new, state={**views, "inner": result.state})
 
 
-def share(bucket: Bucket) -> float:
+def share_in_node(bucket: Bucket) -> float:
     """This rank's part of its node's weight; equal ones where no weights were set.
 
     Raises:

@@ -343,8 +343,12 @@ def sharded_sum(
     del rows, flat  # what is not needed any more is not held: these are whole vectors
     theirs = yield request
     del request
-    total = sum_rows(theirs, None if share(theirs, first) else _as(first, exact, shards.length))
-    del theirs
+    place = None if share(theirs, first) else _as(first, exact, shards.length)
+    final = None
+    if place is None and out is not None and back != exact:  # few owners: where the update will stand, and is not sent
+        place = _as(final := out(), exact, shards.length)
+    total = sum_rows(theirs, place)
+    del theirs, place
     if power != 1.0:
         total.div_(power)
     message = total
@@ -358,7 +362,9 @@ def sharded_sum(
     del total
     answer = yield AllGather(message, group, _as(free, back, shards.size * shards.length))
     del message, free
-    update = shards.unpack(answer, exact, None if out is None else out())
+    if final is None and out is not None:
+        final = out()
+    update = shards.unpack(answer, exact, final)
     del answer
     memory.give(second, *[first] * (not given), but=[update])
     return update
