@@ -244,9 +244,9 @@ class Policy:
 
     @property
     def bytewise(self) -> bool:
-        """A byte or more travels for each element, in a code: on a slow network these bytes, and not the coding, are
-        what a step waits for, so its buckets are smaller there than those of other codes. A wrapper is so where all its
-        inners are; what these send of parameters is in no bucket."""
+        """A byte or more travels for each element, by several collectives: on a slow network these bytes, and not the
+        computing between them, are what a step waits for, so its buckets are smaller there than those of other codes. A
+        wrapper is so where all its inners are; what these send of parameters is in no bucket."""
         inners = self.inners().values()
         return bool(inners) and not self.on_parameters and all(p.bytewise for p in inners)
 

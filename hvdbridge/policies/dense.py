@@ -49,6 +49,10 @@ class Mean(Policy):
         return not self.exact
 
     @property
+    def bytewise(self) -> bool:
+        return self.exact
+
+    @property
     def takes_shares(self) -> bool:
         return type(self) is Mean and not self.exact
 

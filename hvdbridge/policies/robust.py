@@ -44,6 +44,7 @@ class _Elementwise(Policy):
     """A rule that looks at one element of all ranks at a time, by the sharded scheme."""
 
     rounds = 2
+    bytewise = True
 
     def check_ranks(self, weights: Sequence[float]) -> None:
         """

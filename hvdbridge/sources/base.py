@@ -55,7 +55,7 @@ def usual_bucket_mb(
     where it is :attr:`bytewise <hvdbridge.policy.Policy.bytewise>`, if that costs no small first bucket.
 
     While a bucket of DDP's size is filled, a network of 1 Gbit/s has long sent the first one, and waits. For the plain
-    mean that was 4 % of a step, and 5 MiB in place of 10 are 3 to 7 % with such codes (others gain nothing or lose as
+    mean that was 4 % of a step, and 5 MiB in place of 10 are 1 to 7 % with such codes (others gain nothing or lose as
     much by it; within a machine ``ef(int8)`` lost 3 to 5 %). It follows from what all ranks know alike, and is the same
     on all backends.
 
