@@ -23,7 +23,7 @@ from torch import Tensor
 from hvdbridge.bucket import Bucket
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.memory import NONE, share
+from hvdbridge.memory import NONE
 from hvdbridge.policies.sharded import FlatShards, accumulator, scaled, sharded_sum, shards_of, sum_rows
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State, rewrite
 
@@ -162,7 +162,7 @@ class _Half(Policy):
 
     @property
     def bytewise(self) -> bool:
-        return type(self.inner) is Mean
+        return type(self.inner) is Mean or self.inner.bytewise
 
     def power(self, size: int) -> float:
         """What contributions to a sum of ``size`` are multiplied by while they travel."""
@@ -219,7 +219,7 @@ class _Half(Policy):
                 narrow, came = whole.view(self.wire)[: tensor.numel()], whole.view(self.wire)[numel:]
                 scaled(tensor.reshape(-1), power, narrow)
                 answer = yield _with_tensor(request, narrow.view(tensor.shape), came)
-                if not share(answer, whole) or answer.storage_offset() != came.storage_offset():
+                if answer.data_ptr() != came.data_ptr():
                     came.copy_(answer.reshape(-1))
                 widened(came, whole)
                 return (whole if power == 1.0 else whole.div_(power)).view(shape)
@@ -233,8 +233,8 @@ def _with_tensor(request: AllGather | AllToAll | Broadcast, tensor: Tensor, out:
     return type(request)(tensor, request.group, out)
 
 
-PIECE = 1 << 10
-"""Elements that are brought to a wider type by way of a copy."""
+LAST = 1 << 10
+"""Elements that are widened by way of a copy, where halves of what is left are too few to be worth a call."""
 
 
 def widened(half: Tensor, whole: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def widened(half: Tensor, whole: Tensor) -> Tensor:
     True
     """
     start, end = 0, whole.numel()
-    while end - start > PIECE:
+    while end - start > LAST:
         middle = (start + end) // 2
         whole[start:middle] = half[start:middle]
         start = middle

@@ -133,12 +133,14 @@ class Lanes:
         return whole.view(shape)
 
     def _target(self, request: Collective, numel: int) -> Tensor:
-        """Memory that came with a request, or new: flat, for the answer."""
+        """Memory that came with a request, or new: flat, for the answer. What is there already is at its place (one row
+        of many might not be, so :class:`ReduceScatter` gets new memory)."""
+        given, tensor = None, request.tensor
         if isinstance(request, AllToAll | AllGather):
             given = room(request, numel)
-        else:
-            given = request.tensor.view(-1)[:numel] if request.tensor.is_contiguous() else None
-        return request.tensor.new_empty(numel) if given is None else given
+        elif tensor.numel() == numel and tensor.is_contiguous():
+            given = tensor.view(-1)
+        return tensor.new_empty(numel) if given is None else given
 
     def _send(self, request: Collective, piece: Tensor) -> Collective:
         """This rank's piece. A rank without a lane sends it to the few that are like it, and nobody looks."""

@@ -345,7 +345,7 @@ def sharded_sum(
     del request
     place = None if share(theirs, first) else _as(first, exact, shards.length)
     final = None
-    if place is None and out is not None and back != exact:  # few owners: where the update will stand, and is not sent
+    if place is None and out is not None and back != exact:  # one owner: where the update will stand, and is not sent
         place = _as(final := out(), exact, shards.length)
     total = sum_rows(theirs, place)
     del theirs, place

@@ -117,6 +117,7 @@ CASES = [
     Case("fp16", overflows=True),
     Case("bf16"),
     Case("fp16(powersgd(rank=2, ef=false))", overflows=True, precision=2.0**-9),
+    Case("fp16(adasum)", order_matters=True, overflows=True, precision=2.0**-9),
     Case("bf16(mean:exact=true)"),
     Case("bf16(topk(ratio=0.1))"),
     Case("noop"),
@@ -173,6 +174,7 @@ CASES = [
     Case("diloco(every=2)"),
     Case("hierarchical(mean)", local_size=2),
     Case("hierarchical(ef(bf16))", local_size=2, order_matters=True, counts_excluded=True),  # roundings are a node's
+    Case("hierarchical(fp16(sign(scale=0.1)))", local_size=2, noisy=True, order_matters=True, counts_excluded=True),
     # Wrappers
     Case("ef(fp16)", overflows=True),
     Case("ef(bf16)"),

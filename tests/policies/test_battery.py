@@ -19,12 +19,12 @@ from torch import Tensor
 
 from hvdbridge import simulation
 from hvdbridge.bucket import Bucket, Layout
-from hvdbridge.collectives import AllGather, AllToAll, Collective
+from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.dry_run import Asked, dry_run
 from hvdbridge.errors import ConfigurationError, SpecError, WeightError
 from hvdbridge.memory import Memory
 from hvdbridge.options import options_of
-from hvdbridge.policies import Bf16, ErrorFeedback, Fp16, Partition, from_spec, name_of, to_spec
+from hvdbridge.policies import ErrorFeedback, Partition, from_spec, name_of, to_spec
 from hvdbridge.policy import Flow, Policy, State
 from hvdbridge.simulation import Simulation
 from hvdbridge.state import StateStore, leaves, slot_of
@@ -594,8 +594,8 @@ def test_rounds_are_what_it_says(case: Case) -> None:
     assert len(small) > 1 or case.policy.scope == "step"
     assert len(whole) == 1
     most, said = max(whole.values()), case.policy.rounds
-    if isinstance(case.policy, Fp16 | Bf16) and not case.policy.additive:  # as if all that is asked inside were sums
-        assert most in (said // 2, said)
+    if "16(" in case.spec:  # halves of another policy, as if all that it asks for were sums
+        assert said // 2 <= most <= said
     else:
         assert most == said
     assert max(small.values()) == most or isinstance(case.policy, Partition)
@@ -632,25 +632,39 @@ def test_feedback_telescopes(case: Case) -> None:
             assert bool(((balance[name] - residual).abs() <= bound).all()), f"{size} ranks, {name}"
 
 
+def overlap(a: Tensor, b: Tensor | None) -> bool:
+    """Whether two contiguous tensors have memory in common."""
+    if b is None:
+        return False
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("alone", [False, True], ids=["together", "alone"])
 @pytest.mark.parametrize("case", [*CASES, Case("ef(mean(exact=true))")], ids=str)
 def test_nobody_looks_at_what_was_given_back(
     case: Case, alone: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Idle memory may hold anything, and is never the source's bucket. A group of one has its own tensor for an answer,
-    as with communicators, and finds what it finds in an answer apart."""
+    """Idle memory may hold anything, and is never the source's bucket. Nor does it matter where an answer stands: with
+    communicators a group of one has its own tensor for it, and a reduction may be made in that of the request."""
     buckets: list[Tensor] = []
     size = case.min_size if alone else max(case.min_size, 3)
     answers = simulation.execute
 
     def execute(requests: Sequence[Collective]) -> list[Tensor]:
+        assert not any(overlap(request.tensor, getattr(request, "out", None)) for request in requests)
         match requests:
             case [AllToAll(tensor)]:
                 return [tensor]
             case [AllGather(tensor)]:
                 return [tensor.unsqueeze(0)]
-        return answers(requests)
+        found = answers(requests)
+        for rank, request in enumerate(requests):
+            if isinstance(request, AllReduce | Broadcast):
+                found[rank] = request.tensor.copy_(found[rank])
+            if isinstance(request, ReduceScatter):
+                found[rank] = request.tensor[rank].copy_(found[rank])
+        return found
 
     def train() -> list[Any]:
         simulated, seen = Trained(case, size, dtype, buckets=SEVERAL), []
@@ -662,9 +676,8 @@ def test_nobody_looks_at_what_was_given_back(
         return [*seen, *(bits(t) for state in states for _, leaf in leaves(state) for t in leaf.values())]
 
     clean = train()
-    if alone:
-        monkeypatch.setattr(simulation, "execute", execute)
-        assert train() == clean
+    monkeypatch.setattr(simulation, "execute", execute)
+    assert train() == clean
     give, bucket = Memory.give, Simulation._bucket
 
     def known(self: Simulation, flat: Tensor, *rest: Any) -> Bucket:
