@@ -46,10 +46,10 @@ class GradientSynchronizer:
         policy: a spec string, a :class:`~hvdbridge.policy.Policy`, or None for what ``hb.init`` was given.
         bucket_mb: size of a gradient bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or the policy's
             (:attr:`Policy.bucket_mb <hvdbridge.policy.Policy.bucket_mb>`: 25 as in DDP, or 10), and among several nodes
-            not more than 10, or 5 where a code has a byte or more for each element (but where there is NCCL, with a
-            static graph, or before torch 2.13). ``"auto"``: the best for this policy, model and network, by
-            measurements of some seconds. Policies that are not dense may give other bits with another size: where runs
-            must be equal, take the number that :attr:`bucket_mb` says. Policies of the whole gradient
+            not more than 10, or 5 where it is :attr:`bytewise <hvdbridge.policy.Policy.bytewise>` (but where there is
+            NCCL, with a static graph, or before torch 2.13). ``"auto"``: the best for this policy, model and network,
+            by measurements of some seconds. Policies that are not dense may give other bits with another size: where
+            runs must be equal, take the number that :attr:`bucket_mb` says. Policies of the whole gradient
             (:attr:`Policy.scope <hvdbridge.policy.Policy.scope>` ``"step"``) have one bucket, whatever it is.
         group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
             Every rank of the job takes part in the construction, each with the group it belongs to.

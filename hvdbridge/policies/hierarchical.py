@@ -7,7 +7,8 @@ Rules:
    are lanes; each rank sends one piece to the other nodes, and the pieces come together within the node.
    So a node sends as much as one rank of the inner policy would, over all its ranks' links at once.
 3. A lane is a local rank that every node has. Ranks beyond take part in everything and send nothing.
-4. Memory: beside what the inner policy needs, a piece of each of its messages and of the answer to it.
+4. Memory: beside what the inner policy needs, a piece of each of its messages and, where what came with the request
+   does not do, a room in which the pieces of the answer come together.
 5. Every rank ends with what the inner flow returned, computed from the same bits everywhere.
 """
 

@@ -343,8 +343,7 @@ def sharded_sum(
     del rows, flat  # what is not needed any more is not held: these are whole vectors
     theirs = yield request
     del request
-    place = None if share(theirs, first) else _as(first, exact, shards.length)
-    final = None
+    place, final = None if share(theirs, first) else _as(first, exact, shards.length), None
     if place is None and out is not None and back != exact:  # one owner: where the update will stand, and is not sent
         place = _as(final := out(), exact, shards.length)
     total = sum_rows(theirs, place)

@@ -67,9 +67,9 @@ def usual_bucket_mb(
     >>> specs = ("mean", "topk", "ef(int8)")
     >>> [usual_bucket_mb(from_spec(spec), nodes) for spec in specs for nodes in ((0, 0), (0, 1))]
     [25.0, 10.0, 10.0, 10.0, 10.0, 5.0]
-    >>> specs = ("bf16", "bf16(topk)", "hierarchical(fp8)", "local_sgd(inner=int8)")
+    >>> specs = ("bf16", "bf16(topk)", "hierarchical(fp8)", "local_sgd(inner=int8)", "mean:exact=true", "fp16(median)")
     >>> [from_spec(spec).bytewise for spec in specs]
-    [True, False, True, False]
+    [True, False, True, False, True, True]
     """
     if len(set(nodes)) < 2 or not blocks_host or not SIZES or static_graph:
         return policy.bucket_mb
