@@ -85,6 +85,7 @@ def test_horovods_limits_reach_the_optimizer(backend: str) -> None:
     env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
     script = str(Path(SCRIPT).with_name("hvd_faults.py"))
     job = jobs.run(jobs.NATIVE[backend], backend, 2, [script, "optimizer"], env=env)
+    assert job.records[0] is not None, job.output
     text, seconds = job.records[0]
     assert "DistributedOptimizer 1 (first parameter 'weight'): AllReduce[8]" in text
     assert seconds < 10
