@@ -58,6 +58,14 @@ class Collective:
 
     __str__ = signature
 
+    def answer_shape(self, size: int) -> tuple[int, ...]:
+        """The shape of the answer among ``size`` ranks.
+
+        >>> AllGather(torch.zeros(3)).answer_shape(4), ReduceScatter(torch.zeros(4, 3)).answer_shape(4)
+        ((4, 3), (3,))
+        """
+        return tuple(self.tensor.shape)
+
     def bytes_sent(self, size: int) -> int:
         """Bytes that one rank sends in a bandwidth-optimal schedule among ``size`` ranks, rounded down.
 
@@ -107,6 +115,9 @@ class AllGather(Collective):
     group: str = "world"
     out: Tensor | None = None
 
+    def answer_shape(self, size: int) -> tuple[int, ...]:
+        return (size, *self.tensor.shape)
+
     def _share(self, whole: int, size: int) -> int:
         return whole
 
@@ -132,6 +143,9 @@ class ReduceScatter(Collective):
     def __post_init__(self) -> None:
         _check_op(self.op, self.tensor)
         _check_rows("ReduceScatter", self.tensor)
+
+    def answer_shape(self, size: int) -> tuple[int, ...]:
+        return tuple(self.tensor.shape[1:])
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,7 +88,7 @@ class Bridged(Communicator):
     def _answer(self, request: Collective) -> Answer:
         if self.closed:
             raise NotInitialized(f"rank {self.rank}: {request.signature()} on a communicator that was closed")
-        tensor = request.tensor.detach()
+        tensor, shape = request.tensor.detach(), request.answer_shape(self.size)
         self._check(request)
         if tensor.is_cuda and not self.capabilities.cuda:
             return (yield from self._through_host(request))
@@ -98,14 +98,13 @@ class Bridged(Communicator):
                     return (yield from self._all_reduce(tensor.contiguous(), op))
                 case AllGather():
                     out = room(request, self.size * tensor.numel())
-                    return self._rows((yield from self._gather(_flat(tensor), out)), tensor.shape)
+                    return (yield from self._gather(_flat(tensor), out)).reshape(shape)
                 case AllToAll():
                     out = room(request, tensor.numel())
-                    rows = yield from self._exchange(_flat(tensor).view(self.size, -1), out)
-                    return self._rows(rows, tensor.shape[1:])
+                    return (yield from self._exchange(_flat(tensor).view(self.size, -1), out)).reshape(shape)
                 case ReduceScatter(op=op):
                     rows = yield from self._exchange(_flat(tensor).view(self.size, -1))
-                    return fold(rows, op).view(tensor.shape[1:])
+                    return fold(rows, op).view(shape)
                 case Broadcast(root=root):
                     return (yield from self._broadcast(tensor.contiguous(), root))
         except HvdbridgeError:
@@ -210,9 +209,6 @@ class Bridged(Communicator):
             for number, part in enumerate(parts, start=1):
                 yield from _run(self._send_to_all, part, root, last=number == len(parts))
         return tensor
-
-    def _rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        return rows.reshape(self.size, *shape)
 
     # -- groups ------------------------------------------------------------------------------------------
 

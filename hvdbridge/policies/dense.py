@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar
 
@@ -212,25 +212,20 @@ class _Half(Policy):
             case AllGather() | AllToAll() | Broadcast():
                 if not bucket.mark.weighted:  # a raw gradient is no share of a mean: it needs no lift
                     power = 1.0
-                shape = (size, *tensor.shape) if isinstance(request, AllGather) else tensor.shape
+                shape = request.answer_shape(size)
                 numel = math.prod(shape)
                 out = None if isinstance(request, Broadcast) else room(request, numel)
                 whole = tensor.new_empty(numel) if out is None else out
                 narrow, came = whole.view(self.wire)[: tensor.numel()], whole.view(self.wire)[numel:]
                 scaled(tensor.reshape(-1), power, narrow)
-                answer = yield _with_tensor(request, narrow.view(tensor.shape), came)
+                half = replace(request, tensor=narrow.view(tensor.shape))
+                answer = yield half if isinstance(half, Broadcast) else replace(half, out=came)
                 if answer.data_ptr() != came.data_ptr():
                     came.copy_(answer.reshape(-1))
                 widened(came, whole)
                 return (whole if power == 1.0 else whole.div_(power)).view(shape)
             case _:
                 return (yield request)
-
-
-def _with_tensor(request: AllGather | AllToAll | Broadcast, tensor: Tensor, out: Tensor) -> Collective:
-    if isinstance(request, Broadcast):
-        return Broadcast(tensor, request.root, request.group)
-    return type(request)(tensor, request.group, out)
 
 
 LAST = 1 << 10

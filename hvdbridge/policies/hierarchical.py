@@ -115,9 +115,7 @@ class Lanes:
         piece = flat.view(rows, self.count, length)[:, self.lane % self.count]
         answer = yield self._send(request, piece)
         outer = self.nodes if isinstance(request, AllToAll | AllGather) else 1
-        shape = (self.nodes, *tensor.shape) if isinstance(request, AllGather) else tensor.shape
-        if isinstance(request, ReduceScatter):
-            shape = tensor.shape[1:]
+        shape = request.answer_shape(self.nodes)
         if not self.shared:
             return answer.reshape(shape)
         mine = answer if self.lane < self.count else answer.new_zeros(outer * length)
