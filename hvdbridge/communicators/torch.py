@@ -8,14 +8,11 @@ Rules:
    share one); otherwise CUDA tensors pass through host memory.
 3. Gloo and NCCL round 16-bit floats after each addition; both are taken as they are.
 4. Over Gloo, rows travel as plain sends and receives: its own all-gather was measured at twice their time.
-5. Between nodes Gloo reduces one vector after the other. Two at once, as usual with it, wait for each other's messages
-   on the same connections; within a node two are quicker.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 from collections.abc import Sequence
@@ -97,12 +94,11 @@ class TorchCommunicator(Bridged):
 
     Args:
         even_alone: a group of one rank has the library do its work, too; for who has one GPU to check NCCL with.
-        spread: its ranks are on several nodes.
     """
 
     def __init__(
         self, name: str, store: Any, rank: int, size: int, timeout: timedelta, cuda: bool, watch: Watch = unwatched,
-        even_alone: bool = False, spread: bool = False,
+        even_alone: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(name, rank, size, timeout.total_seconds(), watch)
         self.alone = size == 1 and not even_alone
@@ -114,8 +110,7 @@ class TorchCommunicator(Bridged):
         self._host: Any = None
         self._cuda: Any = None
         if not self.alone:
-            how = _one_at_a_time(timeout) if spread else timeout
-            self._host = dist.ProcessGroupGloo(PrefixStore(f"{name}/gloo", store), rank, size, how)
+            self._host = dist.ProcessGroupGloo(PrefixStore(f"{name}/gloo", store), rank, size, timeout)
             self._host.barrier().wait()  # a rank that closes while others still connect would break their connecting
         if cuda and not self.alone:
             options = dist.ProcessGroupNCCL.Options()
@@ -185,26 +180,13 @@ class TorchCommunicator(Bridged):
         ranks = groups[mine]
         return TorchCommunicator(
             f"{name}/{mine}", self._store, ranks.index(self.rank), len(ranks), self._timeout,
-            self.capabilities.cuda, self.watch, spread=len({self.nodes[rank] for rank in ranks if self.nodes}) > 1,
+            self.capabilities.cuda, self.watch,
         )  # fmt: skip
 
     def _close(self) -> None:
         if self._cuda is not None:
             self._cuda.shutdown()  # waits for what was enqueued; abort() would cut it off
         self._host = self._cuda = self._store = None
-
-
-def _one_at_a_time(timeout: timedelta) -> Any:
-    """Gloo's options with one thread, and the interfaces that it takes where it is given none."""
-    gloo: Any = dist.ProcessGroupGloo
-    options, names = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME")
-    if names:
-        options._devices = [gloo.create_device(interface=name) for name in names.split(",")]
-    else:
-        options._devices = [gloo.create_default_device()]
-    options._threads = 1
-    options._timeout = timeout
-    return options
 
 
 def _default_uses_nccl() -> bool:
