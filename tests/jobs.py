@@ -132,12 +132,10 @@ def _watch(process: subprocess.Popen[bytes], deadline: float) -> set[psutil.Proc
     """Wait for the launcher; returns every descendant ever seen, for launchers that lose track of their own."""
     family: set[psutil.Process] = set()
     me = psutil.Process(process.pid)
-    while time.monotonic() < deadline:
+    while process.poll() is None and time.monotonic() < deadline:
         with suppress(psutil.Error):
-            family |= {me, *me.children(recursive=True)}  # reads all of /proc, so not too often
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(0.25)
-            break
+            family |= {me, *me.children(recursive=True)}
+        time.sleep(0.05)
     return family
 
 
