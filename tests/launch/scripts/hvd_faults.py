@@ -25,8 +25,8 @@ def told(call: object) -> None:
 
 
 def main(way: str) -> None:
-    m = torch.nn.Linear(3, 2)
     if way == "optimizer":  # before the limits hold: torch imports its compiler now, on busy cores for seconds
+        m = torch.nn.Linear(3, 2)
         sgd = torch.optim.SGD(m.parameters(), lr=0.1)
     hvd.init()
     rank = hvd.rank()
