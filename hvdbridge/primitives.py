@@ -34,6 +34,7 @@ from hvdbridge.communicators.base import DTYPES, Communicator, Work
 from hvdbridge.driver import Driver, open_driver
 from hvdbridge.errors import CollectiveTimeout, ConfigurationError, Unsupported
 from hvdbridge.flows import Pending
+from hvdbridge.helper.client import Monitor
 from hvdbridge.messages import TAGS, Messages, Receipt, open_messages
 
 Steps = Generator[Collective, Tensor, None]
@@ -68,6 +69,7 @@ class Group:
     timeout: timedelta | None = None
     description: str = ""
     _driver: Driver | None = field(default=None, repr=False)
+    _monitor: Monitor | None = field(default=None, repr=False)
     _messages: Messages | None = field(default=None, repr=False)
 
     def size(self) -> int:
@@ -84,11 +86,12 @@ class Group:
 
     def close(self) -> None:
         """Free the channel. Harmless when repeated."""
-        if self._driver is not None:
+        if self._driver is not None and self._monitor is not None:
+            self._monitor.unguard(self._driver)
             self._driver.close()
         if self.communicator is not None:
             self.communicator.close()
-        self._driver = self.communicator = self._messages = None
+        self._driver = self._monitor = self.communicator = self._messages = None
 
 
 class Handle:
@@ -126,15 +129,17 @@ class _Collective(Handle):
 class _Message(Handle):
     """A send, or a receive that ends in a copy to where it was wanted."""
 
-    under_way: set[_Message] = set()  # a library writes into their memory, even if nobody keeps the handle
+    dropped: set[Work] = set()  # nobody keeps their handle, and a library still reads or writes their memory
 
     def __init__(self, work: Work, what: str, group: Group, then: Callable[[], None] | None = None) -> None:
         self._work: Work = work
         self._what, self._group, self._then = what, group, then
         self._over = False
-        for other in [other for other in self.under_way if other._work.done()]:
-            self.under_way.discard(other)
-        self.under_way.add(self)
+        self.dropped.difference_update([work for work in self.dropped if work.done()])
+
+    def __del__(self) -> None:
+        if not self._over:
+            self.dropped.add(self._work)
 
     def is_completed(self) -> bool:
         return self._over or self._work.done()
@@ -147,7 +152,6 @@ class _Message(Handle):
                 _until(self._work.done, limit, self._what)
             self._work.wait()
         self._over = True
-        self.under_way.discard(self)
         if self._then is not None:
             self._then()
         return True
@@ -187,7 +191,7 @@ class _Groups:
         """Free all channels. The world's is the session's own, closed by it."""
         for group in (*self.made, self.everyone):
             group.close()
-        _Message.under_way.clear()
+        _Message.dropped.clear()
         if self.exchange is not None:
             self.exchange.close()
 
@@ -250,7 +254,7 @@ def new_group(
         session.monitor.agree(f"new_group number {number}", str(wanted))
     channel = session.channel("primitives.groups").split([wanted])
     made = Group(tuple(wanted), channel, number, timeout, group_desc or "")
-    groups.made.append(made)
+    groups.made = [each for each in groups.made if each.communicator is not None] + [made]
     return made
 
 
@@ -263,17 +267,29 @@ def _check_limit(timeout: timedelta | None, what: str) -> None:
         )
 
 
-def _member(group: Group | None, what: str) -> Group | None:
-    """The group that is meant; None, and a warning, if this rank is not in it."""
+def _meant(group: Group | None, what: str) -> Group:
+    """The group that is meant; None: all ranks."""
     if group is None:
         return _groups().everyone
     if not isinstance(group, Group):
         raise Unsupported(f"{what}: group={group!r} must come from hvdbridge.new_group(); got {type(group).__name__}")
-    if group.rank() < 0:
-        text = f"{what} on rank {runtime.rank()}, which is not in the group of {group}: nothing is done"
-        warnings.warn(text, stacklevel=4)
-        return None
     return group
+
+
+def _member(group: Group | None, what: str) -> Group | None:
+    """The group that is meant; None, and a warning to the caller's caller, if this rank is not in it."""
+    found = _meant(group, what)
+    if found.rank() < 0:
+        text = f"{what} on rank {runtime.rank()}, which is not in the group of {found}: nothing is done"
+        warnings.warn(text, stacklevel=3)
+        return None
+    return found
+
+
+def _still_open(group: Group, what: str) -> Communicator:
+    if group.communicator is None:
+        raise ConfigurationError(f"{what}: the group {list(group.ranks)} is closed; make it anew")
+    return group.communicator
 
 
 def _start(group: Group, steps: Steps, what: str, async_op: bool, timeout: timedelta | None = None) -> Handle | None:
@@ -281,13 +297,12 @@ def _start(group: Group, steps: Steps, what: str, async_op: bool, timeout: timed
     session = runtime.current()
     if group.communicator is None and group.number == 0:
         group.communicator = session.channel("primitives")
-    if group.communicator is None:
-        raise ConfigurationError(f"{what}: the group {list(group.ranks)} was closed by hb.shutdown(); make it anew")
+    communicator = _still_open(group, what)
     if group._driver is None:
         check = session.check() if group.number == 0 else None
-        group._driver = open_driver(group.communicator, session.device, check)
-        session.monitor.guard(group._driver)
-    pending = group._driver.submit(Pending(steps, group.communicator))
+        group._driver, group._monitor = open_driver(communicator, session.device, check), session.monitor
+        group._monitor.guard(group._driver)
+    pending = group._driver.submit(Pending(steps, communicator))
     handle = _Collective(pending, group._driver, what, group.timeout if timeout is None else timeout)
     if async_op:
         return handle
@@ -318,6 +333,8 @@ def _tensor(value: Any, what: str) -> Tensor:
         raise Unsupported(f"{what} takes a tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
         raise Unsupported(f"{what} takes a dense tensor, got layout {value.layout}. Call .to_dense() first")
+    if value.is_conj() or value.is_neg():
+        raise Unsupported(f"{what}: a lazily conjugated tensor has other bits than values. Call .clone() first")
     data = value.detach()
     return torch.view_as_real(data) if data.is_complex() else data
 
@@ -804,7 +821,7 @@ class P2POp:
         if self.op not in (isend, irecv):
             raise ConfigurationError(f"P2POp: op={self.op!r} must be hvdbridge.isend or hvdbridge.irecv")
         _tensor(self.tensor, "P2POp")
-        group = self.group or _groups().everyone
+        group = _meant(self.group, "P2POp")
         self.group_peer = _root(group, self.peer, self.group_peer, "P2POp")
         self.peer = group.ranks[self.group_peer]
 
@@ -834,9 +851,7 @@ def _messages(group: Group) -> Messages:
     if group._messages is None:
         session = runtime.current()
         # The session's own channel: making another one would need all ranks. Collectives on it meet no messages.
-        communicator = session.communicator if group.number == 0 else group.communicator
-        if communicator is None:
-            raise ConfigurationError(f"the group {list(group.ranks)} was closed by hb.shutdown(); make it anew")
+        communicator = session.communicator if group.number == 0 else _still_open(group, "send and recv")
         group._messages = open_messages(session.backend, communicator, group.number, lambda: _tcp(group))
     return group._messages
 

@@ -79,10 +79,11 @@ def run(
             env=environment(backend, JOB_RECORDS=out, **(env or {})),
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        family = _watch(process, started + timeout)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout)
         seconds = time.monotonic() - started
         status = process.returncode if process.returncode is not None else -1
-        _end(family)
+        _end(out)
         process.wait()
         log.seek(0)
         output = log.read()
@@ -128,20 +129,17 @@ def leave_torch() -> NoReturn:
     os._exit(0)
 
 
-def _watch(process: subprocess.Popen[bytes], deadline: float) -> set[psutil.Process]:
-    """Wait for the launcher; returns every descendant ever seen, for launchers that lose track of their own."""
-    family: set[psutil.Process] = set()
-    me = psutil.Process(process.pid)
-    while process.poll() is None and time.monotonic() < deadline:
-        with suppress(psutil.Error):
-            family |= {me, *me.children(recursive=True)}
-        time.sleep(0.05)
-    return family
-
-
-def _end(family: set[psutil.Process]) -> None:
-    for process in family:
-        with suppress(psutil.Error):
-            ours = any(argument.startswith("hvdbridge.helper") for argument in process.cmdline())  # ends by itself
-            if process.is_running() and not ours:
+def _end(records: str) -> None:
+    """End what is left of the job that writes there, also what its launcher has lost track of."""
+    while left := [process for process in psutil.process_iter() if _of_job(process, records)]:
+        for process in left:
+            with suppress(psutil.Error):
                 process.kill()
+        psutil.wait_procs(left, timeout=1)  # what one of them started meanwhile is found in the next round
+
+
+def _of_job(process: psutil.Process, records: str) -> bool:
+    with suppress(psutil.Error):  # it has ended, or is not ours to ask
+        ours = process.environ().get("JOB_RECORDS") == records
+        return ours and not any(argument.startswith("hvdbridge.helper") for argument in process.cmdline())  # by itself
+    return False

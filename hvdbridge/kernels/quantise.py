@@ -178,19 +178,20 @@ class Blocks:
     @cached_property
     def places(self) -> Places:
         """With codes in the order of the vector, as :func:`encode` has them."""
-        return Places(self._strips(lambda part: (part.start, part.size)), 1, self.width)
+        return Places(self._strips(), 1, self.width)
 
-    def _strips(self, start: Callable[[Part], tuple[int, int]]) -> Iterator[Strip]:
+    def _strips(self) -> Iterator[Strip]:
         scale = 0
         for part in self.parts:
-            yield Strip(*start(part), part.times, part.size, 0, part.start, scale, part.number, part.hop)
+            yield Strip(part.start, part.size, part.times, part.size, 0, part.start, scale, part.number, part.hop)
             scale += -(-part.size // self.width) * part.times
 
     @cached_property
     def numbers(self) -> Tensor:
         """int32 ``[blocks]``: of each block's first element, for randomness."""
-        strips = torch.tensor([*self._strips(lambda part: (part.number, part.hop))], dtype=torch.int64, device="cpu")
-        return blocks_in(strips.view(-1, len(Strip._fields)), self.width)[:, 0].to(self.device, torch.int32)
+        numbered = [strip._replace(start=strip.number, hop=strip.skip) for strip in self._strips()]
+        strips = torch.tensor(numbered, dtype=torch.int64, device="cpu").view(-1, len(Strip._fields))
+        return blocks_in(strips, self.width)[:, 0].to(self.device, torch.int32)
 
     @cached_property
     def _groups(self) -> list[tuple[int, int, int, int]]:
@@ -314,13 +315,14 @@ class Code(ABC):
         out.add_(spare, alpha=sign)
 
     def encoded_by(self, kernels: Fused) -> bool:
-        """Whether they know it: C knows all."""
+        """Whether they know it: C, what fits into a byte."""
         return isinstance(kernels, InC)
 
     def decoded_by(self, kernels: Fused) -> bool:
-        """Whether they know it: C knows all."""
+        """Whether they know it: C, what fits into a byte."""
         return isinstance(kernels, InC)
 
+    @abstractmethod
     def encode_fused(
         self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
         seed: int = 0,
@@ -333,18 +335,17 @@ class Code(ABC):
                 side.
             seed: of the noise, where the code is :attr:`random`.
         """
-        raise NotImplementedError
 
     def room(self, kernels: Fused, rows: int, n: int, device: torch.device) -> Tensor:
         """For what :meth:`encode_fused` makes of ``[rows, n]`` elements, and :meth:`to_wire` turns into bytes, of which
         some more than :meth:`wire_bytes` may come: codes in whole words, or packed already."""
         return torch.empty((rows, n + -n % 8), dtype=torch.uint8, device=device)
 
+    @abstractmethod
     def decode_fused(
         self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
     ) -> None:
         """The inverse, of one message or the sum of several, ``[messages * rows, n]``; see :func:`decode`."""
-        raise NotImplementedError
 
     def wire_bytes(self, n: int) -> int:
         """Of ``n`` codes."""

@@ -22,6 +22,7 @@ class _InPieces(Receipt):
         self.too_long = wrong_size(None, tag, None, data.numel())
         self._data = data  # MPI has its address only
         self.source = -1
+        self._error: Exception | None = None
         self._request: MPI.Request | None = next(steps)
 
     def done(self) -> bool:
@@ -33,11 +34,11 @@ class _InPieces(Receipt):
                 self._request = self._steps.send(status)
             except StopIteration as end:
                 self._request, self.source = None, end.value
-            except MPI.Exception as error:
-                if error.Get_error_class() != MPI.ERR_TRUNCATE:
-                    raise
-                self._request = None
-                raise self.too_long from error
+            except Exception as error:  # for wait(), however often it is called
+                self._request, self._error = None, error
+                if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
+                    self._error = self.too_long
+                    self._error.__cause__ = error
         return True
 
     def wait(self) -> None:
@@ -45,6 +46,8 @@ class _InPieces(Receipt):
         while not self.done():
             if time.perf_counter() > asleep:
                 time.sleep(POLL_SECONDS)
+        if self._error is not None:
+            raise self._error
 
 
 class MpiMessages(Messages):

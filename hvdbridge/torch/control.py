@@ -141,6 +141,14 @@ class Hub(Control):
         self._listener.close()
 
     def _serve(self) -> None:
+        """Until the end, whatever comes: without this thread every rank would wait for its own clock."""
+        try:
+            self._read_and_tick()
+        except Exception as error:
+            self.fail(f"the coordinator of operations, on rank 0, failed: {error!r}")
+            raise
+
+    def _read_and_tick(self) -> None:
         """Read what ranks submit; keep time."""
         buffers = {rank: bytearray() for rank in self._socks}
         with selectors.DefaultSelector() as selector:

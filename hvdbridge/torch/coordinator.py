@@ -273,7 +273,9 @@ class Coordinator:
         request = entry.first
         decision = Decision(request.kind, [request.name], request.process_set)
         absent = [rank for rank in members if rank not in entry.requests]
-        if gone:
+        if key[0] not in self.sets:
+            decision.error = f"{request.title}: its process set, number {key[0]}, was removed"
+        elif gone:
             ends = "; ".join(f"rank {rank} {self._left[rank]}" for rank in gone)
             decision.error = f"{request.title} cannot complete: {ends}, and {ranks_text(entry.requests)} waits for it"
         else:
@@ -310,7 +312,11 @@ class Coordinator:
                 decision.sizes = [self._next_set]
                 self._next_set += 1
             case "remove_set":
-                del self.sets[request.ranks[0]]
+                removed = request.ranks[0]
+                del self.sets[removed]
+                for key, entry in list(self._entries.items()):  # nobody can complete what is still open there
+                    if key[0] == removed:
+                        self._look_at(key, entry)
             case "channel":
                 self._begun.pop((request.process_set, request.name), None)
 

@@ -395,7 +395,7 @@ def _chosen(op: int | None, average: bool | None) -> ReduceOp:
     if average is None:
         return Average
     warnings.warn(
-        "Parameter `average` has been replaced with `op` and will be removed in v1.0", DeprecationWarning, stacklevel=4
+        "Parameter `average` has been replaced with `op` and will be removed in v1.0", DeprecationWarning, stacklevel=3
     )
     return Average if average else Sum
 
@@ -431,6 +431,8 @@ def _check_tensors(tensors: Sequence[Tensor], op: str = "") -> None:
             raise ValueError(f"hvd's operations take tensors, got {type(tensor).__name__}")
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise ValueError(f"Tensor type {tensor.type()} is not supported: use sparse_allreduce_async, or to_dense()")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError("a lazily conjugated tensor has other bits than values: call .clone() first")
         reason = arithmetic.refusal(tensor.dtype, op) if op else ""
         if reason:
             raise ValueError(reason)

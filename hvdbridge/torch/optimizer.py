@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,12 +71,13 @@ TWICE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Reduction(Policy):
     """What Horovod does to a gradient: compress, scale, reduce, scale, decompress.
 
     ``Average`` divides after the sum. A compressor that works element by element is given the whole bucket, any other
-    class with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)`` each gradient by itself.
+    class or object with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)`` each gradient by
+    itself.
     """
 
     op: Any = Average
@@ -85,8 +87,13 @@ class Reduction(Policy):
     def __post_init__(self) -> None:
         """Its options are objects of Horovod's API: :func:`DistributedOptimizer` checks them."""
 
+    def __repr__(self) -> str:
+        """By this ranks compare: without the addresses of objects."""
+        compression = getattr(self.compression, "__qualname__", type(self.compression).__qualname__)
+        return f"Reduction(op={self.op}, compression={compression}, predivide={self.predivide})"
+
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        if self.compression in (Compression.none, Compression.fp16, getattr(Compression, "bf16", None)):
+        if self.compression in (Compression.none, Compression.fp16, Compression.bf16):
             return Aggregated((yield from self._reduce(bucket.buffer, bucket.size)))
         parts = []
         for gradient in bucket.grads.values():
@@ -211,6 +218,32 @@ def differences(offers: Sequence[tuple[dict[str, str], dict[str, int], list[str]
     return ""
 
 
+class Line:
+    """A channel and its driver, until the session ends or :meth:`close`: all that stays of an optimizer that nobody
+    holds any more, since to free a channel takes all ranks, and memory is collected on each in its own time."""
+
+    def __init__(self, operations: Operations, channel: Channel, device: torch.device) -> None:
+        self.driver: Driver = open_driver(channel.communicator, device, channel.check)
+        self._operations, self._channel = operations, channel
+        operations.session.monitor.guard(self.driver)
+        operations.on_failure.append(self.driver.fail)
+        self._closed = False
+        runtime.at_shutdown(self.close)
+
+    def close(self) -> None:
+        """Collective, but after a failure. Harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        runtime.forget_at_shutdown(self.close)
+        self._operations.session.monitor.unguard(self.driver)
+        self._operations.on_failure.remove(self.driver.fail)
+        failed = self.driver.failure is not None
+        self.driver.close()
+        if not failed:
+            self._channel.close()
+
+
 class Reducer:
     """Carries one optimizer's gradients through a policy, among the ranks of a process set, for one session.
 
@@ -231,10 +264,8 @@ class Reducer:
         self.dense = {name: p for name, p in self.params.items() if name not in self.sparse}
         device = next(iter(params.values())).device
         communicator = self.channel.communicator
-        self.driver: Driver = open_driver(communicator, device, self.channel.check)
-        self._monitor = self.operations.session.monitor
-        self._monitor.guard(self.driver)
-        self.operations.on_failure.append(self.driver.fail)
+        self._line = Line(self.operations, channel, device)
+        self.driver = self._line.driver
         self.aggregator = Aggregator(
             settings.policy, self.dense, communicator, self.channel.control, self.driver, weighted=False
         )
@@ -245,8 +276,6 @@ class Reducer:
         self._follows = False  # the step that runs is one of other ranks
         self._next = 0
         self._since: dict[str, float] = {}  # for the timeline: when a gradient arrived
-        self._closed = False
-        runtime.at_shutdown(self.close)
 
     def _cut(self, settings: Settings, options: Options) -> list[FlatBucket]:
         """Buckets of the usual size, or one (per type and device) for each group that the user made."""
@@ -392,16 +421,7 @@ class Reducer:
 
     def close(self) -> None:
         """Free the channel; harmless when repeated."""
-        if self._closed:
-            return
-        self._closed = True
-        runtime.forget_at_shutdown(self.close)
-        self._monitor.unguard(self.driver)
-        self.operations.on_failure.remove(self.driver.fail)
-        failed = self.driver.failure is not None
-        self.driver.close()
-        if not failed:
-            self.channel.close()
+        self._line.close()
 
 
 def gradients(bucket: FlatBucket) -> list[Tensor | None]:
@@ -456,7 +476,7 @@ class _Distributed(Optimizer):
                 if p.requires_grad and p not in self._delay:
                     self._names.setdefault(p, f"allreduce.noname.{i}.{j}")
                     self._delay[p] = self.backward_passes_per_step
-                    p.register_post_accumulate_grad_hook(self._gradient)
+                    _hook_while_alive(p, self._gradient)
                     found.append(p)
         return found
 
@@ -569,11 +589,22 @@ class _Distributed(Optimizer):
         super().zero_grad(set_to_none)
 
 
+def _hook_while_alive(p: Tensor, method: Callable[[Tensor], None]) -> None:
+    """Have autograd call the method with each gradient of ``p``, as long as somebody else holds its object."""
+    alive = weakref.WeakMethod(method, lambda _: handle.remove())
+
+    def call(parameter: Tensor) -> None:
+        if (found := alive()) is not None:
+            found(parameter)
+
+    handle = p.register_post_accumulate_grad_hook(call)
+
+
 class Follower:
     """What an optimizer does when this rank called ``hvd.join()``; see :mod:`hvdbridge.torch.joining`."""
 
     def __init__(self, optimizer: _Distributed) -> None:
-        self._optimizer = optimizer
+        self._optimizer: _Distributed = weakref.proxy(optimizer)  # which holds it
 
     def channel(self) -> tuple[int, str]:
         process_set = self._optimizer.process_set
@@ -753,7 +784,7 @@ def DistributedOptimizer(
     Args:
         optimizer: any ``torch.optim.Optimizer``; use the result in its place.
         named_parameters: pairs of name and parameter, as ``model.named_parameters()``: by these ranks match them.
-        compression: ``hvd.Compression.none``, ``.fp16``, or any class with ``compress`` and ``decompress``.
+        compression: ``hvd.Compression.none``, ``.fp16``, or any class or object with ``compress`` and ``decompress``.
         backward_passes_per_step: gradients of so many backward passes are added up locally, then reduced.
         op: ``hvd.Average``, ``Sum``, ``Min``, ``Max``, ``Product``; ``Adasum`` combines steps instead of gradients.
         gradient_predivide_factor: with ``Average``: divide by this before the sum, and by ``size / this`` after it.
@@ -785,7 +816,9 @@ def DistributedOptimizer(
     delta = mpi_ops.size() > 1 and op == Adasum
     if delta and process_set is not global_process_set:
         raise NotImplementedError("Adasum takes the global process set only")
-    chosen = from_spec("adasum") if delta else choose_policy(policy, op, compression, gradient_predivide_factor)
+    chosen = choose_policy(policy, op, compression, gradient_predivide_factor)
+    if delta:
+        chosen = from_spec("adasum")
     bucket_mb(mpi_ops._current(), chosen, ())  # refused here rather than within backward
     names = names_of(optimizer.param_groups, named_parameters)
     parent = _DistributedAdasumOptimizer if delta else _DistributedOptimizer

@@ -27,7 +27,7 @@ def test_what_is_refused(ranks: list[Any]) -> None:
     assert "hvd.init()" in alike(ranks, "before init")
     words = (
         "0.weight", "names no parameter", "tuples", "must be > 0", "op=Average", "not negative",
-        "one group only", "torch.Tensor", "policy=", "no_such_policy", "already", "op=77",
+        "one group only", "torch.Tensor", "policy=", "no_such_policy", "already", "op=77", "policy=",
     )  # fmt: skip
     for text, word in zip(alike(ranks, "refusals"), words, strict=True):
         assert word in text
@@ -72,6 +72,14 @@ def test_parameters_that_come_later_stay_equal(ranks: list[Any]) -> None:
 def test_a_process_set_leaves_others_alone(ranks: list[Any]) -> None:
     sums = alike(ranks, "process_set")
     assert sums[0] == sums[2] != sums[1]
+
+
+def test_a_compressor_may_be_an_object(ranks: list[Any]) -> None:
+    assert alike(ranks, "compressor_that_is_an_object") is True
+
+
+def test_an_optimizer_that_nobody_holds_is_gone(ranks: list[Any]) -> None:
+    assert alike(ranks, "one_after_the_other") == [True, 0, [True] * 3]
 
 
 def test_policies(ranks: list[Any]) -> None:

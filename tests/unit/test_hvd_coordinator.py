@@ -81,6 +81,23 @@ def test_members_alone_are_asked_and_told() -> None:
     assert list(coordinator.sets) == [0]
 
 
+def test_what_is_open_in_a_process_set_ends_with_it() -> None:
+    coordinator = Coordinator(3, stall_seconds=1.0)
+    for rank in range(3):
+        coordinator.submit(rank, [Request("add_set", "add_set.1", ranks=(0, 1))], 0.0)
+    coordinator.submit(0, [allreduce(process_set=1)], 0.0)
+    coordinator.take()
+    for rank in range(3):
+        coordinator.submit(rank, [Request("remove_set", "remove_set.1", ranks=(1,))], 0.0)
+    ended, removed = decisions(coordinator)[0]
+    assert (ended.names, removed.kind) == (["allreduce.a"], "remove_set")
+    assert ended.error == "allreduce 'a': its process set, number 1, was removed"
+    coordinator.submit(1, [allreduce(process_set=1)], 0.0)
+    assert "was removed" in decisions(coordinator)[1][0].error, "who comes later is told as well"
+    coordinator.tick(2.0)
+    assert coordinator.take() == [], "nothing is open"
+
+
 def test_joined_ranks_are_told_what_they_know_nothing_of() -> None:
     coordinator = Coordinator(3)
     coordinator.submit(2, [Request("join", "join")], 0.0)

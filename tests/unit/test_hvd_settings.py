@@ -146,3 +146,30 @@ def test_the_star_carries_decisions_and_lets_no_stranger_in() -> None:
 def test_a_rank_that_never_comes_to_init_is_named() -> None:
     with pytest.raises(RendezvousError, match=r"ranks \[1\]"):
         Hub(Coordinator(2), Mailbox(), Monitor.alone(Config()), "127.0.0.1", "star", 0.2)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_defect_of_the_coordinator_is_told_to_all() -> None:
+    """Not found out by each rank's own clock."""
+
+    class Broken(Coordinator):
+        def tick(self, now: float) -> None:
+            raise KeyError("a set")
+
+    monitor, boxes = Monitor.alone(Config()), [Mailbox(), Mailbox()]
+    spokes: list[Spoke] = []
+
+    def join() -> None:
+        while not monitor.store_get("star"):
+            time.sleep(0.01)
+        spokes.append(Spoke(boxes[1], monitor, 1, "star", 5.0))
+
+    monitor.store_set("star", b"")
+    thread = threading.Thread(target=join)
+    thread.start()
+    hub = Hub(Broken(2), boxes[0], monitor, "127.0.0.1", "star", 5.0)
+    thread.join()
+    text = "the coordinator of operations, on rank 0, failed: KeyError('a set')"
+    assert boxes[0].wait() == boxes[1].wait() == {"failed": text}
+    spokes[0].close()
+    hub.close()

@@ -116,14 +116,18 @@ def check_forms() -> None:
     equal(parameter.detach(), torch.full((2,), float(total)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        equal(hvd.allreduce(torch.ones(2), average=False), torch.full((2,), float(size)))
-        equal(hvd.allreduce(torch.ones(2), average=True), torch.ones(2))
+        call = lambda average: hvd.allreduce(torch.ones(2), average=average)  # noqa: E731
+        equal(call(False), torch.full((2,), float(size)))
+        equal(call(True), torch.ones(2))
     assert [each.category for each in caught] == [DeprecationWarning] * 2
-    assert caught[0].filename == __file__, "the warning points at the caller"
+    here = (__file__, call.__code__.co_firstlineno)
+    assert [(each.filename, each.lineno) for each in caught] == [here] * 2, "the warning points at the caller"
     raises(ValueError, lambda: hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum))
     raises(ValueError, lambda: hvd.allreduce(torch.ones(2), op=9))
     raises(ValueError, lambda: hvd.allreduce_(torch.tensor(1.0).expand(4)))
     raises(ValueError, lambda: hvd.allreduce(torch.ones(2).to_sparse()))
+    for lazy in (torch.full((2,), 1 + 2j).conj(), torch.full((2,), 1 + 2j).conj().imag):
+        assert "clone()" in raises(ValueError, lambda lazy=lazy: hvd.allgather(lazy))
     assert pickle.loads(pickle.dumps(hvd.Max)) is hvd.Max
     handle = hvd.allreduce_async(torch.ones(3), name="asynchronous", op=hvd.Sum)
     while not hvd.poll(handle):

@@ -1,6 +1,8 @@
 """What ``hvd.DistributedOptimizer`` refuses and how it behaves, on 3 ranks; each rank records every scenario."""
 
+import gc
 import warnings
+import weakref
 
 import torch
 from jobs import record
@@ -22,8 +24,8 @@ def model():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def wrap(module, lr=0.1, **options):
-    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+def wrap(module, lr=0.1, momentum=0.0, **options):
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
     return hvd.DistributedOptimizer(optimizer, named_parameters=module.named_parameters(), **options)
 
 
@@ -70,6 +72,7 @@ def refusals():
         said(lambda: make(sgd, named, policy="no_such_policy"), ValueError),
         said(lambda: make(make(sgd, named), named), ValueError),
         said(lambda: make(sgd, named, op=77), ValueError),
+        said(lambda: make(sgd, named, op=hvd.Adasum, policy="topk"), ValueError),
     ]
 
 
@@ -239,6 +242,52 @@ def policies():
         pairs = zip(gradients(m), expected, strict=True)
         found.append(all(torch.allclose(a, b, rtol=0.02, atol=0.02) for a, b in pairs))
     return found
+
+
+class Halves:
+    """A compressor that is an object, with something of its own."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def compress(self, tensor):
+        return tensor.to(self.dtype), tensor.dtype
+
+    def decompress(self, tensor, context):
+        return tensor.to(context)
+
+
+@scenario
+def compressor_that_is_an_object():
+    m = model()
+    optimizer = wrap(m, compression=Halves(torch.float64))
+    expected = mean_of_ranks(m)
+    loss_of(m).backward()
+    optimizer.synchronize()
+    return all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(gradients(m), expected, strict=True))
+
+
+@scenario
+def one_after_the_other():
+    """A model that is trained twice, each time with an optimizer of its own; nothing stays of one that nobody holds."""
+
+    def train(m):
+        optimizer = wrap(m, momentum=0.9)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(m).backward()
+            optimizer.step()
+        return weakref.ref(optimizer)
+
+    m = model()
+    optimizers = [train(m), train(m)]
+    weights = torch.cat([p.detach().view(-1) for p in m.parameters()])
+    same = bool((hvd.allgather(weights[None], name="trained twice") == weights).all())
+    parameter = weakref.ref(m[0].weight)
+    hooks = len(m[0].weight._post_accumulate_grad_hooks)
+    del m
+    gc.collect()
+    return [same, hooks, [each() is None for each in (*optimizers, parameter)]]
 
 
 @scenario

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import itertools
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -290,6 +291,15 @@ def messages() -> str:
     for handle in hb.batch_isend_irecv(ops):
         handle.wait(timedelta(seconds=30))
     equal(into, of(peer))
+    threads = threading.active_count()
+    many = [hb.irecv(torch.empty(2), peer, tag=tag) for tag in range(100, 130)]
+    assert threading.active_count() == threads, "what is not waited for costs no thread"
+    hb.irecv(kept := torch.zeros(2), peer, tag=130)  # its handle is dropped, and it arrives before the next
+    many += [hb.isend(torch.full((2,), float(tag)), peer, tag=tag) for tag in range(100, 132)]
+    hb.recv(torch.empty(2), peer, tag=131)
+    equal(kept, torch.full((2,), 130.0))
+    for handle in many:
+        handle.wait()
     return "right"
 
 
@@ -437,11 +447,26 @@ def misuse() -> str:
         (lambda: hb.P2POp(hb.isend, tensor), ValueError, "either"),
         (lambda: hb.P2POp(hb.isend, tensor, OTHERS[0], group_peer=OTHERS[0]), ValueError, "either"),
         (lambda: hb.P2POp(hb.isend, [1.0], OTHERS[0]), TypeError, "takes a tensor"),
+        (lambda: hb.P2POp(hb.isend, tensor, OTHERS[0], group="world"), TypeError, "new_group"),
+        (lambda: hb.all_reduce(torch.ones(3, dtype=torch.complex64).conj()), TypeError, "clone"),
     ]
     for call, error, text in bad:
         with pytest.raises(error, match=text):
             call()
     assert group.size() == 1
+    if RANK == 0:
+        group.close()
+        with pytest.raises(ValueError, match=r"\[0\] is closed"):
+            hb.all_reduce(tensor, group=group)
+        return "right"
+
+    def outside() -> None:
+        hb.all_reduce(tensor, group=group)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outside()
+    assert [each.lineno for each in caught] == [outside.__code__.co_firstlineno + 1], "who called is shown"
     return "right"
 
 
@@ -452,12 +477,19 @@ def sizes_differ() -> str:
     if RANK == 0:
         hb.send(torch.ones(4), 1, tag=50)
         hb.send(torch.ones(3), 1, tag=51)
+        hb.send(torch.ones(2), 1, tag=52)
     else:
-        with pytest.raises(ValueError, match=r"has (16|more than 12) bytes.* 12"):
-            hb.recv(torch.ones(3), 0, tag=50)
+        bad, short = hb.irecv(torch.ones(3), 0, tag=50), hb.irecv(torch.ones(3), 0, tag=52)
+        while not (bad.is_completed() and short.is_completed()):
+            time.sleep(0.001)
         got = torch.zeros(3)
         hb.recv(got, 0, tag=51)
         equal(got, torch.ones(3))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"has (16|more than 12) bytes.* 12"):
+                bad.wait()
+            with pytest.raises(ValueError, match=r"has 8 bytes.* 12"):
+                short.wait()
     return "right"
 
 
