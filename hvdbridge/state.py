@@ -448,7 +448,9 @@ class _Guard:
     @cached_property
     def finite(self) -> _Finite | None:
         """None: everything is, and no more need be known."""
-        return _Finite(self.layout, self.update) if self.update.is_cuda or not _surely_finite(self.update) else None
+        if self.update.device.type == "cpu" and _surely_finite(self.update):  # the host may look
+            return None
+        return _Finite(self.layout, self.update)
 
     def choose(self, new: State, old: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """``new``, and ``old`` where the update is not finite."""
@@ -493,4 +495,5 @@ class _Finite:
         return self.layout.derive("numbers", lambda: {name: i for i, name in enumerate(self.layout.names)})
 
     def _index(self, key: Any, layout: Layout, values: list[int]) -> Tensor:
-        return layout.derive((key, self.device), lambda: torch.tensor(values, dtype=torch.int64, device=self.device))
+        make = lambda: torch.tensor(values, dtype=torch.int64, device=self.device)  # noqa: E731
+        return layout.derive(("finite", key, self.device), make)

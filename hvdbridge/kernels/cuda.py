@@ -179,29 +179,52 @@ def _spread(packed, count, words, BITS: tl.constexpr, EACH: tl.constexpr):  # ty
     tl.store(words + i, word, mask=inside)
 
 
+@triton.jit
+def _ones(word):  # type: ignore[no-untyped-def]
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24) & 63
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _mark(bits, count, limit, words, counts, blocks, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64)
     row, bound = tl.arange(0, HEIGHT), tl.load(limit)
     bit = tl.arange(0, 32)[None, :]
-    i = at * HEIGHT * 32 + row[:, None] * 32 + bit
-    x = tl.load(bits + i, mask=i < count, other=0) & 0x7FFFFFFF
-    for kind in tl.static_range(2):
-        reaches = (x > bound if kind == 0 else x == bound).to(tl.int32)
-        tl.store(words + (kind * blocks + at) * HEIGHT + row, tl.sum(reaches << bit, 1))
-        tl.store(counts + kind * blocks + at, tl.sum(tl.sum(reaches, 1), 0))
+    first = at * HEIGHT * 32
+    i = row[:, None] * 32 + bit
+    if first + HEIGHT * 32 <= count:  # without a mask, four elements are one load
+        x = tl.load(bits + first + i)
+    else:
+        x = tl.load(bits + first + i, mask=i < count - first, other=0)
+    x = x & 0x7FFFFFFF
+    word = tl.sum((x > bound).to(tl.int32) << bit, 1)
+    tl.store(words + at * HEIGHT + row, word)
+    tl.store(counts + at, tl.sum(_ones(word), 0))
+    equal = (x == bound).to(tl.int32)
+    number = tl.sum(tl.sum(equal, 1), 0)
+    tl.store(counts + blocks + at, number)
+    if number > 0:  # which is rare
+        tl.store(words + (blocks + at) * HEIGHT + row, tl.sum(equal << bit, 1))
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _list(words, ends, blocks, positions, room, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _list(words, counts, ends, blocks, positions, room, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64)
-    row, bit = tl.arange(0, HEIGHT), tl.arange(0, 32)[None, :]
-    reaches = (tl.load(words + at * HEIGHT + row)[:, None] >> bit) & 1
-    each = tl.sum(reaches, 1)
-    before = tl.load(ends + at) - tl.sum(each, 0) + tl.cumsum(each, 0) - each  # each row
-    slot = before[:, None] + tl.cumsum(reaches, 1) - 1
-    place = (at % blocks) * HEIGHT * 32 + row[:, None] * 32 + bit
-    tl.store(positions + slot, place.to(tl.int32), mask=(reaches == 1) & (slot < room))
+    number = tl.load(counts + at)
+    if number > 0:
+        row = tl.arange(0, HEIGHT)
+        word = tl.load(words + at * HEIGHT + row)
+        each = _ones(word)
+        slot = tl.load(ends + at) - number + tl.cumsum(each, 0) - each
+        place = (at % blocks) * HEIGHT * 32 + row * 32
+        for _ in range(tl.max(each, 0)):  # each word's lowest bit that is left
+            lowest = word & -word
+            bit = _ones(lowest - 1)
+            tl.store(positions + slot, (place + bit).to(tl.int32), mask=(word != 0) & (slot < room))
+            word = word & (word - 1)
+            slot += 1
 
 
 def linear_encode(
@@ -258,9 +281,12 @@ def reaching(bits: Tensor, limit: Tensor, positions: Tensor) -> None:
     blocks = triton.cdiv(bits.numel(), 32 * HEIGHT)
     words = torch.empty((2, blocks, HEIGHT), dtype=torch.int32, device=bits.device)
     counts = torch.empty(2 * blocks, dtype=torch.int32, device=bits.device)
-    _launch(_mark, blocks, bits, bits.numel(), limit, words, counts, blocks, HEIGHT=HEIGHT)
+    # One warp each: a word for each of its threads
+    _launch(_mark, blocks, bits, bits.numel(), limit, words, counts, blocks, HEIGHT=HEIGHT, num_warps=1)
     ends = torch.cumsum(counts, 0)
-    _launch(_list, 2 * blocks, words, ends, blocks, positions, positions.numel(), HEIGHT=HEIGHT)
+    _launch(
+        _list, 2 * blocks, words, counts, ends, blocks, positions, positions.numel(), HEIGHT=HEIGHT, num_warps=1
+    )  # fmt: skip
 
 
 def _launch(kernel: Any, programs: int, first: Tensor, *arguments: object, **constants: object) -> None:

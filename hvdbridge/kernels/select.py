@@ -419,7 +419,7 @@ def poison(flat: Tensor, layout: Layout) -> Tensor:
         return flags
     count = torch.zeros(flat.numel() + 1, dtype=torch.int32, device=flat.device)
     torch.cumsum(~torch.isfinite(flat), 0, dtype=torch.int32, out=count[1:])
-    ends = layout.derive(("ends", flat.device), lambda: _ends(layout, flat.device))
+    ends = layout.derive(("poison", flat.device), lambda: _ends(layout, flat.device))
     return flags.masked_fill_(count[ends[1:]] != count[ends[:-1]], math.nan)
 
 

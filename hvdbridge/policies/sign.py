@@ -82,7 +82,9 @@ class Sign(Policy):
         answer = yield AllToAll(rows)
         weights = bucket.weights or (1.0,) * size
         voters = [rank for rank, weight in enumerate(weights) if weight > 0]
-        ballots, faulty = (answer[voters] if len(voters) < size else answer).split([length, faults.numel()], dim=1)
+        if len(voters) < size:
+            answer = torch.stack([answer[rank] for rank in voters])  # a list as index would wait for a GPU
+        ballots, faulty = answer.split([length, faults.numel()], dim=1)
         merged = faulty[0]
         for other in faulty[1:]:
             merged = merged | other

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -316,3 +317,36 @@ def test_what_the_check_calls_wrong(wrong: float, verdict: str) -> None:
     right = {"w": torch.ones(8)}
     found = [right, {"w": torch.ones(8) + wrong}, right]
     assert cuda_check.compared("policy", "mean", found, [right] * 3).verdict == verdict
+
+
+def test_elements_of_the_other_sign_are_few() -> None:
+    right = torch.ones(5000)
+    for flips, verdict in ((2, "ok"), (3, "WRONG")):
+        found = right.clone()
+        found[:flips] = -1
+        assert cuda_check.compared("job", "sign", [{"w": found}], [{"w": right}], flips=2).verdict == verdict
+
+
+def test_a_policy_that_breaks_a_job_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def job(backend: str, ranks: int, device: str, specs: Sequence[str], deadline: float) -> tuple[dict[str, str], str]:
+        whole = [*specs, "int8"][: [*specs, "int8"].index("int8")]
+        return dict.fromkeys(whole, "not here"), "int8 broke" if "int8" in specs else ""
+
+    monkeypatch.setattr(cuda_check, "job", job)
+    monkeypatch.setattr(cuda_check, "IN_JOBS", ["mean", "int8", "onebit"])
+    found = [(row.what, row.verdict, row.detail) for row in cuda_check.jobs("cpu") if row.part == "torch, 1 rank"]
+    assert found == [
+        ("mean", "missing", "not here"),
+        ("int8", "WRONG", "int8 broke"),
+        ("onebit", "missing", "not here"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_waits_are_those_within_the_step() -> None:
+    events = [
+        ("cudaDeviceSynchronize", 5, 1), (cuda_check.INTERVAL, 10, 20), ("cudaStreamSynchronize", 12, 3),
+        ("cudaMemcpyAsync", 13, 1), ("cudaMemcpy", 30, 9), ("cuStreamSynchronize", 31, 1),
+    ]  # fmt: skip
+    assert cuda_check.waits_in(events) == {"cudaStreamSynchronize": 1, "cudaMemcpy": 1}
+    assert cuda_check.waited(lambda: torch.ones(3).sum().item()) == {}, "the interval is found, and a CPU has no waits"

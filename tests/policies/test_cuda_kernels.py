@@ -51,7 +51,7 @@ kernels = {
         {"HEIGHT": cuda.HEIGHT},
     ),
     "_list": (
-        {"words": "*i32", "ends": "*i64", "blocks": "i32", "positions": "*i32", "room": "i32"},
+        {"words": "*i32", "counts": "*i32", "ends": "*i64", "blocks": "i32", "positions": "*i32", "room": "i32"},
         {"HEIGHT": cuda.HEIGHT},
     ),
     "_spread": ({"packed": "*u8", "count": "i32", "words": "*i64"}, {"BITS": 5, "EACH": 256}),

@@ -33,6 +33,7 @@ from hvdbridge.memory import ANY, Memory, return_holes
 from hvdbridge.policies import from_spec
 from hvdbridge.policies.sharded import add
 from hvdbridge.policy import Aggregated, Early, Flow, Policy, advance, finish
+from hvdbridge.simulation import Simulation
 from hvdbridge.state import AT_ONCE, ROOMS, StateStore, leaves, slot_of
 from policies.policies import CASES, Case
 
@@ -285,3 +286,38 @@ def test_gradients_and_declared_state_and_two_buckets(case: Case) -> None:
     slots = sum(slot_of(rank.policy, path).reused for path, _ in leaves(rank.policy.init({"w": torch.zeros(2, 2)})))
     # Of as many flows as run at once; messages are padded to whole shards
     assert rank.idle <= AT_ONCE * (slots + ROOMS) * 1.01, f"{rank.idle:.2f} buckets wait"
+
+
+class Device(TorchDispatchMode):
+    """Where the device "meta" stands for one that computes behind the host: it has no values, so it tells whoever asks
+    for one (``item()``, a boolean index); this tells whose operation brings host memory there and waits for it. (A list
+    as an index goes there unseen.)"""
+
+    met: list[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        devices = {leaf.device.type for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)}
+        if {"cpu", "meta"} <= devices and not (kwargs or {}).get("non_blocking"):
+            self.met.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.spec != "adasum_delta"], ids=str)
+def test_no_policy_waits_for_a_device(case: Case) -> None:
+    """From the third step on, and from the second with a rank excluded. (``adasum_delta`` makes its bucket anew in
+    every step, outside of a synchronizer.)"""
+    shapes = {"large.weight": (2048, 600), "bias": (600,), "scale": ()}
+    zeros = {name: torch.zeros(shape, device="meta") for name, shape in shapes.items()}
+    size = max(3, case.min_size + 1)
+    simulation = Simulation(case.policy, zeros, size, case.local_size)
+    for step, weight in enumerate((1.0, 1.0, 1.0, 0.0, 0.0)):
+        grads = [{name: torch.zeros_like(p) for name, p in zeros.items()} for _ in range(size)]
+        with Device() as device:
+            updates = simulation.step(grads, [weight, *[1.0] * (size - 1)])
+            simulation.after_step([{name: zeros[name] - u for name, u in each.items()} for each in updates])
+        assert step in (0, 1, 3) or device.met == []
