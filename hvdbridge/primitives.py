@@ -129,17 +129,17 @@ class _Collective(Handle):
 class _Message(Handle):
     """A send, or a receive that ends in a copy to where it was wanted."""
 
-    dropped: set[Work] = set()  # nobody keeps their handle, and a library still reads or writes their memory
-
     def __init__(self, work: Work, what: str, group: Group, then: Callable[[], None] | None = None) -> None:
         self._work: Work = work
         self._what, self._group, self._then = what, group, then
         self._over = False
-        self.dropped.difference_update([work for work in self.dropped if work.done()])
+        self._dropped = _groups().dropped
+        # A copy: done() may run what drops others
+        self._dropped.difference_update([work for work in list(self._dropped) if work.done()])
 
     def __del__(self) -> None:
         if not self._over:
-            self.dropped.add(self._work)
+            self._dropped.add(self._work)
 
     def is_completed(self) -> bool:
         return self._over or self._work.done()
@@ -184,6 +184,8 @@ class _Groups:
 
     everyone: Group
     made: list[Group] = field(default_factory=list)
+    dropped: set[Work] = field(default_factory=set)
+    """Of messages whose handle nobody keeps, while a library reads or writes their memory."""
     numbers: Any = field(default_factory=lambda: count(1))
     exchange: Any = None
 
@@ -191,7 +193,7 @@ class _Groups:
         """Free all channels. The world's is the session's own, closed by it."""
         for group in (*self.made, self.everyone):
             group.close()
-        _Message.dropped.clear()
+        self.dropped.clear()
         if self.exchange is not None:
             self.exchange.close()
 
@@ -735,8 +737,11 @@ def isend(
     Raises:
         ConfigurationError: ``dst`` is this rank, or not in the group; or a tag that is none.
     """
-    if (found := _member(group, "isend")) is None:
-        return None
+    found = _member(group, "isend")
+    return None if found is None else _isend(found, tensor, dst, tag, group_dst)
+
+
+def _isend(found: Group, tensor: Tensor, dst: int | None, tag: int, group_dst: int | None = None) -> _Message:
     data, to = _tensor(tensor, "send"), _root(found, dst, group_dst, "send")
     _check_peer(found, to, tag, "send to")
     what = f"{_label('send', data, found)} to rank {found.ranks[to]}, tag {tag}"
@@ -756,8 +761,11 @@ def irecv(
         ConfigurationError: ``src`` is this rank, or not in the group; or a tag that is none. From ``wait``, on
             Horovod and MPI: the message has another size.
     """
-    if (found := _member(group, "irecv")) is None:
-        return None
+    found = _member(group, "irecv")
+    return None if found is None else _irecv(found, tensor, src, tag, group_src)
+
+
+def _irecv(found: Group, tensor: Tensor, src: int | None, tag: int, group_src: int | None = None) -> _Message:
     data = _tensor(tensor, "recv")
     source = None if src is None and group_src is None else _root(found, src, group_src, "recv")
     _check_peer(found, source, tag, "receive from")
@@ -777,8 +785,8 @@ def send(
     tensor: Tensor, dst: int | None = None, group: Group | None = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
     """:func:`isend`, waited for: ``tensor`` may be changed afterwards."""
-    if (handle := isend(tensor, dst, group, tag, group_dst)) is not None:
-        handle.wait()
+    if (found := _member(group, "send")) is not None:
+        _isend(found, tensor, dst, tag, group_dst).wait()
 
 
 def recv(
@@ -789,10 +797,9 @@ def recv(
     group_src: int | None = None,
 ) -> int:
     """:func:`irecv`, waited for; returns the rank that sent (-1 on a rank outside of the group)."""
-    handle = irecv(tensor, src, group, tag, group_src)
-    if handle is None:
+    if (found := _member(group, "recv")) is None:
         return -1
-    assert isinstance(handle, _Message)
+    handle = _irecv(found, tensor, src, tag, group_src)
     handle.wait()
     return handle.source
 
@@ -828,8 +835,12 @@ class P2POp:
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Handle]:
     """Start all of them; returns their handles, in order."""
-    handles = [each.op(each.tensor, each.peer, each.group, each.tag) for each in p2p_op_list]
-    return [handle for handle in handles if handle is not None]
+    handles: list[Handle] = []
+    for each in p2p_op_list:
+        if (found := _member(each.group, "batch_isend_irecv")) is not None:
+            start = _isend if each.op is isend else _irecv
+            handles.append(start(found, each.tensor, each.peer, each.tag))
+    return handles
 
 
 def _check_peer(group: Group, peer: int | None, tag: int, what: str) -> None:

@@ -131,7 +131,9 @@ def leave_torch() -> NoReturn:
 
 def _end(records: str) -> None:
     """End what is left of the job that writes there, also what its launcher has lost track of."""
-    while left := [process for process in psutil.process_iter() if _of_job(process, records)]:
+    for _ in range(10):
+        if not (left := [process for process in psutil.process_iter() if _of_job(process, records)]):
+            return
         for process in left:
             with suppress(psutil.Error):
                 process.kill()

@@ -21,7 +21,7 @@ class Follower(Protocol):
     """An optimizer whose steps ranks that joined can take part in."""
 
     def channel(self) -> tuple[int, str]:
-        """Process set and name of its channel, the same on all ranks."""
+        """Process set and name of its channel, the same on all ranks; if it has none yet, of the next one."""
         ...
 
     def follow(self, step: int) -> None:

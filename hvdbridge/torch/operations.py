@@ -250,6 +250,8 @@ class Operations:
         if not wanted:  # all have joined, or a failure
             return
         process_set, name, step = wanted
+        if 0 < step <= self._begun.get((process_set, name), 0):
+            return  # this rank made that step itself, with an optimizer that may be gone by now
         follower = find(process_set, name)
         if follower is None:
             text = f"rank {self.rank} called hvd.join() and has no optimizer of its own for {name!r}, which others use"
@@ -662,6 +664,7 @@ class Operations:
     def _channel(self, decision: Decision, jobs: list[Pending]) -> None:
         session, settings, parent = self.session, self.settings, self._comm(decision)
         members = self._sets[decision.process_set]
+        self._begun.pop((decision.process_set, decision.names[0]), None)  # the steps in it are counted anew
         for job in jobs:
             assert job.offer is not None, "every member has asked for it"
             communicator = parent.split([range(parent.size)])

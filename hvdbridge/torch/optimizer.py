@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import time
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdbridge import runtime
 from hvdbridge.aggregator import Aggregator, Piece
@@ -69,6 +69,10 @@ TWICE = (
     "optimizer.step() after optimizer.synchronize() without optimizer.skip_synchronize(): write "
     "'with optimizer.skip_synchronize(): optimizer.step()', which says that gradients are complete."
 )
+ONE_WAY = "policy= stands in the place of op, compression and gradient_predivide_factor: give one"
+
+_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By parameter, that of the optimizer which reduces its gradient."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -219,8 +223,8 @@ def differences(offers: Sequence[tuple[dict[str, str], dict[str, int], list[str]
 
 
 class Line:
-    """A channel and its driver, until the session ends or :meth:`close`: all that stays of an optimizer that nobody
-    holds any more, since to free a channel takes all ranks, and memory is collected on each in its own time."""
+    """A channel and its driver, until the session ends or :meth:`close`: all that stays of an optimizer when another
+    has taken its place, since to free a channel takes all ranks, and each collects its memory in its own time."""
 
     def __init__(self, operations: Operations, channel: Channel, device: torch.device) -> None:
         self.driver: Driver = open_driver(channel.communicator, device, channel.check)
@@ -469,14 +473,17 @@ class _Distributed(Optimizer):
         return not alone and bool(self.process_set.included())
 
     def _hook(self) -> list[Parameter]:
-        """Hook parameters that require gradients and did not before; returns them."""
+        """Hook parameters that require gradients and did not before; returns them. A parameter holds the optimizer,
+        until another one takes its place, on all ranks at the same time, whenever they collect garbage."""
         found = []
         for i, group in enumerate(self.param_groups):
             for j, p in enumerate(group["params"]):
                 if p.requires_grad and p not in self._delay:
                     self._names.setdefault(p, f"allreduce.noname.{i}.{j}")
                     self._delay[p] = self.backward_passes_per_step
-                    _hook_while_alive(p, self._gradient)
+                    if (earlier := _hooks.get(p)) is not None:
+                        earlier.remove()
+                    _hooks[p] = p.register_post_accumulate_grad_hook(self._gradient)
                     found.append(p)
         return found
 
@@ -536,11 +543,23 @@ class _Distributed(Optimizer):
         optimizers share it. The other number tells this process's optimizers apart, in messages."""
         operations = mpi_ops._current()
         if self._named is None or self._named[0] is not operations:
-            first = min(self._names.values(), default="")
-            place = (mpi_ops._number(self.process_set), first)
-            same = operations.optimizers[place] = operations.optimizers.get(place, 0) + 1
-            self._named = operations, sum(operations.optimizers.values()), f"{first}.{same}"
+            place, same = self._next_place(operations)
+            operations.optimizers[place] = same
+            self._named = operations, sum(operations.optimizers.values()), f"{place[1]}.{same}"
         return self._named
+
+    def _next_place(self, operations: Operations) -> tuple[tuple[int, str], int]:
+        place = (mpi_ops._number(self.process_set), min(self._names.values(), default=""))
+        return place, operations.optimizers.get(place, 0) + 1
+
+    def _expected_name(self) -> str:
+        """Of the channel, the one it has or would have if it were opened now: to look takes no number, since not all
+        ranks look."""
+        operations = mpi_ops._current()
+        if self._named is not None and self._named[0] is operations:
+            return self._named[2]
+        (_, first), same = self._next_place(operations)
+        return f"{first}.{same}"
 
     def _new_step(self) -> None:
         self._arrived.clear()
@@ -589,28 +608,17 @@ class _Distributed(Optimizer):
         super().zero_grad(set_to_none)
 
 
-def _hook_while_alive(p: Tensor, method: Callable[[Tensor], None]) -> None:
-    """Have autograd call the method with each gradient of ``p``, as long as somebody else holds its object."""
-    alive = weakref.WeakMethod(method, lambda _: handle.remove())
-
-    def call(parameter: Tensor) -> None:
-        if (found := alive()) is not None:
-            found(parameter)
-
-    handle = p.register_post_accumulate_grad_hook(call)
-
-
 class Follower:
     """What an optimizer does when this rank called ``hvd.join()``; see :mod:`hvdbridge.torch.joining`."""
 
     def __init__(self, optimizer: _Distributed) -> None:
-        self._optimizer: _Distributed = weakref.proxy(optimizer)  # which holds it
+        self._optimizer = optimizer
 
     def channel(self) -> tuple[int, str]:
         process_set = self._optimizer.process_set
         if process_set.process_set_id is None or not self._optimizer._active:
             return -1, ""
-        return mpi_ops._number(process_set), f"channel.{self._optimizer._name()[2]}"
+        return mpi_ops._number(process_set), f"channel.{self._optimizer._expected_name()}"
 
     def follow(self, step: int) -> None:
         with internal_errors():
@@ -816,9 +824,9 @@ def DistributedOptimizer(
     delta = mpi_ops.size() > 1 and op == Adasum
     if delta and process_set is not global_process_set:
         raise NotImplementedError("Adasum takes the global process set only")
-    chosen = choose_policy(policy, op, compression, gradient_predivide_factor)
-    if delta:
-        chosen = from_spec("adasum")
+    if delta and policy is not None:
+        raise ValueError(ONE_WAY)
+    chosen = from_spec("adasum") if delta else choose_policy(policy, op, compression, gradient_predivide_factor)
     bucket_mb(mpi_ops._current(), chosen, ())  # refused here rather than within backward
     names = names_of(optimizer.param_groups, named_parameters)
     parent = _DistributedAdasumOptimizer if delta else _DistributedOptimizer
@@ -841,7 +849,7 @@ def choose_policy(policy: str | Policy | None, op: Any, compression: Any, prediv
     plain = op == Average and compression is Compression.none and predivide == 1.0
     if policy is not None:
         if not plain:
-            raise ValueError("policy= stands in the place of op, compression and gradient_predivide_factor: give one")
+            raise ValueError(ONE_WAY)
         return from_spec(policy)
     default = from_spec(runtime.current().policy)
     if label(default) == "mean":

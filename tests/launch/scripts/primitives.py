@@ -460,13 +460,19 @@ def misuse() -> str:
             hb.all_reduce(tensor, group=group)
         return "right"
 
-    def outside() -> None:
-        hb.all_reduce(tensor, group=group)
-
+    outside: list[Callable[[], Any]] = [
+        lambda: hb.all_reduce(tensor, group=group),
+        lambda: hb.isend(tensor, 0, group),
+        lambda: hb.send(tensor, 0, group),
+        lambda: hb.irecv(tensor, 0, group),
+        lambda: hb.recv(tensor, 0, group),
+        lambda: hb.batch_isend_irecv([hb.P2POp(hb.isend, tensor, 0, group)]),
+    ]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        outside()
-    assert [each.lineno for each in caught] == [outside.__code__.co_firstlineno + 1], "who called is shown"
+        assert [call() for call in outside] == [None, None, None, None, -1, []]
+    callers = [(__file__, call.__code__.co_firstlineno) for call in outside]
+    assert [(each.filename, each.lineno) for each in caught] == callers, "who called is shown"
     return "right"
 
 
@@ -493,9 +499,26 @@ def sizes_differ() -> str:
     return "right"
 
 
+def next_session() -> str:
+    """A handle that outlives its session troubles no message of the next."""
+    peer = RANK ^ 1
+    handle = hb.irecv(torch.empty(1), peer, tag=70) if peer < SIZE else None
+    hb.shutdown()
+    del handle
+    hb.init()
+    if peer < SIZE:
+        got = torch.empty(1)
+        sent = hb.isend(torch.ones(1), peer)
+        hb.recv(got, peer)
+        sent.wait()
+        assert got == 1
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("hvdbridge-messages wait")]
+    return "right"
+
+
 SCENARIOS = [
     messages, broadcast, all_reduce, reduce, gather_and_scatter, reduce_scatter, all_to_all, asynchronous, groups,
-    from_anyone, ring, timeout, limits, signatures, with_a_synchronizer, misuse, sizes_differ,
+    from_anyone, ring, timeout, limits, signatures, with_a_synchronizer, misuse, sizes_differ, next_session,
 ]  # fmt: skip
 
 results = {}
