@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,8 +72,13 @@ TWICE = (
 )
 ONE_WAY = "policy= stands in the place of op, compression and gradient_predivide_factor: give one"
 
-_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By parameter, that of the optimizer which reduces its gradient."""
+REPLACED = (
+    "another DistributedOptimizer over some of this one's parameters was made after it, and reduces them in its place. "
+    "Use that, or give each optimizer parameters of its own."
+)
+
+_reducing: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By parameter and process set, the optimizer whose hook it has."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -462,6 +468,8 @@ class _Distributed(Optimizer):
         self._handed: set[Tensor] = set()  # ... for the last time of this step
         self._synchronized = False  # p.grad holds what synchronize() promises
         self._should_synchronize = True
+        self._handles: list[Any] = []
+        self._replaced = False
         self._hook()
         self._follower = Follower(self)
         joining.add(self._follower)
@@ -473,19 +481,38 @@ class _Distributed(Optimizer):
         return not alone and bool(self.process_set.included())
 
     def _hook(self) -> list[Parameter]:
-        """Hook parameters that require gradients and did not before; returns them. A parameter holds the optimizer,
-        until another one takes its place, on all ranks at the same time, whenever they collect garbage."""
-        found = []
+        """Hook parameters that require gradients and did not before; returns them."""
+        found: list[Parameter] = []
+        if self._replaced:
+            return found
         for i, group in enumerate(self.param_groups):
             for j, p in enumerate(group["params"]):
                 if p.requires_grad and p not in self._delay:
                     self._names.setdefault(p, f"allreduce.noname.{i}.{j}")
                     self._delay[p] = self.backward_passes_per_step
-                    if (earlier := _hooks.get(p)) is not None:
-                        earlier.remove()
-                    _hooks[p] = p.register_post_accumulate_grad_hook(self._gradient)
+                    self._take(p)
                     found.append(p)
         return found
+
+    def _take(self, p: Tensor) -> None:
+        """The optimizer that reduces ``p`` among the same ranks gives way with all it has, for two would reduce it twice:
+        on all ranks at once, whatever each of them still holds. The last one lives as long as a parameter."""
+        by_set = _reducing.setdefault(p, {})
+        earlier = by_set[self.process_set]() if self.process_set in by_set else None
+        if earlier is not None:
+            earlier._give_way()
+        by_set[self.process_set] = weakref.ref(self)
+        self._handles.append(p.register_post_accumulate_grad_hook(self._gradient))
+
+    def _give_way(self) -> None:
+        self._replaced = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _check_place(self) -> None:
+        if self._replaced:
+            raise RuntimeError(REPLACED)
 
     def _gradient(self, p: Any) -> None:
         """Called by autograd when the gradient of ``p`` was accumulated."""
@@ -552,6 +579,10 @@ class _Distributed(Optimizer):
         place = (mpi_ops._number(self.process_set), min(self._names.values(), default=""))
         return place, operations.optimizers.get(place, 0) + 1
 
+    def _only_was(self) -> bool:
+        """Replaced, and without a channel in this session: nobody will ever use it."""
+        return self._replaced and (self._named is None or self._named[0] is not mpi_ops._current())
+
     def _expected_name(self) -> str:
         """Of the channel, the one it has or would have if it were opened now: to look takes no number, since not all
         ranks look."""
@@ -616,7 +647,7 @@ class Follower:
 
     def channel(self) -> tuple[int, str]:
         process_set = self._optimizer.process_set
-        if process_set.process_set_id is None or not self._optimizer._active:
+        if process_set.process_set_id is None or not self._optimizer._active or self._optimizer._only_was():
             return -1, ""
         return mpi_ops._number(process_set), f"channel.{self._optimizer._expected_name()}"
 
@@ -661,7 +692,9 @@ class _DistributedOptimizer(_Distributed):
             HorovodInternalError: a rank failed, or took too long.
             DifferentParameters (a HorovodInternalError and a RankMismatch): at the first call: ranks have other
                 parameters, or other options.
+            RuntimeError: another optimizer over some of its parameters was made after it.
         """
+        self._check_place()
         if self._active:
             with internal_errors():
                 self._reduce()
@@ -710,6 +743,7 @@ class _DistributedOptimizer(_Distributed):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronize, then the optimizer's own step. The gradients that ``closure`` computes are synchronized, too."""
+        self._check_place()
         if self._should_synchronize and (closure is None or self._arrived):
             if self._synchronized:
                 warnings.warn(TWICE, stacklevel=2)
@@ -742,7 +776,11 @@ class _DistributedAdasumOptimizer(_Distributed):
 
         Returns:
             What ``closure`` returned, before the step.
+
+        Raises:
+            RuntimeError: another optimizer over some of its parameters was made after it.
         """
+        self._check_place()
         loss = None
         if closure is not None:
             with torch.enable_grad():

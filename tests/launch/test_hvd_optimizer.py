@@ -78,6 +78,13 @@ def test_a_compressor_may_be_an_object(ranks: list[Any]) -> None:
     assert alike(ranks, "compressor_that_is_an_object") is True
 
 
+def test_one_that_gave_way(ranks: list[Any]) -> None:
+    said, (a, b), steady = alike(ranks, "one_that_gave_way")
+    assert all("reduces them in its place" in text for text in said)
+    assert a == b, "the two that are in one set have the same"
+    assert all(all(each) for each in steady)
+
+
 def test_one_optimizer_after_the_other(ranks: list[Any]) -> None:
     assert alike(ranks, "one_after_the_other") == [True] * 4
 

@@ -268,6 +268,47 @@ def compressor_that_is_an_object():
 
 
 @scenario
+def one_that_gave_way():
+    """To another over a part of its parameters; an optimizer of other ranks takes nothing away."""
+    m = model()
+    first = wrap(m)
+    loss_of(m).backward()
+    first.step()
+    head = wrap(m[2])
+    for _ in range(3):
+        m.zero_grad()
+        loss_of(m).backward()
+        head.step()
+    said_so = [said(first.step, RuntimeError), said(first.synchronize, RuntimeError)]
+    here, there = hvd.add_process_set([0, 1]), hvd.add_process_set([2])
+    m, found = model(), []
+    each = [wrap(m, lr=0.0, process_set=members) for members in (here, there)]
+    mine = each[not here.included()] if hvd.rank() < 3 else None
+    for _ in range(2):
+        m.zero_grad()
+        loss = loss_of(m)
+        loss.backward()
+        if mine is not None:
+            mine.synchronize()
+        found.append([p.grad.double().sum().item() for p in m.parameters()])
+    if mine is not None:
+
+        def closure():
+            m.zero_grad()
+            loss_of(m).backward()
+            return 0.0
+
+        with mine.skip_synchronize():
+            mine.step()
+        mine.step(closure)
+        found.append([p.grad.double().sum().item() for p in m.parameters()])
+    pairs = hvd.allgather_object([found[0] == other for other in found[1:]])
+    for members in (here, there):
+        hvd.remove_process_set(members)
+    return [said_so, hvd.allgather_object(found[0])[:2], pairs]
+
+
+@scenario
 def one_after_the_other():
     """A model that is trained twice, each time with an optimizer of a function's own, which joins afterwards: of the
     first, which is garbage then, one rank knows nothing any more."""
@@ -283,6 +324,7 @@ def one_after_the_other():
     gc.disable()
     m = model()
     first = train(m, 2)
+    wrap(m)  # which makes no step, and gives way as well
     train(m, 2 + hvd.rank())
     if hvd.rank() == 0:
         gc.collect()
