@@ -495,8 +495,8 @@ class _Distributed(Optimizer):
         return found
 
     def _take(self, p: Tensor) -> None:
-        """The optimizer that reduces ``p`` among the same ranks gives way with all it has, for two would reduce it twice:
-        on all ranks at once, whatever each of them still holds. The last one lives as long as a parameter."""
+        """The optimizer that reduces ``p`` among the same ranks gives way, with all it has: two would reduce it twice.
+        It does on all ranks at once, whatever each of them still holds. The last one lives as long as a parameter."""
         by_set = _reducing.setdefault(p, {})
         earlier = by_set[self.process_set]() if self.process_set in by_set else None
         if earlier is not None:
