@@ -569,11 +569,15 @@ class _Distributed(Optimizer):
         """Of the channel: made of a parameter's name that does not depend on their order, and a number where several
         optimizers share it. The other number tells this process's optimizers apart, in messages."""
         operations = mpi_ops._current()
-        if self._named is None or self._named[0] is not operations:
+        if (named := self._named_now()) is None:
             place, same = self._next_place(operations)
             operations.optimizers[place] = same
-            self._named = operations, sum(operations.optimizers.values()), f"{place[1]}.{same}"
-        return self._named
+            self._named = named = operations, sum(operations.optimizers.values()), f"{place[1]}.{same}"
+        return named
+
+    def _named_now(self) -> tuple[Operations, int, str] | None:
+        """What it is called, if it has a name in this session."""
+        return self._named if self._named is not None and self._named[0] is mpi_ops._current() else None
 
     def _next_place(self, operations: Operations) -> tuple[tuple[int, str], int]:
         place = (mpi_ops._number(self.process_set), min(self._names.values(), default=""))
@@ -581,15 +585,14 @@ class _Distributed(Optimizer):
 
     def _only_was(self) -> bool:
         """Replaced, and without a channel in this session: nobody will ever use it."""
-        return self._replaced and (self._named is None or self._named[0] is not mpi_ops._current())
+        return self._replaced and self._named_now() is None
 
     def _expected_name(self) -> str:
         """Of the channel, the one it has or would have if it were opened now: to look takes no number, since not all
         ranks look."""
-        operations = mpi_ops._current()
-        if self._named is not None and self._named[0] is operations:
-            return self._named[2]
-        (_, first), same = self._next_place(operations)
+        if (named := self._named_now()) is not None:
+            return named[2]
+        (_, first), same = self._next_place(mpi_ops._current())
         return f"{first}.{same}"
 
     def _new_step(self) -> None:

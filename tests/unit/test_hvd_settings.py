@@ -6,6 +6,7 @@ import math
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,26 +111,35 @@ class Mailbox:
             return self.messages.pop(0)
 
 
-def test_the_star_carries_decisions_and_lets_no_stranger_in() -> None:
-    monitor = Monitor.alone(Config())
-    boxes = [Mailbox(), Mailbox()]
-    opened: list[Spoke] = []
+def star(coordinator: Coordinator, boxes: list[Mailbox], first: Callable[[str, int], None]) -> tuple[Hub, Spoke]:
+    """Rank 0 and rank 1 of a job of two; ``first`` is called with the address before rank 1 comes."""
+    monitor, opened = Monitor.alone(Config()), []
 
     def join() -> None:
         while not (found := monitor.store_get("star")):
             time.sleep(0.01)
         host, port, _ = found.decode().split(",")
-        with socket.create_connection((host, int(port))) as stranger:
-            stranger.sendall(pack({"secret": "guess", "rank": 1}))
-            assert stranger.recv(1) == b""
+        first(host, int(port))
         opened.append(Spoke(boxes[1], monitor, 1, "star", 5.0))
 
     monitor.store_set("star", b"")
     thread = threading.Thread(target=join)
     thread.start()
-    hub = Hub(Coordinator(2), boxes[0], monitor, "127.0.0.1", "star", 5.0)
+    hub = Hub(coordinator, boxes[0], monitor, "127.0.0.1", "star", 5.0)
     thread.join()
-    spoke = opened[0]
+    return hub, opened[0]
+
+
+def test_the_star_carries_decisions_and_lets_no_stranger_in() -> None:
+    def stranger(host: str, port: int) -> None:
+        with socket.create_connection((host, port)) as sock:
+            sock.sendall(pack({"secret": "guess", "rank": 1}))
+            turned_away.append(sock.recv(1) == b"")
+
+    turned_away: list[bool] = []
+    boxes = [Mailbox(), Mailbox()]
+    hub, spoke = star(Coordinator(2), boxes, stranger)
+    assert turned_away == [True]
     request = Request("barrier", "barrier")
     spoke.send([request])
     hub.send([request])
@@ -156,20 +166,9 @@ def test_a_defect_of_the_coordinator_is_told_to_all() -> None:
         def tick(self, now: float) -> None:
             raise KeyError("a set")
 
-    monitor, boxes = Monitor.alone(Config()), [Mailbox(), Mailbox()]
-    spokes: list[Spoke] = []
-
-    def join() -> None:
-        while not monitor.store_get("star"):
-            time.sleep(0.01)
-        spokes.append(Spoke(boxes[1], monitor, 1, "star", 5.0))
-
-    monitor.store_set("star", b"")
-    thread = threading.Thread(target=join)
-    thread.start()
-    hub = Hub(Broken(2), boxes[0], monitor, "127.0.0.1", "star", 5.0)
-    thread.join()
+    boxes = [Mailbox(), Mailbox()]
+    hub, spoke = star(Broken(2), boxes, lambda host, port: None)
     text = "the coordinator of operations, on rank 0, failed: KeyError('a set')"
     assert boxes[0].wait() == boxes[1].wait() == {"failed": text}
-    spokes[0].close()
+    spoke.close()
     hub.close()
