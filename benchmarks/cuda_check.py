@@ -43,9 +43,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import hvdbridge as hb
+import hvdbridge.torch as hvd
 from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.communicators.base import DTYPES
+from hvdbridge.communicators.bridge import Bridged
 from hvdbridge.communicators.torch import OPS, TorchCommunicator
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels import select
@@ -68,6 +70,8 @@ SPECS = [
 IN_STEPS = ["mean", "bf16", "int8", "topk:ratio=0.05", "topk:select=exact", "onebit", "powersgd:rank=2"]
 IN_JOBS = [spec for spec in SPECS if "batched" not in spec]
 """All whose result does not depend on how a job's buckets lie, which a simulation cannot know."""
+CALLS = ["hvd.allreduce", "hvd.allgather", "hvd.broadcast", "hvd.alltoall", "hvd.reducescatter", "hvd.SyncBatchNorm",
+         "hvd.DistributedOptimizer"]  # fmt: skip
 SHAPES = {"conv.weight": (32, 16, 3, 3), "fc.weight": (300, 200), "fc.bias": (200,), "scale": ()}
 STEPS, RATE = 2, 1e-3
 """Of a job: some policies begin, or have ranks meet, after the first."""
@@ -165,11 +169,13 @@ def jobs(device: str) -> Iterator[Finding]:
         if not available[backend]:
             yield Finding(part, "all", "missing", f"{backend} is not installed")
             continue
-        left, deadline = list(IN_JOBS), time.monotonic() + JOB_SECONDS
+        left, deadline = [*CALLS, *IN_JOBS], time.monotonic() + JOB_SECONDS
         while left:
             found, failure = job(backend, ranks, device, left, deadline)
             for spec, parameters in found.items():
-                if isinstance(parameters, str):
+                if spec in CALLS:
+                    yield Finding(part, spec, "WRONG" if parameters else "ok", parameters[:150] or "as expected")
+                elif isinstance(parameters, str):
                     yield Finding(part, spec, "missing", parameters[:150])
                 else:
                     mine = {name: torch.tensor(value) for name, value in parameters.items()}
@@ -229,9 +235,14 @@ def batch(rank: int) -> Tensor:
 
 
 def rank(device: str, specs: Sequence[str]) -> None:
-    """Some steps under each policy; how far every parameter went."""
-    hb.init()
+    """What is wrong with each call; or some steps under each policy, and how far every parameter went."""
+    hvd.init()
     for spec in specs:
+        if spec in CALLS:
+            wrong = called(spec, str(hb.device()) if device == "cuda" else "cpu")
+            if hb.rank() == 0:
+                print(json.dumps({spec: wrong}), flush=True)
+            continue
         model = net(str(hb.device()) if device == "cuda" else "cpu")
         at_first = [p.detach().clone() for p in model.parameters()]
         try:
@@ -250,7 +261,68 @@ def rank(device: str, specs: Sequence[str]) -> None:
         if hb.rank() == 0:
             print(json.dumps({spec: found}), flush=True)
     hb.barrier()
-    hb.shutdown()
+    hvd.shutdown()
+
+
+def called(name: str, device: str) -> str:
+    """What differs from what numbers on the CPU say, on whichever rank."""
+    rank, ranks = hb.rank(), range(hb.size())
+    own = [torch.arange(12.0).view(4, 3) * (r + 1) for r in ranks]
+    total, x = torch.stack(own).sum(0), own[rank].to(device)
+    pairs: list[tuple[Any, Any]] = []
+    match name.removeprefix("hvd."):
+        case "allreduce":
+            pairs = [(hvd.allreduce(x), total / len(ranks)), (hvd.allreduce(x.half(), op=hvd.Sum), total.half())]
+            handles = [hvd.allreduce_async_(y, op=op) for y, op in ((x.clone(), hvd.Min), (x.int(), hvd.Max))]
+            pairs += [(hvd.synchronize(handles[1]), own[-1].int()), (hvd.synchronize(handles[0]), own[0])]
+            pairs += list(zip(hvd.grouped_allreduce([x, x[0]], op=hvd.Sum), (total, total[0]), strict=True))
+        case "allgather":
+            pairs = [(hvd.allgather(x[: rank + 1]), torch.cat([y[: r + 1] for r, y in enumerate(own)]))]
+        case "broadcast":
+            pairs = [(hvd.broadcast(x, len(ranks) - 1), own[-1]), (hvd.broadcast_(x.clone(), 0), own[0])]
+        case "alltoall":  # the first row to rank 0, the others to the last
+            splits = torch.zeros(len(ranks), dtype=torch.int32)
+            splits[0] += 1
+            splits[-1] += 3
+            theirs = [y[slice(0 if rank == 0 else 1, 1 if rank < ranks[-1] else 4)] for y in own]
+            pairs = [(hvd.alltoall(x, splits)[0], torch.cat(theirs))]
+        case "reducescatter":
+            shares = total.tensor_split(len(ranks))
+            pairs = [(hvd.reducescatter(x, op=hvd.Sum), shares[rank])]
+        case "SyncBatchNorm":
+            ours, usual = hvd.SyncBatchNorm(3).to(device), nn.BatchNorm1d(3)
+            mine, every = x.clone().requires_grad_(), torch.cat(own).requires_grad_()
+            found, expected = ours(mine), usual(every)
+            found.pow(3).sum().backward()
+            expected.pow(3).sum().backward()
+            assert every.grad is not None
+            here = slice(4 * rank, 4 * rank + 4)
+            pairs = [(found.detach(), expected.detach()[here]), (mine.grad, every.grad[here])]
+            pairs += [(ours.running_var, usual.running_var)]
+        case "DistributedOptimizer":
+            model, alone = net(device), net("cpu")
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9), model.named_parameters(),
+                compression=hvd.Compression.fp16,
+            )  # fmt: skip
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            native = torch.optim.SGD(alone.parameters(), lr=RATE, momentum=0.9)
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                native.zero_grad()
+                model(batch(rank).to(device)).square().sum().backward()
+                for r in ranks:
+                    (alone(batch(r)).square().sum() / len(ranks)).backward()
+                optimizer.step()
+                native.step()
+            pairs = list(zip(model.state_dict().values(), alone.state_dict().values(), strict=True))
+    wrong = [
+        f"{found.cpu()} is not {expected}" for found, expected in pairs
+        if found.device.type != torch.device(device).type or found.dtype != expected.dtype
+        or not torch.allclose(found.cpu(), expected, rtol=1e-3, atol=1e-4)  # of halves
+    ]  # fmt: skip
+    return " ".join(" ".join(text for each in hvd.allgather_object(wrong) for text in each).split())
 
 
 @cache
@@ -278,15 +350,34 @@ def reference(spec: str, ranks: int) -> dict[str, Tensor]:
 
 
 def collectives(device: str) -> Iterator[Finding]:
-    """The torch communicator's own way through NCCL (Gloo without a GPU), which one GPU has for one rank only: every
-    request of every type, small and large. Nobody else adds to it, so an answer is what was asked with."""
+    """The communicators' own way through NCCL (Gloo without a GPU), which one GPU has for one rank only: every request
+    of every type, small and large. Nobody else adds to it, so an answer is what was asked with."""
     library = "NCCL" if device == "cuda" else "Gloo"
-    part = f"{library}, 1 rank"
     if device == "cuda" and not dist.is_nccl_available():
-        yield Finding(part, "all", "missing", "this torch is built without NCCL")
+        yield Finding(f"torch, {library}, 1 rank", "all", "missing", "this torch is built without NCCL")
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        comm = TorchCommunicator("cuda_check", store, 0, 1, timedelta(seconds=60), device == "cuda", even_alone=True)
+        yield from carried(f"torch, {library}, 1 rank", comm, device)
+    part = f"horovod, {library}, 1 rank"
+    if not importlib.util.find_spec("horovod"):
+        yield Finding(part, "all", "missing", "horovod is not installed")
         return
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    comm = TorchCommunicator("cuda_check", store, 0, 1, timedelta(seconds=60), device == "cuda", even_alone=True)
+    import horovod.torch
+
+    from hvdbridge.communicators.horovod import HorovodCommunicator
+
+    if device == "cuda" and not horovod.torch.nccl_built():
+        yield Finding(part, "all", "missing", "built without NCCL; see hvdbridge install-horovod --with-nccl")
+        return
+    horovod.torch.init()
+    world = HorovodCommunicator.world()
+    world.alone = False
+    yield from carried(part, world, device)
+    horovod.torch.shutdown()
+
+
+def carried(part: str, comm: Bridged, device: str) -> Iterator[Finding]:
     comm.piece = 1 << 20  # so that what is large travels in several
     for dtype in DTYPES:
         try:

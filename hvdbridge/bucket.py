@@ -64,6 +64,39 @@ class Layout:
             return self
         return self.derive(("part", kept), lambda: Layout({name: self.shapes[name] for name in kept}))
 
+    def finite(self, flat: Tensor) -> Tensor:
+        """Whether all of a parameter's elements are finite: bool ``[parameters]``. The host does not wait.
+
+        >>> Layout({"weight": (2,), "none": (0,), "bias": (1,)}).finite(torch.tensor([1.0, math.inf, 2.0]))
+        tensor([False,  True,  True])
+        """
+        starts, ends = self._bounds(flat.device)
+        others = torch.zeros(self.numel + 1, dtype=torch.int32, device=flat.device)  # up to each element
+        torch.cumsum(flat - flat != 0, 0, dtype=torch.int32, out=others[1:])  # inf - inf is NaN
+        return others[ends] == others[starts]
+
+    def spread(self, flags: Tensor) -> Tensor:
+        """Each element has its parameter's flag: bool ``[parameters]`` -> bool ``[numel]``. The host does not wait.
+
+        >>> Layout({"weight": (2,), "none": (0,), "bias": (3,)}).spread(torch.tensor([True, True, False]))
+        tensor([ True,  True, False, False, False])
+        """
+        changes = flags.to(torch.int8)
+        changes[1:] -= flags[:-1].to(torch.int8)
+        # A GPU's repeat_interleave has one warp for each parameter: of a large one it takes longer than all else
+        marks = torch.zeros(self.numel + 1, dtype=torch.int8, device=flags.device)
+        marks.index_add_(0, self._bounds(flags.device)[0], changes)
+        return torch.cumsum(marks, 0, dtype=torch.int8)[:-1].view(torch.bool)
+
+    def _bounds(self, device: torch.device) -> Tensor:
+        """Where each parameter starts and ends: int64 ``[2, parameters]``."""
+
+        def make() -> Tensor:
+            bounds = [*self.offsets.values(), self.numel]
+            return torch.tensor([bounds[:-1], bounds[1:]], dtype=torch.int64, device=device)
+
+        return self.derive(("bounds", device), make)
+
     def __repr__(self) -> str:
         return f"Layout({len(self.names)} parameters, {self.numel} elements)"
 

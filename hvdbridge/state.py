@@ -472,13 +472,9 @@ class _Finite:
     """Which parameters of a bucket have a finite update, as flags on the bucket's device."""
 
     def __init__(self, layout: Layout, update: Tensor) -> None:
-        self.layout, self.device = layout, update.device
-        # Non-finite elements up to each parameter's end; equal at both ends of a parameter = none in it.
-        count = torch.zeros(layout.numel + 1, dtype=torch.int32, device=update.device)
-        torch.cumsum(~torch.isfinite(update), 0, dtype=torch.int32, out=count[1:])
-        starts = self._index("starts", layout, [layout.offsets[name] for name in layout.names])
-        ends = self._index("ends", layout, [layout.offsets[name] + layout.sizes[name] for name in layout.names])
-        self.flags = count[ends] == count[starts]
+        self.layout = layout
+        self.flags = layout.finite(update)
+        self._elements: dict[Layout, Tensor] = {}
 
     def parameter(self, name: str) -> Tensor:
         """Scalar bool."""
@@ -486,14 +482,17 @@ class _Finite:
 
     def elements(self, layout: Layout) -> Tensor:
         """Bool, ``[layout.numel]``; ``layout`` is that of the bucket or a part of it."""
-        numbers, key = self._numbers(), ("numbers in", self.layout)
-        flags = self.flags[self._index(key, layout, [numbers[name] for name in layout.names])]
-        sizes = self._index("sizes", layout, [layout.sizes[name] for name in layout.names])
-        return torch.repeat_interleave(flags, sizes, output_size=layout.numel)
+        if layout not in self._elements:
+            flags = self.flags if layout is self.layout else self.flags[self._numbers_in(layout)]
+            self._elements[layout] = layout.spread(flags)
+        return self._elements[layout]
 
     def _numbers(self) -> dict[str, int]:
         return self.layout.derive("numbers", lambda: {name: i for i, name in enumerate(self.layout.names)})
 
-    def _index(self, key: Any, layout: Layout, values: list[int]) -> Tensor:
-        make = lambda: torch.tensor(values, dtype=torch.int64, device=self.device)  # noqa: E731
-        return layout.derive(("finite", key, self.device), make)
+    def _numbers_in(self, part: Layout) -> Tensor:
+        def make() -> Tensor:
+            numbers = self._numbers()
+            return torch.tensor([numbers[name] for name in part.names], dtype=torch.int64, device=self.flags.device)
+
+        return part.derive(("numbers in", self.layout, self.flags.device), make)

@@ -63,9 +63,9 @@ for argument do
 done
 exec {compiler} "$@"
 """
-# GCC 13 and later no longer include <cstdint> by accident, on which Gloo relies. A flag, not part of the wrapper:
-# nvcc gives the wrapper what is preprocessed already.
-COMPILER_FLAGS = "-include cstdint"
+# GCC 13 and later no longer include these by accident, on which Gloo and Horovod rely. A flag, not part of the
+# wrapper: nvcc gives the wrapper what is preprocessed already.
+COMPILER_FLAGS = "-include cstdint -include string"
 
 # Horovod's CMake starts any CUDA compiler that it finds, and fails if that one fails, though torch is without CUDA.
 CMAKE_WRAPPER = """\

@@ -22,12 +22,13 @@ from torch import Tensor
 from hvdbridge.kernels.quantise import Places
 
 AS_WRITTEN = {"enable_fp_fusion": False}
-SIZES = ("blocks", "messages", "rows", "code_stride", "scale_stride", "count", "room")
+SIZES = ("blocks", "messages", "rows", "code_stride", "scale_stride", "count", "room", "parameters")
 """Arguments by whose values no kernels of their own are made."""
 WORDS = 256
 """That a program packs."""
-HEIGHT = 32
-"""Words of 32 elements that a program looks through."""
+HEIGHT, WARPS = 256, 4
+"""Words of 32 elements that a program looks through, and by how many warps: of 32 and one, a GPU needs four times as
+long to list what was found, since it is the number of programs that takes time."""
 aligned, packs, packed = True, True, False
 
 
@@ -209,22 +210,48 @@ def _mark(bits, count, limit, words, counts, blocks, HEIGHT: tl.constexpr):  # t
         tl.store(words + (blocks + at) * HEIGHT + row, tl.sum(equal << bit, 1))
 
 
+@triton.jit
+def _put(words, ends, at, number, block, positions, room, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.arange(0, HEIGHT)
+    word = tl.load(words + at * HEIGHT + row)
+    each = _ones(word)
+    slot = tl.load(ends + at) - number + tl.cumsum(each, 0) - each
+    place = block * HEIGHT * 32 + row * 32
+    for _ in range(tl.max(each, 0)):  # each word's lowest bit that is left
+        lowest = word & -word
+        bit = _ones(lowest - 1)
+        tl.store(positions + slot, (place + bit).to(tl.int32), mask=(word != 0) & (slot < room))
+        word = word & (word - 1)
+        slot += 1
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _list(words, counts, ends, blocks, positions, room, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64)
-    number = tl.load(counts + at)
-    if number > 0:
-        row = tl.arange(0, HEIGHT)
-        word = tl.load(words + at * HEIGHT + row)
-        each = _ones(word)
-        slot = tl.load(ends + at) - number + tl.cumsum(each, 0) - each
-        place = (at % blocks) * HEIGHT * 32 + row * 32
-        for _ in range(tl.max(each, 0)):  # each word's lowest bit that is left
-            lowest = word & -word
-            bit = _ones(lowest - 1)
-            tl.store(positions + slot, (place + bit).to(tl.int32), mask=(word != 0) & (slot < room))
-            word = word & (word - 1)
-            slot += 1
+    block = tl.program_id(0).to(tl.int64)
+    larger, equal = tl.load(counts + block), tl.load(counts + blocks + block)
+    _put(words, ends, block, larger, block, positions, room, HEIGHT)
+    if equal > 0:
+        _put(words, ends, blocks + block, equal, block, positions, room, HEIGHT)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _shuffle(  # type: ignore[no-untyped-def]
+    owner, count, sizes, first, pivots, salts, parameters, out, ROUNDS: tl.constexpr, EACH: tl.constexpr
+):
+    i = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    inside = i < count
+    own = tl.load(owner + i, mask=inside, other=0)
+    size = tl.load(sizes + own)
+    x = i - tl.load(first + own) + tl.load(pivots + own)
+    x = tl.where(x >= size, x - size, x)
+    for _ in range(ROUNDS):
+        own += parameters
+        other = tl.load(pivots + own) - x
+        other += (other >> 31) & size
+        swap = (tl.maximum(x, other) + tl.load(salts + own)) * -1640531535
+        swap = (swap ^ (swap >> 15)) * -2048144789
+        x = tl.where(swap < 0, other, x)
+    tl.store(out + i, x, mask=inside)
 
 
 def linear_encode(
@@ -281,12 +308,19 @@ def reaching(bits: Tensor, limit: Tensor, positions: Tensor) -> None:
     blocks = triton.cdiv(bits.numel(), 32 * HEIGHT)
     words = torch.empty((2, blocks, HEIGHT), dtype=torch.int32, device=bits.device)
     counts = torch.empty(2 * blocks, dtype=torch.int32, device=bits.device)
-    # One warp each: a word for each of its threads
-    _launch(_mark, blocks, bits, bits.numel(), limit, words, counts, blocks, HEIGHT=HEIGHT, num_warps=1)
-    ends = torch.cumsum(counts, 0)
+    shape = {"HEIGHT": HEIGHT, "num_warps": WARPS}
+    _launch(_mark, blocks, bits, bits.numel(), limit, words, counts, blocks, **shape)
+    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    _launch(_list, blocks, words, counts, ends, blocks, positions, positions.numel(), **shape)
+
+
+def shuffle(owner: Tensor, sizes: Tensor, first: Tensor, pivots: Tensor, salts: Tensor) -> Tensor:
+    out = torch.empty(owner.numel(), dtype=torch.int32, device=owner.device)
     _launch(
-        _list, 2 * blocks, words, counts, ends, blocks, positions, positions.numel(), HEIGHT=HEIGHT, num_warps=1
+        _shuffle, triton.cdiv(owner.numel(), WORDS), owner, owner.numel(), sizes, first, pivots, salts, len(sizes),
+        out, ROUNDS=len(pivots) - 1, EACH=WORDS,
     )  # fmt: skip
+    return out
 
 
 def _launch(kernel: Any, programs: int, first: Tensor, *arguments: object, **constants: object) -> None:

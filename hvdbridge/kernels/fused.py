@@ -85,6 +85,9 @@ class OnDevice(Fused, Protocol):
                 far as there is room.
         """
 
+    def shuffle(self, owner: Tensor, sizes: Tensor, first: Tensor, pivots: Tensor, salts: Tensor) -> Tensor:
+        """:func:`~hvdbridge.kernels.select.swapped`."""
+
 
 def fused(*tensors: Tensor, bits: int = 8) -> Fused | None:
     """Who does it for such tensors, all on one device; None: torch's operations.
@@ -239,7 +242,7 @@ def on_cuda(device: torch.device) -> OnDevice | None:
 
 def differences(kernels: ModuleType | Any, device: torch.device) -> str:
     """What ``kernels`` get wrong on ``device``, by name; compared with the CPU, whose bits all devices give. Waits."""
-    from hvdbridge.kernels import pack, signs
+    from hvdbridge.kernels import pack, select, signs
     from hvdbridge.kernels.quantise import Blocks, Linear, Part, decode, encode
 
     draw, wrong = torch.Generator("cpu").manual_seed(0), []
@@ -278,7 +281,7 @@ def differences(kernels: ModuleType | Any, device: torch.device) -> str:
         kernels.spread(packed, bits, back)
         if not (torch.equal(packed.cpu(), expected) and torch.equal(back.cpu(), some)):
             wrong.append(f"{bits} bits")
-    for numel in (1, 33, 3000):
+    for numel in (1, 33, 20_000):  # of the last, several programs
         some = torch.randint(4, (numel,), generator=draw, dtype=torch.int32, device="cpu")
         some -= (some == 3) * torch.iinfo(torch.int32).max  # below zero, as bits
         magnitudes, size = some & 0x7FFFFFFF, (numel + 1) // 2
@@ -293,4 +296,11 @@ def differences(kernels: ModuleType | Any, device: torch.device) -> str:
             kernels.reaching(anywhere, bound, again)
             if not (torch.equal(positions.cpu(), expected) and torch.equal(again, positions)):
                 wrong.append(f"{numel} that reach {limit}")
+    sizes = torch.tensor([1_000, 3, 2**31 - 1], dtype=torch.int64, device="cpu")
+    counts = torch.tensor([700, 3, 20], dtype=torch.int64, device="cpu")
+    drawn = torch.randint(2**31 - 1, (2, 4, 3), generator=draw, dtype=torch.int64, device="cpu")
+    first, pivots, salts = torch.cumsum(counts, 0) - counts, drawn[0].remainder(sizes), drawn[1]
+    tables = [select.owners(counts, 723), *(table.int() for table in (sizes, first, pivots, salts))]
+    if not torch.equal(kernels.shuffle(*(table.to(device) for table in tables)).cpu(), select.swapped(*tables)):
+        wrong.append("a shuffle")
     return f"other bits than the CPU's: {', '.join(wrong)}" if wrong else ""

@@ -33,9 +33,9 @@ Array = np.ndarray[Any, Any]
 
 ROW = 32768
 """Parameters of at most so many elements are searched together, as rows of a matrix; larger ones by themselves."""
-KERNEL = 1 << 20
-"""Elements of a parameter from which on a device's kernels search it: theirs are five times the launches of
-``torch.topk``, and save bytes. By reckoning; no GPU was at hand."""
+KERNEL = 1 << 24
+"""Elements of a parameter from which on a device's kernels search it: they save bytes, and make many more launches than
+``torch.topk``. Measured on an H100, where of fewer elements that took less time."""
 CHUNK = 131072
 """Elements that the CPU looks through at a time: they stay in its cache."""
 TAIL = 400
@@ -246,8 +246,8 @@ def _largest(bits: Tensor, plan: Plan, mask: int, kernels: OnDevice | None) -> t
 
 
 def _among_candidates(bits: Tensor, part: Large, mask: int, kernels: OnDevice) -> tuple[Tensor, Tensor]:
-    """Positions and magnitudes of the largest, ascending; of equal ones those that stand first, and magnitudes of 0
-    behind them where there are fewer. What :func:`_largest_on_cpu` finds."""
+    """Positions and magnitudes of the largest; of equal ones those that stand first, and magnitudes of 0 where there
+    are fewer. What :func:`_largest_on_cpu` finds, but those that are equal to the limit stand behind the others."""
     sampled = bits.index_select(0, _sample_on(part.size, part.drawn, bits.device)).bitwise_and_(mask)
     limit = torch.topk(sampled, part.tail).values[-1:].clamp_(min=1)
     positions = torch.full((part.room,), -1, dtype=torch.int32, device=bits.device)
@@ -255,13 +255,13 @@ def _among_candidates(bits: Tensor, part: Large, mask: int, kernels: OnDevice) -
     missing = positions < 0
     positions.masked_fill_(missing, 0)
     magnitudes = bits.index_select(0, positions).bitwise_and_(mask).masked_fill_(missing, 0)
-    # One number each, which is the larger the larger a magnitude is, and of equal ones for the first
-    last = INDICES - 1
-    keys = (magnitudes.long() << 31).add_(last).sub_(positions)
-    chosen = torch.topk(keys, part.count, sorted=False).values
-    places, magnitudes = last - (chosen & last), chosen >> 31
-    places, order = torch.sort(places.masked_fill_(magnitudes == 0, last))
-    return places, magnitudes[order].int()
+    least = torch.topk(magnitudes, part.count, sorted=False).values.min()
+    larger, equal = magnitudes > least, magnitudes == least
+    left = part.count - larger.sum(dtype=torch.int32)
+    chosen = larger.logical_or_(equal.logical_and_(torch.cumsum(equal, 0, dtype=torch.int32) <= left))
+    numbers = torch.arange(1, part.count + 1, dtype=torch.int32, device=bits.device)
+    places = torch.searchsorted(torch.cumsum(chosen, 0, dtype=torch.int32), numbers, out_int32=True)
+    return positions.index_select(0, places), magnitudes.index_select(0, places)
 
 
 def _largest_on_cpu(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:
@@ -356,6 +356,19 @@ def reaching(bits: Array, limit: int, count: int) -> Array:
     return np.concatenate(pieces)
 
 
+def owners(counts: Tensor, total: int) -> Tensor:
+    """Who has each slot, where the first ``counts[0]`` are the first's: int64 ``[total]``. The host does not wait.
+
+    >>> owners(torch.tensor([2, 0, 1]), 3)
+    tensor([0, 0, 2])
+    """
+    if counts.device.type == "cpu":
+        return torch.repeat_interleave(counts, output_size=total)
+    # A GPU's has one warp for each owner, see Layout.spread
+    slots = torch.arange(total, dtype=torch.int64, device=counts.device)
+    return torch.searchsorted(torch.cumsum(counts, 0), slots, right=True)
+
+
 def shuffled(plan: Plan, seed: int, device: torch.device) -> Tensor:
     """Random elements of each parameter, all distinct, as many as the plan says, by (seed, name) alone.
 
@@ -379,15 +392,28 @@ def shuffled(plan: Plan, seed: int, device: torch.device) -> Tensor:
         return sizes, names, counts, first.int(), start
 
     sizes, names, counts, first, start = plan.layout.derive(("shuffle", plan, device), make)
-    owner = torch.repeat_interleave(counts, output_size=plan.total)
-    size = sizes.int().index_select(0, owner)
-    number = torch.arange(plan.total, dtype=torch.int32, device=device) - first.index_select(0, owner)
+    owner = owners(counts, plan.total)
     # By round and parameter: 62 bits of pivot, 31 of salt.
     # As numbers, not as a tensor: bringing one to a GPU would wait for its stream
     drawn = _mixed(torch.stack([names ^ key(seed, round_) for round_ in range(ROUNDS + 1)]))
     pivots = ((drawn >> 1) & ((1 << 62) - 1)).remainder_(sizes).int()
     salts = (_mixed(drawn) & 0x7FFFFFFF).int()
-    x = number + pivots[0].index_select(0, owner)
+    kernels = on_cuda(device) if device.type == "cuda" else None
+    swap = kernels.shuffle if kernels else swapped
+    return start.index_select(0, owner).add_(swap(owner, sizes.int(), first, pivots, salts))
+
+
+def swapped(owner: Tensor, sizes: Tensor, first: Tensor, pivots: Tensor, salts: Tensor) -> Tensor:
+    """Where the shuffle brings each slot's element, within its parameter: int32 ``[slots]``.
+
+    Args:
+        owner: the parameter of each slot, int64 ``[slots]``.
+        sizes, first: elements and first slot of each parameter, int32 ``[parameters]``.
+        pivots, salts: int32 ``[rounds + 1, parameters]``; the first pivot is the rotation, the first salt nothing.
+    """
+    size = sizes.index_select(0, owner)
+    x = torch.arange(owner.numel(), dtype=torch.int32, device=owner.device) - first.index_select(0, owner)
+    x += pivots[0].index_select(0, owner)
     x = torch.where(x >= size, x - size, x)
     for pivot, salt in zip(pivots[1:], salts[1:], strict=True):
         other = pivot.index_select(0, owner).sub_(x)
@@ -395,7 +421,7 @@ def shuffled(plan: Plan, seed: int, device: torch.device) -> Tensor:
         swap = torch.maximum(x, other).add_(salt.index_select(0, owner)).mul_(-1640531535)
         swap.bitwise_xor_(swap >> 15).mul_(-2048144789)
         x = torch.where(swap < 0, other, x)
-    return start.index_select(0, owner).add_(x)
+    return x
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -417,14 +443,7 @@ def poison(flat: Tensor, layout: Layout) -> Tensor:
             parts = torch.split(flat, list(layout.sizes.values()))
             flags.masked_fill_(~torch.stack([torch.isfinite(part).all() for part in parts]), math.nan)
         return flags
-    count = torch.zeros(flat.numel() + 1, dtype=torch.int32, device=flat.device)
-    torch.cumsum(~torch.isfinite(flat), 0, dtype=torch.int32, out=count[1:])
-    ends = layout.derive(("poison", flat.device), lambda: _ends(layout, flat.device))
-    return flags.masked_fill_(count[ends[1:]] != count[ends[:-1]], math.nan)
-
-
-def _ends(layout: Layout, device: torch.device) -> Tensor:
-    return torch.tensor([*layout.offsets.values(), layout.numel], dtype=torch.int64, device=device)
+    return flags.masked_fill_(~layout.finite(flat), math.nan)
 
 
 def pack_pairs(indices: Tensor, values: Tensor) -> Tensor:

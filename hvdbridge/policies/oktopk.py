@@ -23,7 +23,7 @@ from torch import Tensor
 from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.collectives import AllGather, AllToAll
 from hvdbridge.kernels.random import key
-from hvdbridge.kernels.select import Plan, add_up, largest, pack_pairs, unpack_pairs
+from hvdbridge.kernels.select import Plan, add_up, largest, owners, pack_pairs, unpack_pairs
 from hvdbridge.options import option
 from hvdbridge.policies.feedback import WithFeedback
 from hvdbridge.policies.sharded import accumulator
@@ -134,7 +134,7 @@ class Routes:
         A value that is not finite makes all of its parameter so: what finds no room must not hide it.
         """
         empty = values == 0
-        number = torch.repeat_interleave(self.counts, output_size=values.numel())
+        number = owners(self.counts, values.numel())
         bad = torch.zeros(len(self.names), dtype=values.dtype, device=values.device)
         values = values + bad.index_add_(0, number, values * 0)[number]
         whole = self.whole[number]

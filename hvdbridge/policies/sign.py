@@ -25,7 +25,7 @@ from hvdbridge.kernels.pack import pack_bits, unpack_bits
 from hvdbridge.kernels.quantise import decode, encode
 from hvdbridge.kernels.random import hashed_bits, key
 from hvdbridge.kernels.runs import Runs
-from hvdbridge.kernels.select import poison
+from hvdbridge.kernels.select import owners, poison
 from hvdbridge.kernels.signs import ScaledSign, majority, weighted_majority
 from hvdbridge.options import option
 from hvdbridge.policies.feedback import WithFeedback, residuals
@@ -268,7 +268,7 @@ class Words:
 
         key = ("words", at, count, device, tuple(first[name] for name in self.layout.names))
         inside, shifts = self.layout.derive(key, make)
-        own = torch.repeat_interleave(shifts, inside, output_size=count)
+        own = shifts.index_select(0, owners(inside, count))
         return own.add_(torch.arange(count, dtype=torch.int32, device=device))
 
 
@@ -291,6 +291,4 @@ def spoil(flat: Tensor, layout: Layout, faulty: Tensor) -> None:
                 if fault:
                     views[name].fill_(math.nan)
         return
-    key = ("sizes of all", flat.device)
-    sizes = layout.derive(key, lambda: torch.tensor(list(layout.sizes.values()), device=flat.device))
-    flat.add_(torch.repeat_interleave(torch.where(faulty, math.nan, 0.0), sizes, output_size=layout.numel))
+    flat.masked_fill_(layout.spread(faulty), math.nan)

@@ -22,7 +22,7 @@ from hvdbridge.bucket import Bucket
 from hvdbridge.collectives import AllGather, AllReduce
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.random import key
-from hvdbridge.kernels.select import Plan, add_up, count_of, largest, pack_pairs, poison, shuffled, unpack_pairs
+from hvdbridge.kernels.select import Plan, add_up, count_of, largest, owners, pack_pairs, poison, shuffled, unpack_pairs
 from hvdbridge.options import option
 from hvdbridge.policies.feedback import WithFeedback
 from hvdbridge.policies.sharded import accumulator
@@ -158,7 +158,7 @@ class RandomK(WithFeedback):
         numbers, slots, counts, scale = layout.derive(("randomk", plan), lambda: _slots(plan, flat.device))
         values.index_add_(0, slots, poison(flat, layout)[numbers].to(dtype))
         if self.unbiased:
-            values.mul_(torch.repeat_interleave(scale, counts, output_size=plan.total))
+            values.mul_(scale.index_select(0, owners(counts, plan.total)))
         rest = rest_of(bucket, indices, values)
         total = yield AllReduce(values)
         return Aggregated(bucket.room(dtype).zero_().index_copy_(0, indices, total), rest=rest)

@@ -97,7 +97,7 @@ def search(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
         ours = select._largest(bits, plan, mask, cuda)[0]
     theirs = select._largest_on_cpu(bits, plan, mask)
     rows = slice(plan.counts["before"], None)  # small parameters have no kernel
-    assert torch.equal(ours[rows], theirs[0][rows])
+    assert torch.equal(ours[rows].sort().values, theirs[0][rows].sort().values)
     return theirs
 
 

@@ -51,8 +51,13 @@ kernels = {
         {"HEIGHT": cuda.HEIGHT},
     ),
     "_list": (
-        {"words": "*i32", "counts": "*i32", "ends": "*i64", "blocks": "i32", "positions": "*i32", "room": "i32"},
+        {"words": "*i32", "counts": "*i32", "ends": "*i32", "blocks": "i32", "positions": "*i32", "room": "i32"},
         {"HEIGHT": cuda.HEIGHT},
+    ),
+    "_shuffle": (
+        {"owner": "*i64", "count": "i32", "sizes": "*i32", "first": "*i32", "pivots": "*i32", "salts": "*i32",
+         "parameters": "i32", "out": "*i32"},
+        {"ROUNDS": 20, "EACH": 256},
     ),
     "_spread": ({"packed": "*u8", "count": "i32", "words": "*i64"}, {"BITS": 5, "EACH": 256}),
 }
