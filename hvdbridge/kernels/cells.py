@@ -19,8 +19,9 @@ from torch import Tensor
 
 from hvdbridge.bucket import BLOCK, Layout
 
-CHUNK = 1 << 17
-"""Elements that are worked on at a time: what a core's cache holds in float64."""
+CHUNK, ON_DEVICE = 1 << 17, 1 << 21
+"""Elements that are worked on at a time: what a core's cache holds in float64; of a GPU, which needs longer to be told
+than to do less, what is little beside a bucket."""
 
 WIDTHS = (16, 64, 256, BLOCK)
 """Short cells are padded to the next of these, and those of one width are worked on together."""
@@ -78,7 +79,7 @@ class Cells:
 
         The next ones may come in the memory of these.
         """
-        count, step = len(rows), max(1, CHUNK // (BLOCK * len(rows)))
+        count, step = len(rows), max(1, chunk(rows[0].device) // (BLOCK * len(rows)))
         room = torch.empty((min(step, self.full), count, BLOCK), dtype=torch.float64, device=rows[0].device)
         for start in range(0, self.full, step):
             end = min(start + step, self.full)
@@ -136,13 +137,14 @@ def combine(
     tensor([0.5000, 1.0000])
     """
     total = room(rows, out)
-    scratch = torch.empty_like(total[:CHUNK])
+    step = chunk(total.device)
+    scratch = torch.empty_like(total[:step])
     factors = coefficients.to(total.dtype).unbind()
     flags = [None] * len(rows) if usable is None else list(usable.unbind())
-    for start in range(0, total.numel(), CHUNK):
-        out = total[start : start + CHUNK]
+    for start in range(0, total.numel(), step):
+        out = total[start : start + step]
         for i, (row, factor, flag) in enumerate(zip(rows, factors, flags, strict=True)):
-            part = (scratch if i else out)[: len(out)].copy_(row[start : start + CHUNK])
+            part = (scratch if i else out)[: len(out)].copy_(row[start : start + step])
             if flag is not None:
                 part.masked_fill_(~flag, 0.0)
             part.mul_(factor)
@@ -165,7 +167,7 @@ def combine_by_parameter(
     """
     total = room(rows, out)
     factors = coefficients.to(total.dtype)
-    of_block, step = factors[:, cells._of_block], CHUNK // BLOCK
+    of_block, step = factors[:, cells._of_block], chunk(total.device) // BLOCK
     scratch = total.new_empty((min(step, cells.full), BLOCK))
     for start in range(0, cells.full, step):
         end = min(start + step, cells.full)
@@ -185,6 +187,11 @@ def combine_by_parameter(
             total[tail].add_(row[tail] * factor)
     total[cells.used :] = 0
     return total
+
+
+def chunk(device: torch.device) -> int:
+    """Elements to work on at a time."""
+    return CHUNK if device.type == "cpu" else ON_DEVICE
 
 
 def room(rows: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

@@ -254,6 +254,90 @@ def _shuffle(  # type: ignore[no-untyped-def]
     tl.store(out + i, x, mask=inside)
 
 
+@triton.jit
+def _rounded(x):  # type: ignore[no-untyped-def]
+    return (x + 6755399441055744.0) - 6755399441055744.0  # 1.5 * 2**52: half to even
+
+
+@triton.jit(do_not_specialize=("length",))
+def _halves(  # type: ignore[no-untyped-def]
+    matrices, length, halves, units, RANK: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64)
+    row, place = matrices + at * length, (at // RANK) * 2 * RANK + at % RANK
+    i = tl.arange(0, WIDTH)
+    top = tl.zeros([WIDTH], tl.int32)
+    for start in range(0, length, WIDTH):
+        x = tl.load(row + start + i, mask=i < length - start, other=0.0)
+        top = tl.maximum(top, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # NaN is above inf
+    unit = tl.max(top, 0).to(tl.float32, bitcast=True).to(tl.float64)
+    unit = tl.where(unit == 0, 1.0, unit)
+    tl.store(units + at, unit)
+    for start in range(0, length, WIDTH):
+        inside = i < length - start
+        x = tl.load(row + start + i, mask=inside, other=0.0).to(tl.float64) / (unit / HIGH)
+        high = _rounded(x)
+        tl.store(halves + place * length + start + i, high, mask=inside)
+        tl.store(halves + (place + RANK) * length + start + i, _rounded((x - high) * LOW), mask=inside)
+
+
+@triton.jit
+def _gram_schmidt(  # type: ignore[no-untyped-def]
+    products, units, changes, RANK: tl.constexpr, SIDE: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
+    NOTHING: tl.constexpr, EPSILON: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)
+    line = tl.arange(0, SIDE)
+    i, j = line[:, None], line[None, :]
+    inside = (i < RANK) & (j < RANK)
+    corner = products + at * 4 * RANK * RANK + i * 2 * RANK + j
+    mixed = tl.load(corner + RANK, mask=inside, other=0.0) + tl.load(corner + 2 * RANK * RANK, mask=inside, other=0.0)
+    lower = tl.load(corner + 2 * RANK * RANK + RANK, mask=inside, other=0.0)
+    gram = (tl.load(corner, mask=inside, other=0.0) + (mixed + lower / LOW) / LOW) / (HIGH * HIGH)
+    change = (i == j).to(tl.float64)
+    first = tl.sum(tl.where(i == j, gram, 0.0), 0)
+    unit = tl.load(units + at * RANK + line, mask=line < RANK, other=1.0)
+    epsilon = tl.full([], EPSILON, tl.float64)  # as such it would be rounded to float32
+    for k in tl.static_range(RANK):
+        square = tl.sum(tl.sum(tl.where((i == k) & (j == k), gram, 0.0), 0), 0)
+        lost = square <= NOTHING * NOTHING * tl.sum(tl.where(line == k, first, 0.0), 0)
+        length = tl.sqrt(tl.where(lost, 1.0, square))
+        if EPSILON > 0:
+            scale = tl.sum(tl.where(line == k, unit, 0.0), 0)
+            factor = scale / (scale * length + epsilon)
+        else:
+            factor = 1.0 / length
+        factor = tl.where(lost, 0.0, factor)
+        gram = tl.where(i == k, gram * factor, gram)
+        gram = tl.where(j == k, gram * factor, gram)
+        change = tl.where(j == k, change * factor, change)
+        along = tl.sum(tl.where(i == k, gram, 0.0), 0)
+        one = 2.0 - tl.sum(tl.where(line == k, along, 0.0), 0)
+        column = tl.sum(tl.where(j == k, change, 0.0), 1)
+        change = tl.where(j > k, change - column[:, None] * along[None, :], change)
+        gram = tl.where((i > k) & (j > k), gram - one * (along[:, None] * along[None, :]), gram)
+    tl.store(changes + at * RANK * RANK + i * RANK + j, change, mask=inside)
+
+
+@triton.jit(do_not_specialize=("length", "blocks"))
+def _combine(  # type: ignore[no-untyped-def]
+    halves, changes, length, blocks, out, RANK: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    at, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    i = block * WIDTH + tl.arange(0, WIDTH)
+    inside = i < length
+    for j in tl.static_range(RANK):
+        made = tl.zeros([WIDTH], tl.float64)
+        for k in tl.static_range(j + 1):
+            row = halves + (at * 2 * RANK + k) * length + i
+            high = tl.load(row, mask=inside, other=0.0)
+            low = tl.load(row + RANK * length, mask=inside, other=0.0)
+            part = tl.load(changes + (at * RANK + k) * RANK + j) * ((high + low / LOW) / HIGH)
+            made = part if k == 0 else made + part
+        tl.store(out + (at * RANK + j) * length + i, made.to(tl.float32), mask=inside)
+
+
 def linear_encode(
     flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor, keep_rest: bool
 ) -> None:
@@ -320,6 +404,22 @@ def shuffle(owner: Tensor, sizes: Tensor, first: Tensor, pivots: Tensor, salts: 
         _shuffle, triton.cdiv(owner.numel(), WORDS), owner, owner.numel(), sizes, first, pivots, salts, len(sizes),
         out, ROUNDS=len(pivots) - 1, EACH=WORDS,
     )  # fmt: skip
+    return out
+
+
+def orthonormal(batch: Tensor, high: float, low: float, nothing: float, epsilon: float) -> Tensor:
+    count, rank, length = batch.shape
+    halves = torch.empty((count, 2 * rank, length), dtype=torch.float64, device=batch.device)
+    units = torch.empty((count, rank), dtype=torch.float64, device=batch.device)
+    changes = torch.empty((count, rank, rank), dtype=torch.float64, device=batch.device)
+    out = torch.empty_like(batch)
+    steps = {"RANK": rank, "HIGH": high, "LOW": low}
+    _launch(_halves, count * rank, batch, length, halves, units, **steps, WIDTH=1024)
+    products = torch.bmm(halves, halves.mT)
+    side = triton.next_power_of_2(rank)
+    _launch(_gram_schmidt, count, products, units, changes, **steps, SIDE=side, NOTHING=nothing, EPSILON=epsilon)
+    blocks = triton.cdiv(length, WORDS)
+    _launch(_combine, count * blocks, halves, changes, length, blocks, out, **steps, WIDTH=WORDS)
     return out
 
 

@@ -88,6 +88,9 @@ class OnDevice(Fused, Protocol):
     def shuffle(self, owner: Tensor, sizes: Tensor, first: Tensor, pivots: Tensor, salts: Tensor) -> Tensor:
         """:func:`~hvdbridge.kernels.select.swapped`."""
 
+    def orthonormal(self, batch: Tensor, high: float, low: float, nothing: float, epsilon: float) -> Tensor:
+        """:func:`~hvdbridge.kernels.orthogonal.orthonormal` of few columns of float32, by its constants."""
+
 
 def fused(*tensors: Tensor, bits: int = 8) -> Fused | None:
     """Who does it for such tensors, all on one device; None: torch's operations.
@@ -242,7 +245,7 @@ def on_cuda(device: torch.device) -> OnDevice | None:
 
 def differences(kernels: ModuleType | Any, device: torch.device) -> str:
     """What ``kernels`` get wrong on ``device``, by name; compared with the CPU, whose bits all devices give. Waits."""
-    from hvdbridge.kernels import pack, select, signs
+    from hvdbridge.kernels import orthogonal, pack, select, signs
     from hvdbridge.kernels.quantise import Blocks, Linear, Part, decode, encode
 
     draw, wrong = torch.Generator("cpu").manual_seed(0), []
@@ -281,7 +284,7 @@ def differences(kernels: ModuleType | Any, device: torch.device) -> str:
         kernels.spread(packed, bits, back)
         if not (torch.equal(packed.cpu(), expected) and torch.equal(back.cpu(), some)):
             wrong.append(f"{bits} bits")
-    for numel in (1, 33, 20_000):  # of the last, several programs
+    for numel in (1, 33, 9_000):  # of the last, several programs
         some = torch.randint(4, (numel,), generator=draw, dtype=torch.int32, device="cpu")
         some -= (some == 3) * torch.iinfo(torch.int32).max  # below zero, as bits
         magnitudes, size = some & 0x7FFFFFFF, (numel + 1) // 2
@@ -303,4 +306,13 @@ def differences(kernels: ModuleType | Any, device: torch.device) -> str:
     tables = [select.owners(counts, 723), *(table.int() for table in (sizes, first, pivots, salts))]
     if not torch.equal(kernels.shuffle(*(table.to(device) for table in tables)).cpu(), select.swapped(*tables)):
         wrong.append("a shuffle")
+    for shape, epsilon in (((2, 1, 1), 0.0), ((3, 4, 700), 0.0), ((1, 3, 1_500), 0.25)):
+        columns = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=draw)
+        columns[:, 1:2] = 2 * columns[:, :1]  # in the span of the one before
+        columns[1:2, 2:3], columns[2:, -1:, -1:] = 0.0, float("nan")
+        constants = (orthogonal.HIGH, orthogonal.LOW, orthogonal.NOTHING)
+        found = kernels.orthonormal(columns.to(device), *constants, epsilon).cpu()
+        (expected,) = orthogonal.orthonormal([columns], epsilon)
+        if not torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0)):
+            wrong.append(f"{shape[1]} columns, orthonormal")
     return f"other bits than the CPU's: {', '.join(wrong)}" if wrong else ""

@@ -16,10 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hvdbridge.kernels.cells import room
-
-CHUNK = 1 << 17
-"""Elements of all rows together that are sorted at a time."""
+from hvdbridge.kernels.cells import chunk, room
 
 
 def comparators(count: int) -> Iterator[tuple[int, int]]:
@@ -148,15 +145,16 @@ def _sorted(
     """Piece by piece: where the answer goes, the values in ascending order, and their weights in float64; the answer
     may stand where a row did."""
     count = len(rows)
-    pairs, step = list(comparators(count)), max(1 << 12, CHUNK // count)
+    pairs, step = list(comparators(count)), max(1 << 12, chunk(total.device) // count)  # of all rows together
     for start in range(0, total.numel(), step):
         out = total[start : start + step]
         values = [_finite_or_last(row[start : start + step].to(total.dtype)) for row in rows]
         carried = None
         if weights is not None:
             carried = [torch.full(out.shape, w, dtype=torch.float64, device=out.device) for w in weights]
-        spare, swap = torch.empty_like(out), torch.empty_like(out, dtype=torch.bool)
-        mask, change = torch.empty_like(out, dtype=torch.int64), torch.empty_like(out, dtype=torch.int64)
+            swap = torch.empty_like(out, dtype=torch.bool)
+            mask, change = torch.empty_like(out, dtype=torch.int64), torch.empty_like(out, dtype=torch.int64)
+        spare = torch.empty_like(out)
         for i, j in pairs:
             if carried is not None:  # exchange by bits, in place
                 a, b = carried[i].view(torch.int64), carried[j].view(torch.int64)

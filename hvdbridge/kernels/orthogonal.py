@@ -18,8 +18,11 @@ from ctypes import CDLL
 import torch
 from torch import Tensor
 
+from hvdbridge.kernels.fused import on_cuda
 from hvdbridge.kernels.native import compiled
 
+FEW = 16
+"""Columns up to which CUDA's kernels do it, whose code grows with the square of their number."""
 NOTHING = 2.0**-18
 """Part of a column's length that float32 cannot tell from rounding."""
 HIGH, LOW = 2.0**13, 2.0**14
@@ -38,8 +41,12 @@ def orthonormal(batches: Sequence[Tensor], epsilon: float = 0.0) -> list[Tensor]
             [[0.0000, 0.0000],
              [0.0000, 1.0000]]])
     """
-    if (native := compiled(*batches)) and all(batch.dtype == torch.float32 for batch in batches):
-        return [_in_c(native, batch, epsilon) for batch in batches]
+    if all(batch.dtype == torch.float32 for batch in batches):
+        if native := compiled(*batches):
+            return [_in_c(native, batch, epsilon) for batch in batches]
+        few = all(batch.is_cuda and batch.shape[1] <= FEW for batch in batches)
+        if few and (kernels := on_cuda(batches[0].device)):
+            return [kernels.orthonormal(batch.contiguous(), HIGH, LOW, NOTHING, epsilon) for batch in batches]
     columns, grams, units = [], [], []
     for batch in batches:
         # Columns of 1e30 and of 1e-30 alike. (inf / inf is NaN, as it should be.)

@@ -350,9 +350,10 @@ class Operations:
             raise internal_error(pending.error) from pending.cause
         if pending.after is not None:
             for tensor in pending.results:
-                current = torch.cuda.current_stream(tensor.device)
-                current.wait_event(pending.after)
-                tensor.record_stream(current)
+                if tensor.is_cuda:  # how much came of an all-to-all is known on the host
+                    current = torch.cuda.current_stream(tensor.device)
+                    current.wait_event(pending.after)
+                    tensor.record_stream(current)
         return pending.result
 
     def _await(self, pending: Pending) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 import hvdbridge.kernels
 from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.kernels import cuda, fused, native, pack, select
+from hvdbridge.kernels import cuda, fused, native, orthogonal, pack, select
 from hvdbridge.kernels.quantise import Code, Linear
 from hvdbridge.kernels.signs import ScaledSign
 from hvdbridge.policies.sharded import _code_plan
@@ -87,6 +87,17 @@ def test_signs_packed_in_the_same_pass(seed: int, width: int, size: int, numels:
     assert torch.equal(scales, again)
 
 
+@some
+@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 6), st.integers(1, 1_300),
+       st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 1e-8, 0.5]))  # fmt: skip
+def test_orthonormal(seed: int, batch: int, rank: int, length: int, special: float, epsilon: float) -> None:
+    x = vector(seed, batch * rank * length, special).view(batch, rank, length)
+    found = cuda.orthonormal(x, orthogonal.HIGH, orthogonal.LOW, orthogonal.NOTHING, epsilon)
+    (expected,) = orthogonal.orthonormal([x], epsilon)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
 def search(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Indices and empty slots by the kernels, which must be those that the CPU's search finds."""
     plan = select.Plan.of(Layout({"before": (7,), "w": (x.numel() - 7,)}), {"before": 2, "w": count}, CPU)
@@ -139,7 +150,7 @@ def test_a_policy_with_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrong(name: str) -> Any:
     class Wrong:
         def __getattr__(self, attribute: str) -> Any:
-            return getattr(cuda, attribute) if attribute != name else lambda *arguments, **options: None
+            return getattr(cuda, attribute) if attribute != name else lambda *arguments, **options: torch.zeros(1)
 
     return Wrong()
 
@@ -147,7 +158,8 @@ def wrong(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "named"),
     [("linear_encode", "Linear"), ("linear_decode", "Linear"), ("sign_encode", "ScaledSign"),
-     ("sign_decode", "ScaledSign"), ("squeeze", "3 bits"), ("spread", "3 bits"), ("reaching", "33 that reach 2")],
+     ("sign_decode", "ScaledSign"), ("squeeze", "3 bits"), ("spread", "3 bits"), ("reaching", "33 that reach 2"),
+     ("shuffle", "a shuffle"), ("orthonormal", "4 columns")],
 )  # fmt: skip
 def test_a_kernel_that_does_nothing_is_found_out(name: str, named: str) -> None:
     assert named in fused.differences(wrong(name), CPU)

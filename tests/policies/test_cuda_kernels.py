@@ -59,6 +59,18 @@ kernels = {
          "parameters": "i32", "out": "*i32"},
         {"ROUNDS": 20, "EACH": 256},
     ),
+    "_halves": (
+        {"matrices": "*fp32", "length": "i32", "halves": "*fp64", "units": "*fp64"},
+        {"RANK": 4, "HIGH": 2.0**13, "LOW": 2.0**14, "WIDTH": 1024},
+    ),
+    "_gram_schmidt": (
+        {"products": "*fp64", "units": "*fp64", "changes": "*fp64"},
+        {"RANK": 3, "SIDE": 4, "HIGH": 2.0**13, "LOW": 2.0**14, "NOTHING": 2.0**-18, "EPSILON": 1e-8},
+    ),
+    "_combine": (
+        {"halves": "*fp64", "changes": "*fp64", "length": "i32", "blocks": "i32", "out": "*fp32"},
+        {"RANK": 16, "HIGH": 2.0**13, "LOW": 2.0**14, "WIDTH": 256},
+    ),
     "_spread": ({"packed": "*u8", "count": "i32", "words": "*i64"}, {"BITS": 5, "EACH": 256}),
 }
 found = {}
@@ -67,7 +79,7 @@ for name, (types, constants) in kernels.items():
     signature = {**types, **dict.fromkeys(constants, "constexpr")}
     fixed = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     made = triton.compile(ASTSource(kernel, signature, fixed), GPUTarget("cuda", int(sys.argv[1]), 32), cuda.AS_WRITTEN)
-    words = ("fma.rn.f32", "div.rn.f32", "div.full.f32", "div.approx")
+    words = ("fma.rn.f32", "fma.rn.f64", "div.rn.f64", "sqrt.rn.f64", "div.rn.f32", "div.full.f32", "div.approx")
     found[name] = {word: made.asm["ptx"].count(word) for word in words} | {"bytes": len(made.asm["cubin"])}
 print(json.dumps(found))
 """
@@ -81,5 +93,7 @@ def test_they_compile_for_a_gpu_without_one(architecture: int, tmp_path: Path) -
     found = json.loads(python(script, architecture, TRITON_CACHE_DIR=str(tmp_path / "cache")))
     for name, counts in found.items():
         assert counts["bytes"] > 0, name
-        assert counts["fma.rn.f32"] == counts["div.full.f32"] == counts["div.approx"] == 0, name
+        assert counts["fma.rn.f32"] == counts["fma.rn.f64"] == counts["div.full.f32"] == counts["div.approx"] == 0, name
     assert {name for name, counts in found.items() if counts["div.rn.f32"]} == {"_linear_encode", "_sign_encode"}
+    assert found["_gram_schmidt"]["sqrt.rn.f64"] > 0
+    assert found["_gram_schmidt"]["div.rn.f64"] > 0
