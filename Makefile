@@ -32,7 +32,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 demo: $(STAMP)  ## the main job: 3 launchers x 3 backends x 3 policies, a table, equal digests
 	@$(BIN)/python examples/demo.py
 
-# Tests are of CPUs, wherever they run: what is of GPUs is benchmarks/cuda_check.py
+# Tests use no GPU; benchmarks/cuda_check.py does
 test: export CUDA_VISIBLE_DEVICES :=
 test: $(STAMP)  ## all tests and doctests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto hvdbridge tests/unit tests/policies  # one process each

@@ -71,9 +71,9 @@ class Layout:
         tensor([False,  True,  True])
         """
         starts, ends = self._bounds(flat.device)
-        others = torch.zeros(self.numel + 1, dtype=torch.int32, device=flat.device)  # up to each element
-        torch.cumsum(flat - flat != 0, 0, dtype=torch.int32, out=others[1:])  # inf - inf is NaN
-        return others[ends] == others[starts]
+        strange = torch.zeros(self.numel + 1, dtype=torch.int32, device=flat.device)  # as many as stand before each
+        torch.cumsum(flat - flat != 0, 0, dtype=torch.int32, out=strange[1:])  # inf - inf is NaN
+        return strange[ends] == strange[starts]
 
     def spread(self, flags: Tensor) -> Tensor:
         """Each element has its parameter's flag: bool ``[parameters]`` -> bool ``[numel]``. The host does not wait.

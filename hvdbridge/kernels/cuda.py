@@ -4,7 +4,8 @@ Rules:
 
 1. The bits are those of the torch operations, so ranks need not agree on who has Triton: additions in the same order,
    divisions and roundings as IEEE 754 has them, nothing contracted (:data:`AS_WRITTEN`).
-2. One program handles one block of a code, a row of words to pack, or some rows of elements to look through.
+2. One program handles one block of a code, or so many words, slots or elements as stands below; the work of a matrix
+   that is not element by element is one program's.
 3. Nothing here is trusted before it has given the bits of torch's operations on the device at hand; see
    :mod:`.fused`.
 """
@@ -19,13 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hvdbridge.kernels.orthogonal import FEW, HIGH, LOW, NOTHING
 from hvdbridge.kernels.quantise import Places
 
 AS_WRITTEN = {"enable_fp_fusion": False}
-SIZES = ("blocks", "messages", "rows", "code_stride", "scale_stride", "count", "room", "parameters")
+SIZES = ("blocks", "messages", "rows", "code_stride", "scale_stride", "count", "room", "parameters", "length",
+         "rank")  # fmt: skip
 """Arguments by whose values no kernels of their own are made."""
 WORDS = 256
-"""That a program packs."""
+"""That a program packs; slots that it shuffles."""
+WIDTH = 1024
+"""Elements of a column that it combines."""
 HEIGHT, WARPS = 256, 4
 """Words of 32 elements that a program looks through, and by how many warps: of 32 and one, a GPU needs four times as
 long to list what was found, since it is the number of programs that takes time."""
@@ -242,8 +247,8 @@ def _shuffle(  # type: ignore[no-untyped-def]
     inside = i < count
     own = tl.load(owner + i, mask=inside, other=0)
     size = tl.load(sizes + own)
-    x = i - tl.load(first + own) + tl.load(pivots + own)
-    x = tl.where(x >= size, x - size, x)
+    x = i - tl.load(first + own) - size + tl.load(pivots + own)  # in this order never more than an int32 holds
+    x += (x >> 31) & size
     for _ in range(ROUNDS):
         own += parameters
         other = tl.load(pivots + own) - x
@@ -259,12 +264,13 @@ def _rounded(x):  # type: ignore[no-untyped-def]
     return (x + 6755399441055744.0) - 6755399441055744.0  # 1.5 * 2**52: half to even
 
 
-@triton.jit(do_not_specialize=("length",))
+@triton.jit(do_not_specialize=SIZES)
 def _halves(  # type: ignore[no-untyped-def]
-    matrices, length, halves, units, RANK: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr
+    matrices, rank, length, halves, units, HIGH: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64)
-    row, place = matrices + at * length, (at // RANK) * 2 * RANK + at % RANK
+    row, below = matrices + at * length, rank.to(tl.int64) * length
+    out = halves + ((at // rank) * 2 * rank + at % rank) * length
     i = tl.arange(0, WIDTH)
     top = tl.zeros([WIDTH], tl.int32)
     for start in range(0, length, WIDTH):
@@ -277,36 +283,34 @@ def _halves(  # type: ignore[no-untyped-def]
         inside = i < length - start
         x = tl.load(row + start + i, mask=inside, other=0.0).to(tl.float64) / (unit / HIGH)
         high = _rounded(x)
-        tl.store(halves + place * length + start + i, high, mask=inside)
-        tl.store(halves + (place + RANK) * length + start + i, _rounded((x - high) * LOW), mask=inside)
+        tl.store(out + start + i, high, mask=inside)
+        tl.store(out + below + start + i, _rounded((x - high) * LOW), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _gram_schmidt(  # type: ignore[no-untyped-def]
-    products, units, changes, RANK: tl.constexpr, SIDE: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
-    NOTHING: tl.constexpr, EPSILON: tl.constexpr,
+    products, rank, units, epsilons, changes, SIDE: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
+    NOTHING: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
     line = tl.arange(0, SIDE)
     i, j = line[:, None], line[None, :]
-    inside = (i < RANK) & (j < RANK)
-    corner = products + at * 4 * RANK * RANK + i * 2 * RANK + j
-    mixed = tl.load(corner + RANK, mask=inside, other=0.0) + tl.load(corner + 2 * RANK * RANK, mask=inside, other=0.0)
-    lower = tl.load(corner + 2 * RANK * RANK + RANK, mask=inside, other=0.0)
-    gram = (tl.load(corner, mask=inside, other=0.0) + (mixed + lower / LOW) / LOW) / (HIGH * HIGH)
+    inside = (i < rank) & (j < rank)
+    upper = products + at * 4 * rank * rank + i * 2 * rank + j
+    under = upper + 2 * rank * rank
+    mixed = tl.load(upper + rank, mask=inside, other=0.0) + tl.load(under, mask=inside, other=0.0)
+    low = tl.load(under + rank, mask=inside, other=0.0)
+    gram = (tl.load(upper, mask=inside, other=0.0) + (mixed + low / LOW) / LOW) / (HIGH * HIGH)
     change = (i == j).to(tl.float64)
     first = tl.sum(tl.where(i == j, gram, 0.0), 0)
-    unit = tl.load(units + at * RANK + line, mask=line < RANK, other=1.0)
-    epsilon = tl.full([], EPSILON, tl.float64)  # as such it would be rounded to float32
-    for k in tl.static_range(RANK):
+    unit = tl.load(units + at * rank + line, mask=line < rank, other=1.0)
+    epsilon = tl.load(epsilons)
+    for k in range(rank):  # what a sum picks is the only one that is not zero
         square = tl.sum(tl.sum(tl.where((i == k) & (j == k), gram, 0.0), 0), 0)
         lost = square <= NOTHING * NOTHING * tl.sum(tl.where(line == k, first, 0.0), 0)
         length = tl.sqrt(tl.where(lost, 1.0, square))
-        if EPSILON > 0:
-            scale = tl.sum(tl.where(line == k, unit, 0.0), 0)
-            factor = scale / (scale * length + epsilon)
-        else:
-            factor = 1.0 / length
+        scale = tl.sum(tl.where(line == k, unit, 0.0), 0)
+        factor = tl.where(epsilon > 0, scale / (scale * length + epsilon), 1.0 / length)
         factor = tl.where(lost, 0.0, factor)
         gram = tl.where(i == k, gram * factor, gram)
         gram = tl.where(j == k, gram * factor, gram)
@@ -316,26 +320,24 @@ def _gram_schmidt(  # type: ignore[no-untyped-def]
         column = tl.sum(tl.where(j == k, change, 0.0), 1)
         change = tl.where(j > k, change - column[:, None] * along[None, :], change)
         gram = tl.where((i > k) & (j > k), gram - one * (along[:, None] * along[None, :]), gram)
-    tl.store(changes + at * RANK * RANK + i * RANK + j, change, mask=inside)
+    tl.store(changes + at * rank * rank + i * rank + j, change, mask=inside)
 
 
-@triton.jit(do_not_specialize=("length", "blocks"))
+@triton.jit(do_not_specialize=SIZES)
 def _combine(  # type: ignore[no-untyped-def]
-    halves, changes, length, blocks, out, RANK: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
+    halves, rank, length, changes, blocks, out, HIGH: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr
+):
     at, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     i = block * WIDTH + tl.arange(0, WIDTH)
-    inside = i < length
-    for j in tl.static_range(RANK):
+    inside, below = i < length, rank.to(tl.int64) * length
+    for j in range(rank):
         made = tl.zeros([WIDTH], tl.float64)
-        for k in tl.static_range(j + 1):
-            row = halves + (at * 2 * RANK + k) * length + i
-            high = tl.load(row, mask=inside, other=0.0)
-            low = tl.load(row + RANK * length, mask=inside, other=0.0)
-            part = tl.load(changes + (at * RANK + k) * RANK + j) * ((high + low / LOW) / HIGH)
-            made = part if k == 0 else made + part
-        tl.store(out + (at * RANK + j) * length + i, made.to(tl.float32), mask=inside)
+        for k in range(j + 1):
+            row = halves + (at * 2 * rank + k) * length + i
+            high, low = tl.load(row, mask=inside, other=0.0), tl.load(row + below, mask=inside, other=0.0)
+            part = tl.load(changes + (at * rank + k) * rank + j) * ((high + low / LOW) / HIGH)
+            made = tl.where(k == 0, part, made + part)
+        tl.store(out + (at * rank + j) * length + i, made.to(tl.float32), mask=inside)
 
 
 def linear_encode(
@@ -407,19 +409,18 @@ def shuffle(owner: Tensor, sizes: Tensor, first: Tensor, pivots: Tensor, salts: 
     return out
 
 
-def orthonormal(batch: Tensor, high: float, low: float, nothing: float, epsilon: float) -> Tensor:
+def orthonormal(batch: Tensor, epsilon: float) -> Tensor:
     count, rank, length = batch.shape
-    halves = torch.empty((count, 2 * rank, length), dtype=torch.float64, device=batch.device)
-    units = torch.empty((count, rank), dtype=torch.float64, device=batch.device)
-    changes = torch.empty((count, rank, rank), dtype=torch.float64, device=batch.device)
-    out = torch.empty_like(batch)
-    steps = {"RANK": rank, "HIGH": high, "LOW": low}
-    _launch(_halves, count * rank, batch, length, halves, units, **steps, WIDTH=1024)
+    wide: dict[str, Any] = {"dtype": torch.float64, "device": batch.device}
+    halves = torch.empty((count, 2 * rank, length), **wide)
+    units, changes = torch.empty((count, rank), **wide), torch.empty((count, rank, rank), **wide)
+    epsilons = torch.full((1,), epsilon, **wide)  # as a number it would come as float32
+    out, blocks = torch.empty_like(batch), triton.cdiv(length, WIDTH)
+    steps = {"HIGH": HIGH, "LOW": LOW}
+    _launch(_halves, count * rank, batch, rank, length, halves, units, **steps, WIDTH=4 * WIDTH, num_warps=8)
     products = torch.bmm(halves, halves.mT)
-    side = triton.next_power_of_2(rank)
-    _launch(_gram_schmidt, count, products, units, changes, **steps, SIDE=side, NOTHING=nothing, EPSILON=epsilon)
-    blocks = triton.cdiv(length, WORDS)
-    _launch(_combine, count * blocks, halves, changes, length, blocks, out, **steps, WIDTH=WORDS)
+    _launch(_gram_schmidt, count, products, rank, units, epsilons, changes, **steps, SIDE=FEW, NOTHING=NOTHING)
+    _launch(_combine, count * blocks, halves, rank, length, changes, blocks, out, **steps, WIDTH=WIDTH)
     return out
 
 

@@ -6,7 +6,8 @@ Rules:
    to multiples of 2**-27 of their largest element, and their halves of 14 bits are multiplied and added as whole
    numbers (Ozaki 2012). The machines must keep to IEEE 754, no more.
 2. A column that lies in the span of those before it, within :data:`NOTHING` of its own length, becomes zeros: what
-   is left of it is rounding, and no direction. Zeros stay zeros. NaN and inf make the whole matrix NaN.
+   is left of it is rounding, and no direction. Zeros stay zeros. NaN and inf make NaN of their column and of those
+   behind it.
 3. Matrices are transposed: ``[batch, columns, length]``.
 """
 
@@ -22,7 +23,7 @@ from hvdbridge.kernels.fused import on_cuda
 from hvdbridge.kernels.native import compiled
 
 FEW = 16
-"""Columns up to which CUDA's kernels do it, whose code grows with the square of their number."""
+"""Columns up to which CUDA's kernels do it: a square of so many numbers is in a program's registers. A power of two."""
 NOTHING = 2.0**-18
 """Part of a column's length that float32 cannot tell from rounding."""
 HIGH, LOW = 2.0**13, 2.0**14
@@ -46,7 +47,7 @@ def orthonormal(batches: Sequence[Tensor], epsilon: float = 0.0) -> list[Tensor]
             return [_in_c(native, batch, epsilon) for batch in batches]
         few = all(batch.is_cuda and batch.shape[1] <= FEW for batch in batches)
         if few and (kernels := on_cuda(batches[0].device)):
-            return [kernels.orthonormal(batch.contiguous(), HIGH, LOW, NOTHING, epsilon) for batch in batches]
+            return [kernels.orthonormal(batch.contiguous(), epsilon) for batch in batches]
     columns, grams, units = [], [], []
     for batch in batches:
         # Columns of 1e30 and of 1e-30 alike. (inf / inf is NaN, as it should be.)

@@ -42,8 +42,8 @@ TAIL = 400
 """Elements of a sample that lie among the k largest, where the parameter is large enough."""
 ROUNDS = 20
 """Of the shuffle; each halves the chance that an element has not moved."""
-INDICES = 2**31
-"""That an int32 tells apart."""
+INDICES = 2**31 - 1
+"""That an int32 counts."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _strata(count: int) -> Array:
 def check_indices(numel: int, what: str, remedy: str) -> None:
     """By the size alone, so that all ranks refuse alike."""
     if numel > INDICES:
-        raise ConfigurationError(f"{what} of {numel:,} elements: more than 32-bit indices can tell apart. {remedy}")
+        raise ConfigurationError(f"{what} of {numel:,} elements: more than 32-bit indices can count. {remedy}")
 
 
 def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -413,8 +413,8 @@ def swapped(owner: Tensor, sizes: Tensor, first: Tensor, pivots: Tensor, salts: 
     """
     size = sizes.index_select(0, owner)
     x = torch.arange(owner.numel(), dtype=torch.int32, device=owner.device) - first.index_select(0, owner)
-    x += pivots[0].index_select(0, owner)
-    x = torch.where(x >= size, x - size, x)
+    x = x.sub_(size).add_(pivots[0].index_select(0, owner))  # never more than an int32 holds
+    x.add_((x >> 31).bitwise_and_(size))
     for pivot, salt in zip(pivots[1:], salts[1:], strict=True):
         other = pivot.index_select(0, owner).sub_(x)
         other.add_((other >> 31).bitwise_and_(size))

@@ -92,7 +92,7 @@ def test_signs_packed_in_the_same_pass(seed: int, width: int, size: int, numels:
        st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 1e-8, 0.5]))  # fmt: skip
 def test_orthonormal(seed: int, batch: int, rank: int, length: int, special: float, epsilon: float) -> None:
     x = vector(seed, batch * rank * length, special).view(batch, rank, length)
-    found = cuda.orthonormal(x, orthogonal.HIGH, orthogonal.LOW, orthogonal.NOTHING, epsilon)
+    found = cuda.orthonormal(x, epsilon)
     (expected,) = orthogonal.orthonormal([x], epsilon)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())

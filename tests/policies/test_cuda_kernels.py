@@ -36,6 +36,7 @@ import hvdbridge.kernels.cuda as cuda
 place = {"vector": "*fp32", "places": "*i64", "blocks": "i32"}
 rows = {"codes": "*u8", "code_stride": "i32", "scales": "*fp32", "scale_stride": "i32"}
 several = {"messages": "i32", "rows": "i32"}
+steps = {"HIGH": 2.0**13, "LOW": 2.0**14}
 kernels = {
     "_linear_encode": (
         {**place, "levels": "fp32", **rows}, {"OFFSET": 0, "MASK": 255, "KEEP_REST": True, "WIDTH": 1024},
@@ -60,16 +61,16 @@ kernels = {
         {"ROUNDS": 20, "EACH": 256},
     ),
     "_halves": (
-        {"matrices": "*fp32", "length": "i32", "halves": "*fp64", "units": "*fp64"},
-        {"RANK": 4, "HIGH": 2.0**13, "LOW": 2.0**14, "WIDTH": 1024},
+        {"matrices": "*fp32", "rank": "i32", "length": "i32", "halves": "*fp64", "units": "*fp64"},
+        {**steps, "WIDTH": 4096},
     ),
     "_gram_schmidt": (
-        {"products": "*fp64", "units": "*fp64", "changes": "*fp64"},
-        {"RANK": 3, "SIDE": 4, "HIGH": 2.0**13, "LOW": 2.0**14, "NOTHING": 2.0**-18, "EPSILON": 1e-8},
+        {"products": "*fp64", "rank": "i32", "units": "*fp64", "epsilons": "*fp64", "changes": "*fp64"},
+        {**steps, "SIDE": 16, "NOTHING": 2.0**-18},
     ),
     "_combine": (
-        {"halves": "*fp64", "changes": "*fp64", "length": "i32", "blocks": "i32", "out": "*fp32"},
-        {"RANK": 16, "HIGH": 2.0**13, "LOW": 2.0**14, "WIDTH": 256},
+        {"halves": "*fp64", "rank": "i32", "length": "i32", "changes": "*fp64", "blocks": "i32", "out": "*fp32"},
+        {**steps, "WIDTH": 1024},
     ),
     "_spread": ({"packed": "*u8", "count": "i32", "words": "*i64"}, {"BITS": 5, "EACH": 256}),
 }

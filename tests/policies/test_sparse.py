@@ -132,7 +132,7 @@ def test_few_and_equal_elements() -> None:
 def test_indices_that_no_int32_holds_are_refused() -> None:
     """By the size: no such tensor is here."""
     meta = torch.device("meta")
-    for numel, refused in ((2**31, False), (2**31 + 5, True)):
+    for numel, refused in ((2**31 - 1, False), (2**31 + 5, True)):
         layout = Layout({"w": (numel - 7,), "bias": (7,)})
         plan = Plan.of(layout, {"w": 3, "bias": 1}, meta)
         flat = torch.empty(numel, device="meta")
@@ -292,6 +292,22 @@ def test_randomk_is_unbiased_where_it_says_so() -> None:
         n = mean[name].numel()
         sigma = mean[name].abs() * math.sqrt((n / count_of(0.2, n) - 1) / trials)
         assert ((total[name] / trials - mean[name]).abs() <= 5.5 * sigma + 1e-6 * mean[name].abs()).all()
+
+
+@pytest.mark.parametrize("size", [3 * 2**29, 2**31 - 1])
+def test_the_shuffle_of_as_many_as_an_int32_counts(size: int) -> None:
+    """The last slots, whose numbers and pivots together are more; by arithmetic that is wide enough."""
+    count, draw = 2_000, torch.Generator().manual_seed(0)
+    owner, first = torch.zeros(count, dtype=torch.int64), torch.tensor([count - size], dtype=torch.int32)
+    drawn = torch.randint(size, (2, select.ROUNDS + 1, 1), generator=draw, dtype=torch.int32)
+    drawn[0, 0] = size - 1
+    expected = (torch.arange(size - count, size) + drawn[0, 0]) % size
+    for pivot, salt in zip(*drawn[:, 1:], strict=True):
+        other = (pivot - expected) % size
+        swap = torch.maximum(expected, other).int().add_(salt).mul_(-1640531535)
+        expected = torch.where(swap.bitwise_xor_(swap >> 15).mul_(-2048144789) < 0, other, expected)
+    found = select.swapped(owner, torch.tensor([size], dtype=torch.int32), first, *drawn)
+    assert torch.equal(found.long(), expected)
 
 
 def test_shuffled_elements_are_distinct_uniform_and_uncorrelated() -> None:
