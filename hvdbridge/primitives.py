@@ -112,8 +112,13 @@ class Handle:
 
 
 class _Collective(Handle):
-    def __init__(self, pending: Pending[None], driver: Driver, what: str, timeout: timedelta | None) -> None:
+    """Of ``steps``, which hold the user's tensors: a GPU may still read them when the flow has only been enqueued."""
+
+    def __init__(
+        self, pending: Pending[None], driver: Driver, what: str, timeout: timedelta | None, steps: object
+    ) -> None:
         self._pending, self._driver, self._what, self._timeout = pending, driver, what, timeout
+        self._steps = steps
 
     def is_completed(self) -> bool:
         return self._pending.done
@@ -123,6 +128,7 @@ class _Collective(Handle):
             _until(self.is_completed, limit, self._what)
         self._pending.wait()
         self._driver.order()
+        self._steps = None
         return True
 
 
@@ -294,7 +300,9 @@ def _still_open(group: Group, what: str) -> Communicator:
     return group.communicator
 
 
-def _start(group: Group, steps: Steps, what: str, async_op: bool, timeout: timedelta | None = None) -> Handle | None:
+def _start(
+    group: Group, steps: Callable[[], Steps], what: str, async_op: bool, timeout: timedelta | None = None
+) -> Handle | None:
     """Run ``steps`` on the group's channel."""
     session = runtime.current()
     if group.communicator is None and group.number == 0:
@@ -304,8 +312,8 @@ def _start(group: Group, steps: Steps, what: str, async_op: bool, timeout: timed
         check = session.check() if group.number == 0 else None
         group._driver, group._monitor = open_driver(communicator, session.device, check), session.monitor
         group._monitor.guard(group._driver)
-    pending = group._driver.submit(Pending(steps, communicator))
-    handle = _Collective(pending, group._driver, what, group.timeout if timeout is None else timeout)
+    pending = group._driver.submit(Pending(steps(), communicator))
+    handle = _Collective(pending, group._driver, what, group.timeout if timeout is None else timeout, steps)
     if async_op:
         return handle
     handle.wait()
@@ -413,7 +421,7 @@ def broadcast(
     def steps() -> Steps:
         _put(data, (yield Broadcast(data, root)))
 
-    return _start(found, steps(), _label("broadcast", data, found), async_op)
+    return _start(found, steps, _label("broadcast", data, found), async_op)
 
 
 def all_reduce(
@@ -434,7 +442,7 @@ def all_reduce(
         answer = yield AllReduce(data, _wire(kind))
         _put(data, _averaged(answer, kind, found.size()))
 
-    return _start(found, steps(), _label("all_reduce", data, found), async_op)
+    return _start(found, steps, _label("all_reduce", data, found), async_op)
 
 
 def reduce(
@@ -456,7 +464,7 @@ def reduce(
         if mine:
             _put(data, _averaged(answer, kind, found.size()))
 
-    return _start(found, steps(), _label("reduce", data, found), async_op)
+    return _start(found, steps, _label("reduce", data, found), async_op)
 
 
 def all_gather(
@@ -476,7 +484,7 @@ def all_gather(
         for target, row in zip(targets, (yield AllGather(data)), strict=True):
             _put(target, row)
 
-    return _start(found, steps(), _label("all_gather", data, found), async_op)
+    return _start(found, steps, _label("all_gather", data, found), async_op)
 
 
 def all_gather_into_tensor(
@@ -495,7 +503,7 @@ def all_gather_into_tensor(
     def steps() -> Steps:
         _put(target, (yield AllGather(data)))
 
-    return _start(found, steps(), _label("all_gather_into_tensor", data, found), async_op)
+    return _start(found, steps, _label("all_gather_into_tensor", data, found), async_op)
 
 
 def gather(
@@ -523,7 +531,7 @@ def gather(
         for target, row in zip(targets, rows if mine else (), strict=True):
             _put(target, row)
 
-    return _start(found, steps(), _label("gather", data, found), async_op)
+    return _start(found, steps, _label("gather", data, found), async_op)
 
 
 def scatter(
@@ -550,7 +558,7 @@ def scatter(
         rows = torch.stack(parts) if mine else data.new_empty(found.size(), *data.shape)
         _put(data, (yield Broadcast(rows, root))[found.rank()])
 
-    return _start(found, steps(), _label("scatter", data, found), async_op)
+    return _start(found, steps, _label("scatter", data, found), async_op)
 
 
 def reduce_scatter(
@@ -597,7 +605,7 @@ def _reduce_scatter(
         answer = yield ReduceScatter(rows(), _wire(kind))
         _put(target, _averaged(answer, kind, group.size()))
 
-    return _start(group, steps(), _label(what, target, group), async_op)
+    return _start(group, steps, _label(what, target, group), async_op)
 
 
 def all_to_all(
@@ -620,7 +628,7 @@ def all_to_all(
     targets, parts = lists
     if len({tensor.dtype for tensor in (*targets, *parts)}) > 1:
         raise ConfigurationError("all_to_all: all tensors have one dtype")
-    return _start(found, _exchange(targets, parts), _label("all_to_all", parts[0], found), async_op)
+    return _start(found, lambda: _exchange(targets, parts), _label("all_to_all", parts[0], found), async_op)
 
 
 def all_to_all_single(
@@ -653,10 +661,10 @@ def all_to_all_single(
         def steps() -> Steps:
             _put(target, (yield AllToAll(data.reshape(found.size(), -1))))
 
-        return _start(found, steps(), what, async_op)
+        return _start(found, steps, what, async_op)
     parts = _split(data, input_split_sizes, found.size(), "input_split_sizes")
     targets = _split(target, output_split_sizes, found.size(), "output_split_sizes")
-    return _start(found, _exchange(targets, parts), what, async_op)
+    return _start(found, lambda: _exchange(targets, parts), what, async_op)
 
 
 def _split(tensor: Tensor, sizes: Sequence[int] | None, size: int, name: str) -> list[Tensor]:
@@ -702,7 +710,7 @@ def barrier(
         yield AllReduce(torch.zeros(1, dtype=torch.int32), "max")
 
     what = "barrier" + (f" among {found}" if found.number else "")
-    return _start(found, steps(), what, async_op, timeout)
+    return _start(found, steps, what, async_op, timeout)
 
 
 def _first(group: Group, rank: int | None, group_rank: int | None) -> tuple[int | None, int | None]:

@@ -122,7 +122,7 @@ class GradientSynchronizer:
 
             options = replace(options, bucket_mb=best_bucket_mb(self.policy, params, self._communicator))
         self.bucket_mb = options.bucket_mb
-        device = next(iter(params.values())).device
+        device = device_of(params)
         self._monitor = session.monitor
         self._driver = open_driver(self._communicator, device, session.check(ranks))
         self._monitor.guard(self._driver)
@@ -382,7 +382,7 @@ def average_gradients(
         raise ConfigurationError(
             f"average_gradients: {label(chosen)} acts after the optimizer's step. Use a GradientSynchronizer."
         )
-    communicator, control, driver, calls = averaging(session, group, next(iter(params.values())).device)
+    communicator, control, driver, calls = averaging(session, group, device_of(params))
     usual = usual_bucket_mb(chosen, communicator.nodes, communicator.capabilities.blocks_host)
     bucket_mb = session.config.fixed_bucket_mb(usual, "average_gradients")
     chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
@@ -452,3 +452,9 @@ def like(optimizer: Optimizers, wrapped: list[Optimizer]) -> Any:
 @contextmanager
 def nothing() -> Iterator[None]:
     yield
+
+
+def device_of(params: Mapping[str, torch.Tensor]) -> torch.device:
+    """Where the driver works: with what a GPU has in its order, if any of them is there."""
+    devices = [p.device for p in params.values()]
+    return next((device for device in devices if device.type == "cuda"), devices[0])

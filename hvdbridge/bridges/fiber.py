@@ -4,7 +4,8 @@ Rules:
 
 1. One of the two runs at a time, so the code's requests come in the order of its lines: canonical where the code is.
 2. Threads are used again: starting one costs more than handing over (some 30 us each way).
-3. Gradient mode, CUDA device and stream belong to a thread: they are set whenever the code goes on.
+3. Gradient mode, CUDA device and stream belong to a thread: the code begins on the driver's. A callback of a future
+   has a stream of its own: what it asks for waits for that, and it waits for the answer.
 """
 
 from __future__ import annotations
@@ -50,9 +51,13 @@ class _Fiber(threading.Thread):
             del ended
 
     def ask(self, request: Collective) -> Tensor:
-        self.outbox.put(("ask", request))
+        own = _stream()
+        self.outbox.put(("ask", (request, None if own is None else own.record_event())))
         error, (answer, stream) = self.inbox.get()
-        _enter(stream)
+        if own is not None and stream is not None and own != stream:
+            own.wait_stream(stream)
+            if answer is not None and answer.is_cuda:
+                answer.record_stream(own)
         if error is not None:
             error()
         return answer  # type: ignore[no-any-return]
@@ -92,13 +97,16 @@ def flow_of(function: Callable[[], T]) -> Generator[Collective, Tensor, T]:
             if kind == "error":
                 _idle.append(fiber)
                 raise value
+            request, event = value
+            if event is not None:
+                torch.cuda.current_stream().wait_event(event)
             try:
-                answer = yield value
+                answer = yield request
             except Exception as error:
                 fiber.inbox.put((_raising(error), (None, _stream())))
             else:
                 fiber.inbox.put((None, (answer, _stream())))
-            del value
+            del value, request
     except GeneratorExit as end:
         fiber.abandoned = True
         fiber.inbox.put((_raising(end), (None, None)))

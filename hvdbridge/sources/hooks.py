@@ -137,8 +137,7 @@ class HookSource(Source):
         self._close()
         buffers = self._send_buffers()
         self.aggregator.end()
-        if buffers is not None:
-            buffers.wait()
+        self._await(buffers)
         self._reset()
         self.aggregator.catch_up()
 
@@ -165,6 +164,11 @@ class HookSource(Source):
             return None
         aggregator = self.aggregator
         return aggregator.driver.submit(Pending(broadcast_tensors(self._buffers, self.root), aggregator.communicator))
+
+    def _await(self, buffers: Pending[None] | None) -> None:
+        if buffers is not None:
+            buffers.wait()
+            self.aggregator.driver.order()  # the next forward reads them
 
     def _announce(self) -> bool:
         """Within ``join()``: tell who still has data; False when nobody has. Called by every rank alike."""
@@ -233,8 +237,7 @@ class HookSource(Source):
             self.aggregator.end()
             used = None if pending is None else pending.wait().tolist()
             self._write_back(used)
-            if buffers is not None:
-                buffers.wait()
+            self._await(buffers)
         finally:
             self._reset()
 
