@@ -384,6 +384,7 @@ def collectives(device: str) -> Iterator[Finding]:
 
 
 def carried(part: str, comm: Bridged, device: str) -> Iterator[Finding]:
+    """What a communicator of one rank answers."""
     comm.piece = 1 << 20  # so that what is large travels in several
     for dtype in DTYPES:
         try:

@@ -302,7 +302,7 @@ def test_hosts_leave_nothing(tmp_path: Path) -> None:
 def test_the_check_for_cuda_passes_without_it(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
     script = Path(__file__).parents[2] / "benchmarks" / "cuda_check.py"
-    job = jobs.run(None, None, 1, [str(script), "--device", "cpu", "--json", str(out)], timeout=400)
+    job = jobs.run(None, None, 1, [str(script), "--device", "cpu", "--json", str(out)], timeout=240)
     assert job.status == 0, job.output
     verdicts = {(row["part"], row["what"]): row["verdict"] for row in json.loads(out.read_text())}
     assert "WRONG" not in verdicts.values()
