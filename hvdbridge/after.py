@@ -12,6 +12,8 @@ Rules:
 5. What a policy remembers of the parameters it began with are those of the first backward: weights may be loaded
    after the synchronizer was constructed, the same on every rank.
 6. Hooks are laid when something is due for the first time: most policies never pay for them.
+7. Parameters that an optimizer is given later are among these from the next backward on, which comes after the same
+   step on all ranks, and begin with their values before that optimizer's first step.
 """
 
 from __future__ import annotations
@@ -47,6 +49,10 @@ class Held:
         return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
 
+def holding(mine: Mapping[str, Parameter], optimizer: Optimizer | None = None) -> Held:
+    return Held(optimizer, Layout({name: p.shape for name, p in mine.items()}), list(mine.values()))
+
+
 class AfterStep:
     """Runs :meth:`Policy.after_step <hvdbridge.policy.Policy.after_step>` of one synchronizer.
 
@@ -63,16 +69,15 @@ class AfterStep:
         self.aggregator = aggregator
         self._model: Module | None = model
         self._holders: list[Held] = []
-        left = dict(params)
-        for optimizer in optimizers:
-            held = {p for group in optimizer.param_groups for p in group["params"]}
-            mine = {name: p for name, p in left.items() if p in held}
-            left = {name: p for name, p in left.items() if p not in held}
-            if mine:
-                self._hold(mine, optimizer)
+        self._adopted: list[Held] = []  # holders of the next backward
+        self._optimizers = list(optimizers)
+        self._left = dict(params)  # that no optimizer holds
+        self._holders += self._find()
         if not optimizers:
-            self._hold(left)
+            self._holders.append(holding(self._left))
+            self._left = {}
         self._hooks: list[Any] = []
+        self._hooked: set[Optimizer] = set()
         self._step: int | None = None  # the step that is outstanding
         self._noted = -1
         self._next = 0  # the first of the holders that has not begun
@@ -89,9 +94,7 @@ class AfterStep:
         if not self._hooks and self._model is not None:
             before_forward = BeforeForward(self._before_forward)
             self._hooks.append(self._model.register_forward_pre_hook(before_forward, prepend=True))
-            for held in self._holders:
-                if held.optimizer is not None:
-                    self._hooks.append(held.optimizer.register_step_post_hook(self._after_optimizer))
+            self._hook()
 
     def start(self) -> None:
         """Begin all that is outstanding, without waiting for it."""
@@ -112,14 +115,27 @@ class AfterStep:
         """The last moment to catch up (rule 3), and the first at which the parameters are those to train (rule 5)."""
         if not self._within:
             self.catch_up()
-        if self.aggregator.step == 0 and self.aggregator.policy.anchored:
-            self._start_from()
+            self.adopt()
+            self._holders += self._adopted
+            self._adopted.clear()
+            if self._hooks:
+                self._hook()
+        if self.aggregator.step == 0:
+            self._start_from(self._holders)
 
     def before_closure(self) -> None:
         """A ``step(closure)`` begins: its forwards and backwards are part of it."""
         if not self._within:
             self.catch_up()
             self._within = True
+
+    def adopt(self) -> None:
+        """Look for parameters that optimizers were given since, before one of these steps (rule 7)."""
+        if self._left and self.aggregator.acts_after:
+            found = self._find()
+            self._adopted += found
+            if self.aggregator.step > 0:
+                self._start_from(found)
 
     def forget(self) -> None:
         """Nothing is outstanding: another state was loaded."""
@@ -131,12 +147,29 @@ class AfterStep:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._hooked.clear()
         self._holders.clear()
+        self._adopted.clear()
+        self._optimizers.clear()
+        self._left.clear()
         self._model = None
 
-    def _hold(self, mine: Mapping[str, Parameter], optimizer: Optimizer | None = None) -> None:
-        layout = Layout({name: p.shape for name, p in mine.items()})
-        self._holders.append(Held(optimizer, layout, list(mine.values())))
+    def _find(self) -> list[Held]:
+        """Of what nobody held: what an optimizer holds now."""
+        found = []
+        for optimizer in self._optimizers:
+            held = {p for group in optimizer.param_groups for p in group["params"]}
+            mine = {name: p for name, p in self._left.items() if p in held}
+            if mine:
+                found.append(holding(mine, optimizer))
+                self._left = {name: p for name, p in self._left.items() if name not in mine}
+        return found
+
+    def _hook(self) -> None:
+        for held in self._holders:
+            if held.optimizer is not None and held.optimizer not in self._hooked:
+                self._hooked.add(held.optimizer)
+                self._hooks.append(held.optimizer.register_step_post_hook(self._after_optimizer))
 
     def _before_forward(self) -> None:
         if torch.is_grad_enabled() and not self._within:
@@ -152,9 +185,9 @@ class AfterStep:
         self._write()
 
     @torch.no_grad()
-    def _start_from(self) -> None:
+    def _start_from(self, holders: Sequence[Held]) -> None:
         aggregator = self.aggregator
-        for index, held in enumerate(self._holders):
+        for index, held in enumerate(holders if aggregator.policy.anchored else ()):
             flat = held.flat()
             bucket = aggregator.bucket(flat, held.layout, index, 0)
             state = aggregator.policy.start_from(bucket, aggregator.store.part(held.layout))

@@ -119,7 +119,7 @@ class Aggregator:
         self.policy, self.store = policy, StateStore(policy, params, network=len(set(self.communicator.nodes)) > 1)
         # What a policy is, is looked up in all of its inner ones, and here it is asked for with each bucket.
         self._whole = policy.scope == "step"
-        self._acts_after = policy.acts_after_step or policy.anchored
+        self.acts_after = policy.acts_after_step or policy.anchored
         self._rounds, self._at_once = policy.rounds, None if policy.in_place else self.store.at_once
         self._turns = 1 if policy.in_place else self.store.turns
         self._brief = self._rounds == 1 and policy.in_place and self.store.empty
@@ -135,7 +135,7 @@ class Aggregator:
         Raises:
             WeightError: this rank set a weight although all agreed in the first step to set none.
         """
-        if self.after is not None and self._acts_after:
+        if self.after is not None and self.acts_after:
             self.after.before_backward()
         self._pending.clear()
         self._pieces.clear()
@@ -189,7 +189,7 @@ class Aggregator:
         self.last_traffic = self.driver.traffic
         if self._unfinished:
             self._start_rest()
-        if self.after is not None and self._acts_after:
+        if self.after is not None and self.acts_after:
             self.after.note(self.step)
         if self.ended & (self.ended - 1) == 0:  # 0, 1, 2, 4, 8: the first ones leave most, each in its own way
             return_holes()

@@ -28,7 +28,7 @@ def trainable(model: Module) -> dict[str, Parameter]:
 
     Raises:
         ConfigurationError: there is none.
-        Unsupported: an Embedding with ``sparse=True``.
+        Unsupported: an Embedding with ``sparse=True``, or a complex parameter.
     """
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
@@ -37,7 +37,21 @@ def trainable(model: Module) -> dict[str, Parameter]:
     params = {bare_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     if not params:
         raise ConfigurationError(f"{type(model).__name__} has no parameter that requires a gradient")
+    refuse_complex(params)
     return params
+
+
+def refuse_complex(params: Mapping[str, Tensor]) -> None:
+    """
+    Raises:
+        Unsupported: one of ``params`` is complex, of which no policy knows what to make.
+    """
+    for name, p in params.items():
+        if p.is_complex():
+            raise Unsupported(
+                f"parameter {name!r} is {str(p.dtype).removeprefix('torch.')}: gradients are real numbers. Hold it as "
+                "pairs of these, torch.view_as_real(...), and use torch.view_as_complex() of it in forward."
+            )
 
 
 def describe(model: Module, params: Mapping[str, Tensor], options: Mapping[str, object]) -> list[str]:

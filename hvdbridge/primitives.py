@@ -365,12 +365,17 @@ def _tensors(values: Any, number: int, like: Tensor, what: str) -> list[Tensor]:
 
 
 def _reduction(op: Any, tensor: Tensor, what: str) -> ReduceOp:
+    """What ``op`` says, if it has a meaning for the user's own ``tensor``."""
     name = getattr(op, "name", None) or str(op)
     try:
         found = op if isinstance(op, ReduceOp) else ReduceOp[name.rpartition(".")[2].upper()]
     except KeyError:
         known = ", ".join(f"ReduceOp.{known.name}" for known in ReduceOp)
         raise ConfigurationError(f"{what}: op={op!r} is not known. Known: {known}.") from None
+    if tensor.is_complex():
+        if found not in (ReduceOp.SUM, ReduceOp.AVG):
+            raise Unsupported(f"{what}: {found} has no meaning for {tensor.dtype} here. Use SUM or AVG, or gather")
+        return found
     if tensor.dtype not in DTYPES:
         raise Unsupported(f"{what}: {tensor.dtype} is not reduced. Use one of {', '.join(map(str, DTYPES))}")
     if found is ReduceOp.AVG and not tensor.is_floating_point():
@@ -431,12 +436,13 @@ def all_reduce(
 
     Raises:
         ConfigurationError: no such ``op``.
-        Unsupported: the operation has no meaning for this dtype (an average of integers, a sum of bools).
+        Unsupported: the operation has no meaning for this dtype (an average of integers, a sum of bools, a product or
+            an order of complex numbers).
     """
     if (found := _member(group, "all_reduce")) is None:
         return None
     data = _tensor(tensor, "all_reduce")
-    kind = _reduction(op, data, "all_reduce")
+    kind = _reduction(op, tensor, "all_reduce")
 
     def steps() -> Steps:
         answer = yield AllReduce(data, _wire(kind))
@@ -457,7 +463,7 @@ def reduce(
     if (found := _member(group, "reduce")) is None:
         return None
     data, root = _tensor(tensor, "reduce"), _root(found, dst, group_dst, "reduce")
-    kind, mine = _reduction(op, data, "reduce"), found.rank() == root
+    kind, mine = _reduction(op, tensor, "reduce"), found.rank() == root
 
     def steps() -> Steps:
         answer = yield AllReduce(data if mine else data.clone(), _wire(kind))
@@ -577,7 +583,8 @@ def reduce_scatter(
         return None
     target = _tensor(output, "reduce_scatter")
     parts = _tensors(input_list, found.size(), target, "reduce_scatter's input_list")
-    return _reduce_scatter(found, target, lambda: torch.stack(parts), op, "reduce_scatter", async_op)
+    kind = _reduction(op, output, "reduce_scatter")
+    return _reduce_scatter(found, target, lambda: torch.stack(parts), kind, "reduce_scatter", async_op)
 
 
 def reduce_scatter_tensor(
@@ -592,15 +599,14 @@ def reduce_scatter_tensor(
         return None
     target, data = _tensor(output, "reduce_scatter_tensor"), _tensor(input, "reduce_scatter_tensor")
     _check_whole(data, target, found.size(), "reduce_scatter_tensor: input")
+    kind = _reduction(op, output, "reduce_scatter_tensor")
     rows = found.size(), *target.shape
-    return _reduce_scatter(found, target, lambda: data.reshape(rows), op, "reduce_scatter_tensor", async_op)
+    return _reduce_scatter(found, target, lambda: data.reshape(rows), kind, "reduce_scatter_tensor", async_op)
 
 
 def _reduce_scatter(
-    group: Group, target: Tensor, rows: Callable[[], Tensor], op: Any, what: str, async_op: bool
+    group: Group, target: Tensor, rows: Callable[[], Tensor], kind: ReduceOp, what: str, async_op: bool
 ) -> Handle | None:
-    kind = _reduction(op, target, what)
-
     def steps() -> Steps:
         answer = yield ReduceScatter(rows(), _wire(kind))
         _put(target, _averaged(answer, kind, group.size()))

@@ -16,6 +16,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from hvdbridge.agreement import refuse_complex
 from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts, number_blocks
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
 from hvdbridge.errors import CollectiveMismatch, ConfigurationError, Unsupported
@@ -175,6 +176,7 @@ class Simulation:
     def _build(self, grads_per_rank: Sequence[Gradients]) -> None:
         """Parameters, layouts and fresh state; types of those given by shape are read off the gradients."""
         self._params = {name: _parameter(name, given, grads_per_rank) for name, given in self._given.items()}
+        refuse_complex(self._params)
         shapes = {name: p.shape for name, p in self._params.items()}
         self._blocks = number_blocks(shapes)
         self._dtypes = {name: p.dtype for name, p in self._params.items()}

@@ -7,6 +7,8 @@ Rules:
 2. A rank of ``sync.weight`` 0 is not part of the union. Set the weight before the forward.
 3. Backward treats the ranks' losses as the synchronizer does, ``sum(w L) / sum(w)``, so that weighted gradients equal
    those of one process on the union.
+4. Computed in float32 or wider; the output, as torch's, is of the input's type.
+5. Evaluation sends nothing: one rank may evaluate alone.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"SyncBatchNorm needs [N, C, ...], got {list(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training and self.running_mean is not None:
+        if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
         weight = None if self.synchronizer is None else self.synchronizer.weight
@@ -49,7 +51,7 @@ class SyncBatchNorm(_BatchNorm):
         output, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, share, communicator
         )
-        if self.training and self.running_mean is not None and self.running_var is not None:
+        if self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
@@ -98,19 +100,21 @@ class _Normalize(torch.autograd.Function):
         variance = (all_squares + counts * (means - mean).square()).sum(0) / total
         inverse = (variance + eps).rsqrt()
         shape = [1, channels] + [1] * (x.dim() - 2)
-        normal = (x - mean.to(x.dtype).view(shape)) * inverse.to(x.dtype).view(shape)
-        ctx.save_for_backward(normal, inverse, gamma, total)
+        ctx.save_for_backward(x, mean, inverse, gamma, total)
         ctx.share, ctx.comm, ctx.shape = share, comm, shape
-        output = normal if gamma is None else normal * gamma.view(shape)
-        output = output.clone() if beta is None and gamma is None else output
+        output = _normal(x, mean, inverse, shape)
+        if gamma is not None:
+            output = output * gamma.view(shape)
         if beta is not None:
             output = output + beta.view(shape)
         ctx.mark_non_differentiable(mean, variance, count)
-        return output, mean, variance, count
+        return output.to(x.dtype), mean, variance, count
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        normal, inverse, gamma, total = ctx.saved_tensors
+        x, mean, inverse, gamma, total = ctx.saved_tensors
+        normal = _normal(x, mean, inverse, ctx.shape)
+        dy = dy.to(normal.dtype)
         axes = [0, *range(2, dy.dim())]
         d_beta, d_gamma = dy.sum(axes), (dy * normal).sum(axes)
         mine = torch.cat([d_beta.double(), d_gamma.double(), inverse.new_ones(1)]) * ctx.share
@@ -124,4 +128,12 @@ class _Normalize(torch.autograd.Function):
         if gamma is not None:
             factor = factor * gamma.view(ctx.shape)
         dx = (dy - mean_dy - normal * mean_dyx) * factor if ctx.share > 0 else torch.zeros_like(dy)
-        return dx, None if gamma is None else d_gamma, None if gamma is None else d_beta, None, None, None
+        if gamma is None:
+            return dx.to(x.dtype), None, None, None, None, None
+        return dx.to(x.dtype), d_gamma.to(gamma.dtype), d_beta.to(gamma.dtype), None, None, None
+
+
+def _normal(x: Tensor, mean: Tensor, inverse: Tensor, shape: list[int]) -> Tensor:
+    """``x`` with mean 0 and variance 1: in lower precision than float32 the mean would be off by its own rounding."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) - mean.to(wide).view(shape)) * inverse.to(wide).view(shape)

@@ -72,7 +72,7 @@ class GradientSynchronizer:
         RankMismatch: ranks differ in model, policy or options.
         ConfigurationError: nothing to train, a policy that does not parse or is not defined for so few ranks, or a
             model that is torch's DistributedDataParallel already.
-        Unsupported: the model makes sparse gradients.
+        Unsupported: the model makes sparse gradients, or has complex parameters.
     """
 
     def __init__(
@@ -334,6 +334,7 @@ class GradientSynchronizer:
 
     def _check_step(self, optimizer: Optimizer) -> None:
         self.synchronize()
+        self._after.adopt()
         where = f"rank {self._control.rank}: optimizer.step()"
         if self._source.steps == 0:
             raise StepError(f"{where} before any synchronizing backward(): there are no aggregated gradients.")

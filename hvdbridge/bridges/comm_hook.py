@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from hvdbridge import runtime
 from hvdbridge.aggregator import Aggregator
-from hvdbridge.agreement import trainable
+from hvdbridge.agreement import refuse_complex, trainable
 from hvdbridge.bridges.hook_state import HookState, join_torch
 from hvdbridge.bucket import Layout
 from hvdbridge.errors import ConfigurationError, Unsupported
@@ -135,6 +135,7 @@ class CommHookState(HookState):
 
     def _join(self, params: Mapping[str, Tensor], model: Module | None) -> None:
         join_torch()
+        refuse_complex(params)
         group = None
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             ranks = dist.get_process_group_ranks(model.process_group)

@@ -94,7 +94,7 @@ class HookSource(Source):
         self._next = 0
         self._frozen: set[Tensor] = set()
         self._backward = -1
-        self._buffers: list[Tensor] = []
+        self._buffers: list[Mapping[str, Tensor | None]] = []  # each module's own, which may be given new ones
         self.root = 0  # whose buffers count
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(partial(self.ready, self._slots[p]))
@@ -151,7 +151,7 @@ class HookSource(Source):
         What a forward sees is what DDP, which sends them at the beginning of the next one, lets it see; but no
         forward starts a collective, so one rank may evaluate alone: the module is the user's own.
         """
-        self._buffers = list(model.buffers()) if wanted else []
+        self._buffers = [module._buffers for module in model.modules()] if wanted else []
         self._handles.append(model.register_forward_pre_hook(BeforeForward(self._before_forward)))
 
     def _before_forward(self) -> None:
@@ -160,10 +160,11 @@ class HookSource(Source):
 
     def _send_buffers(self) -> Pending[None] | None:
         """They go before ``end()``, which may start what runs on in the background: nobody waits for that here."""
-        if not self._buffers:
+        found = {id(buffer): buffer for own in self._buffers for buffer in own.values() if buffer is not None}
+        if not found:
             return None
         aggregator = self.aggregator
-        return aggregator.driver.submit(Pending(broadcast_tensors(self._buffers, self.root), aggregator.communicator))
+        return aggregator.driver.submit(Pending(broadcast_tensors(found.values(), self.root), aggregator.communicator))
 
     def _await(self, buffers: Pending[None] | None) -> None:
         if buffers is not None:

@@ -425,6 +425,10 @@ def _difference(requests: dict[int, Request]) -> str:
     return ""
 
 
+def _dtypes(request: Request) -> str:
+    return ", ".join(request.dtypes if len(set(request.dtypes)) > 1 else request.dtypes[:1])
+
+
 def _shapes(request: Request) -> str:
     shapes = [list(shape) for shape in request.shapes]
     return str(shapes[0] if len(shapes) == 1 else shapes)
@@ -440,7 +444,7 @@ def _inner_shapes(request: Request) -> str:
 _COMPARED: tuple[tuple[str, Callable[[Request], str], tuple[str, ...] | None], ...] = (
     ("operations", lambda r: r.kind, None),
     ("numbers of tensors in a group", lambda r: str(len(r.shapes)), None),
-    ("data types", lambda r: ", ".join(dict.fromkeys(r.dtypes)), None),
+    ("data types", _dtypes, None),
     ("{kind} tensor shapes", _shapes, SAME_SHAPES),
     ("{kind} tensor shapes", _inner_shapes, ("allgather", "alltoall")),
     ("prescale and/or postscale factors", lambda r: str(r.factors), (*REDUCES, "reducescatter")),

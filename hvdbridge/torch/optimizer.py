@@ -15,7 +15,10 @@ Rules:
 5. Construction sends nothing, so ranks that join later (:mod:`.elastic`) need not repeat it; after ``hvd.shutdown()``
    and ``hvd.init()`` the next step opens a channel anew. Its name is made of the parameters', as Horovod's operations
    are called after them: optimizers match by it, whichever steps first.
-6. A rank that joined takes part in steps with zeros: :mod:`.joining`.
+6. Parameters that are unfrozen or added later are reduced by themselves in the first step that finds them: which of a
+   step's gradients have arrived differs between ranks, so the channel is the old one's to its end. The next step opens
+   another, of all.
+7. A rank that joined takes part in steps with zeros: :mod:`.joining`.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdbridge import runtime
 from hvdbridge.aggregator import Aggregator, Piece
+from hvdbridge.agreement import refuse_complex
 from hvdbridge.bucket import Bucket
 from hvdbridge.collectives import AllReduce
 from hvdbridge.driver import Driver, open_driver
@@ -461,6 +465,7 @@ class _Distributed(Optimizer):
         self._settings = settings
         self._opening: Opening | None = None
         self._reducer: Reducer | None = None
+        self._outgrown = False  # it lacks parameters: the next step opens another
         self._sparse: dict[str, Any] = {}  # handles of what was sent in this step
         self._named: tuple[Operations, int, str] | None = None
         self._delay: dict[Parameter, int] = {}
@@ -533,16 +538,10 @@ class _Distributed(Optimizer):
         """The last gradient of this step for ``p``."""
 
     def _ready(self) -> Reducer | None:
-        """The reducer, if it fits the open session and the parameters that are followed now."""
+        """The reducer, if it is of the open session, for this step and whatever parameters came since."""
         reducer = self._reducer
-        fits = reducer is not None and reducer.operations is mpi_ops._operations
-        return reducer if fits and reducer is not None and len(reducer.names) == len(self._delay) else None
-
-    def _running(self) -> Reducer | None:
-        """The reducer, if a step of this session has begun, whatever parameters came since."""
-        reducer = self._reducer
-        runs = reducer is not None and reducer.running and reducer.operations is mpi_ops._operations
-        return reducer if runs else None
+        fits = reducer is not None and reducer.operations is mpi_ops._operations and not self._outgrown
+        return reducer if fits else None
 
     def _begin_opening(self, arrived: Iterable[Tensor]) -> Opening:
         """Ask for a channel, if that has not happened."""
@@ -553,16 +552,14 @@ class _Distributed(Optimizer):
         return self._opening
 
     def _open(self, arrived: Iterable[Tensor] = ()) -> Reducer:
-        """The reducer; collective when it must be made, and then ``arrived`` gradients are handed in."""
-        reducer = None if self._opening is not None else self._ready()
-        if reducer is None:
-            try:
-                reducer = self._begin_opening(arrived).wait()
-            finally:
-                self._opening = None
-            if self._reducer is not None:
-                self._reducer.close()
-            self._reducer = reducer
+        """A reducer of the parameters that are followed now, with what ``arrived`` handed in; collective."""
+        try:
+            reducer = self._begin_opening(arrived).wait()
+        finally:
+            self._opening = None
+        if self._reducer is not None:
+            self._reducer.close()
+        self._reducer, self._outgrown = reducer, False
         return reducer
 
     def _name(self) -> tuple[Operations, int, str]:
@@ -656,7 +653,7 @@ class Follower:
 
     def follow(self, step: int) -> None:
         with internal_errors():
-            reducer = self._optimizer._ready()
+            reducer = self._optimizer._ready() if step else None
             if reducer is None:
                 self._optimizer._hook()
                 reducer = self._optimizer._open()
@@ -682,7 +679,7 @@ class _DistributedOptimizer(_Distributed):
                 reducer.arrive(p)
             if self._names[p] in reducer.sparse:
                 self._sparse[self._names[p]] = self._send_sparse(reducer, self._names[p])
-        elif len(self._handed) == len(self._delay) and not self._hook():
+        elif len(self._handed) == len(self._delay):
             # All gradients are there, so it is known which are sparse. What is missing on some rank is known in
             # synchronize() only, which opens the channel otherwise.
             self._begin_opening(self._handed)
@@ -705,23 +702,26 @@ class _DistributedOptimizer(_Distributed):
         self._synchronized = True
 
     def _reduce(self) -> None:
-        running = self._running()
-        late = self._hook()
-        begun = self._synchronized or running is not None or self._opening is not None
+        if not self._delay and not self._hook():
+            return  # all are frozen
+        reducer = self._ready() or self._open(self._handed)
         if not self._synchronized:
-            reducer = running or self._open(self._handed)
-            sent, self._sparse = self._sparse, {}
-            handles = {name: sent.get(name) or self._send_sparse(reducer, name) for name in reducer.sparse}
-            reducer.finish()
-            for name, handle in handles.items():
-                reducer.params[name].grad = mpi_ops.synchronize(handle)
-        if late and begun:  # unfrozen after zero_grad(): by themselves this time, with the others from the next step on
-            params = {self._names[p]: p for p in late}
+            self._finish(reducer)
+        self._hook()
+        late = {self._names[p]: p for p in self._delay if self._names[p] not in reducer.params}
+        if late:
             _, number, name = self._name()
             settings = replace(self._settings, groups=None)
-            alone = Opening(params, (), settings, self.process_set, f"{name}.late", number).wait()
-            alone.finish()
+            alone = Opening(late, (), settings, self.process_set, f"{name}.late", number).wait()
+            self._finish(alone)
             alone.close()
+            self._outgrown = True
+
+    def _finish(self, reducer: Reducer) -> None:
+        handles = {name: self._sparse.pop(name, None) or self._send_sparse(reducer, name) for name in reducer.sparse}
+        reducer.finish()
+        for name, handle in handles.items():
+            reducer.params[name].grad = mpi_ops.synchronize(handle)
 
     def _send_sparse(self, reducer: Reducer, name: str) -> Any:
         p, dims = reducer.params[name], reducer.sparse[name]
@@ -790,7 +790,9 @@ class _DistributedAdasumOptimizer(_Distributed):
                 loss = closure()
         self._hook()
         with internal_errors():
-            reducer = self._open()
+            reducer = self._ready()
+            if reducer is None or len(reducer.names) < len(self._delay):
+                reducer = self._open()
         for p in self._delay:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)  # as Horovod's: momentum and weight decay act on it
@@ -851,6 +853,7 @@ def DistributedOptimizer(
     Raises:
         ValueError: parameters without names, names twice, an option that cannot be meant, ``hvd.init()`` is missing.
         NotImplementedError: Adasum on a process set.
+        Unsupported: a complex parameter.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor needs op=Average: it splits that division in two")
@@ -870,6 +873,7 @@ def DistributedOptimizer(
     chosen = from_spec("adasum") if delta else choose_policy(policy, op, compression, gradient_predivide_factor)
     bucket_mb(mpi_ops._current(), chosen, ())  # refused here rather than within backward
     names = names_of(optimizer.param_groups, named_parameters)
+    refuse_complex({name: p for p, name in names.items()})
     parent = _DistributedAdasumOptimizer if delta else _DistributedOptimizer
     kind: Any = type(type(optimizer).__name__, (parent, type(optimizer)), {"__module__": type(optimizer).__module__})
     made = kind.__new__(kind)

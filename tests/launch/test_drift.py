@@ -13,8 +13,8 @@ NAMES = [
     "post_local_sgd:start=1,every=2", "diloco:every=2,lr=0.7,momentum=0.9", "diloco(every=2, inner=bf16)", "delayed",
     "delayed(ef(bf16))", "hierarchical(ef(bf16))", "partition(*.bias=delayed, rest=local_sgd:every=2)",
     "clip(mean, norm=0.5)", "clip(delayed(mean), norm=0.5)", "warmup(steps=2, then=diloco:every=2)",
-    "weighted", "overflow_on_one_rank", "overflow_before_the_end", "two_optimizers", "closures",
-    "without_an_optimizer", "joined", "resumed", "another_number_of_ranks",
+    "weighted", "overflow_on_one_rank", "overflow_before_the_end", "two_optimizers", "parameters_added_later",
+    "closures", "without_an_optimizer", "joined", "resumed", "another_number_of_ranks",
 ]  # fmt: skip
 
 

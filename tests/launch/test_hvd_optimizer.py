@@ -69,6 +69,10 @@ def test_parameters_that_come_later_stay_equal(ranks: list[Any]) -> None:
     alike(ranks, "parameters_that_come_later")
 
 
+def test_parameters_that_come_while_gradients_travel(ranks: list[Any]) -> None:
+    assert alike(ranks, "parameters_that_come_while_gradients_travel") == [True] * 4
+
+
 def test_a_process_set_leaves_others_alone(ranks: list[Any]) -> None:
     sums = alike(ranks, "process_set")
     assert sums[0] == sums[2] != sums[1]

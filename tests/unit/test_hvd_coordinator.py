@@ -17,6 +17,10 @@ def gather(name: str, rows: int) -> Request:
     return Request("allgather", f"allgather.{name}", dtypes=("float32",), shapes=((rows, 2),))
 
 
+def group(*dtypes: str) -> Request:
+    return Request("allreduce", "allreduce.a", dtypes=dtypes, shapes=((2,),) * len(dtypes), op="Sum")
+
+
 def decisions(coordinator: Coordinator) -> dict[int, list[Decision]]:
     """What each rank is told to do."""
     told: dict[int, list[Decision]] = {}
@@ -150,6 +154,10 @@ def test_a_join_makes_ready_what_waits_for_that_rank() -> None:
             Request("allgather", "allreduce.a", dtypes=("int8",), shapes=((2,),)),
             Request("allgather", "allreduce.a", dtypes=("int8", "int8"), shapes=((2,), (2,))),
             "Mismatched numbers of tensors in a group: rank 0 has 1; ranks 1-2 have 2",
+        ),
+        (
+            group("float32", "float64", "float32"), group("float32", "float64", "float64"),
+            "Mismatched data types: rank 0 has float32, float64, float32; ranks 1-2 have float32, float64, float64",
         ),
     ],
 )  # fmt: skip

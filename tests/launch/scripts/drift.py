@@ -188,6 +188,32 @@ def two_optimizers() -> None:
     reference.check(replica.module)
 
 
+def parameters_added_later() -> None:
+    """Before a backward, and between a backward and the step that nothing is due after."""
+
+    def last(model: nn.Sequential) -> Optimizers:
+        return [torch.optim.SGD(model[4].parameters(), lr=0.1)]
+
+    def add(model: nn.Sequential, layer: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.add_param_group({"params": list(model[layer].parameters())})
+
+    for spec in ("local_sgd:every=2", "diloco:every=2,lr=0.7,momentum=0.9"):
+        reference, replica = Reference(spec, last), Replica(spec, last)
+        for step in range(6):
+            if step == 2:
+                for model, (optimizer,) in zip(reference.models, reference.optimizers, strict=True):
+                    add(model, 2, optimizer)
+                    add(model, 0, optimizer)
+                add(replica.module, 2, replica.optimizers[0])
+            reference.step()
+            replica.module.zero_grad()  # not all of its parameters are the optimizer's
+            replica.backward(step)
+            if step == 2:
+                add(replica.module, 0, replica.optimizers[0])
+            replica.optimizers[0].step()
+        reference.check(replica.module)
+
+
 def closures() -> None:
     """One that looks several times: what is due waits for the end of the step."""
     reference, replica = Reference("local_sgd:every=1"), Replica("local_sgd:every=1")
@@ -276,8 +302,8 @@ def another_number_of_ranks() -> None:
 
 
 SCENARIOS = [
-    weighted, overflow_on_one_rank, overflow_before_the_end, two_optimizers, closures, without_an_optimizer, joined,
-    resumed, another_number_of_ranks,
+    weighted, overflow_on_one_rank, overflow_before_the_end, two_optimizers, parameters_added_later, closures,
+    without_an_optimizer, joined, resumed, another_number_of_ranks,
 ]  # fmt: skip
 
 if __name__ == "__main__":

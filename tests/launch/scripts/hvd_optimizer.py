@@ -218,6 +218,34 @@ def parameters_that_come_later():
 
 
 @scenario
+def parameters_that_come_while_gradients_travel():
+    """Unfrozen, or added, where one rank has begun the step and the others have no gradient of the old ones yet."""
+    found = []
+    for added in (False, True):
+        old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+        new.requires_grad_(added)
+        named = [(f"old.{added}", old), (f"new.{added}", new)]
+        inner = torch.optim.SGD([old] if added else [old, new], lr=0.5)
+        optimizer = hvd.DistributedOptimizer(inner, named_parameters=named)
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 1:
+                new.requires_grad_(True)
+            if step == 0:
+                old.sum().backward()
+            else:
+                (old.sum() + new.sum() if hvd.rank() == 0 else new.sum()).backward()
+            if step == 1 and added:
+                optimizer.add_param_group({"params": [new]})
+            optimizer.step()
+        # three steps of old: 1, 1/N, 1/N; two of new: 1, 1
+        part = 1 / hvd.size()
+        found.append(torch.allclose(old.detach(), torch.tensor(1 - 0.5 * (1 + 2 * part))))
+        found.append(torch.equal(new.detach(), torch.zeros(3)))
+    return found
+
+
+@scenario
 def process_set():
     members = hvd.add_process_set([0, 2])
     m = model()

@@ -105,6 +105,12 @@ def all_reduce() -> str:
     tensor = of(RANK)
     hb.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
     equal(tensor, folded([of(rank) for rank in range(SIZE)], "MAX").float())
+    waves = torch.complex(of(RANK), of(RANK, seed=1))
+    hb.all_reduce(waves, hb.ReduceOp.AVG)
+    for part, seed in ((waves.real, 0), (waves.imag, 1)):
+        wanted = folded([of(rank, seed=seed) for rank in range(SIZE)], "AVG").float()
+        eps = torch.finfo(torch.float32).eps
+        torch.testing.assert_close(part, wanted, rtol=SIZE * eps, atol=SIZE * eps * 16)
     return " ".join(found)
 
 
@@ -412,7 +418,7 @@ def with_a_synchronizer() -> str:
 
 
 def misuse() -> str:
-    tensor = torch.ones(3)
+    tensor, waves = torch.ones(3), torch.ones(3, dtype=torch.complex64)
     group = hb.new_group([0])
     bad: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: hb.broadcast(tensor, SIZE), ValueError, "not in the group"),
@@ -448,7 +454,17 @@ def misuse() -> str:
         (lambda: hb.P2POp(hb.isend, tensor, OTHERS[0], group_peer=OTHERS[0]), ValueError, "either"),
         (lambda: hb.P2POp(hb.isend, [1.0], OTHERS[0]), TypeError, "takes a tensor"),
         (lambda: hb.P2POp(hb.isend, tensor, OTHERS[0], group="world"), TypeError, "new_group"),
-        (lambda: hb.all_reduce(torch.ones(3, dtype=torch.complex64).conj()), TypeError, "clone"),
+        (lambda: hb.all_reduce(waves.conj()), TypeError, "clone"),
+        (lambda: hb.all_reduce(waves, hb.ReduceOp.PRODUCT), TypeError, "no meaning for torch.complex64"),
+        (lambda: hb.reduce(waves, 0, hb.ReduceOp.MAX), TypeError, "no meaning for torch.complex64"),
+        (
+            lambda: hb.reduce_scatter(waves, [waves] * SIZE, hb.ReduceOp.MIN), TypeError,
+            "no meaning for torch.complex64",
+        ),
+        (
+            lambda: hb.reduce_scatter_tensor(waves, torch.cat([waves] * SIZE), hb.ReduceOp.MAX), TypeError,
+            "no meaning for torch.complex64",
+        ),
     ]
     for call, error, text in bad:
         with pytest.raises(error, match=text):

@@ -309,9 +309,22 @@ def adamw_foreach() -> str:
     return digest(model)
 
 
+class Running(nn.Module):
+    """Gives itself a new buffer in each forward, in place of writing into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x - self.mean
+
+
 def buffers() -> str:
     torch.manual_seed(9)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), Running(), nn.Linear(8, 3))
     sync = synchronize(model, sgd(model))
     train(sync)
     sync.model.eval()
@@ -617,6 +630,7 @@ def evaluation_by_one_rank() -> str:
         model.eval()
         with torch.no_grad():
             model(batch(0)[0])
+            hb.SyncBatchNorm(6, track_running_stats=False).eval()(batch(0)[0])
         model.train()
     train(sync, 2)
     return digest(nn.ParameterList(model.parameters()))  # DDP brings the buffers with the next forward only
@@ -889,6 +903,27 @@ def sync_batchnorm() -> str:
     return digest(model)
 
 
+def sync_batchnorm_of_halves() -> str:
+    """The output has the input's type, rounded once: bfloat16 rounds by 2^-8 at most, float32 sums by some 1e-6."""
+    torch.manual_seed(14)
+    norm, whole = hb.SyncBatchNorm(4), nn.BatchNorm1d(4)
+    x, dy = ((torch.randn(SIZE, 512, 4) * scale + shift).bfloat16() for scale, shift in ((0.25, 10.0), (1.0, 0.5)))
+    mine, union = x[RANK].clone().requires_grad_(), x.flatten(0, 1).float().requires_grad_()
+    found, expected = norm(mine), whole(union)
+    found.backward(dy[RANK])
+    expected.backward(dy.flatten(0, 1).float())
+    assert found.dtype == mine.grad.dtype == torch.bfloat16
+    of_union = (expected.detach(), union.grad)
+    for ours, theirs in zip((found.detach(), mine.grad), of_union, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.view(SIZE, 512, 4)[RANK], rtol=2**-8, atol=1e-4)
+    return f"{norm.weight.grad.dtype} {norm.bias.grad.dtype} {digest(norm)}"
+
+
+def complex_parameters() -> str:
+    model = nn.ParameterDict({"spectrum": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
+    return expect("Unsupported", lambda: synchronize(model))
+
+
 REFERENCED = [
     plain_training, unused_on_some_ranks, unused_on_all_ranks, shared_and_frozen, several_optimizers, scheduler,
     closure, compiled, checkpointing, two_backwards, accumulation, grad_scaler, clipping, adamw_foreach, buffers, gan,
@@ -898,6 +933,7 @@ OWN = [
     broadcast_from_rank_0, weighted, weight_zero_hides_nan, total_weight_zero_skips, nan_travels, error_feedback_bf16,
     step_scope, average_gradients, unaggregated_gradients, unreduced_gradients, sync_batchnorm, misuse,
     unfrozen_later, static_graph, default_buckets, nothing_stays_alive, compiled_names, join_with_sync_batchnorm,
+    sync_batchnorm_of_halves, complex_parameters,
     evaluation_by_one_rank, divided_by_ddp, backward_in_a_closed_block, channels_last, after_close,
     made_anew, frozen_later, optimizer_made_before,
 ]  # fmt: skip
