@@ -8,6 +8,7 @@ policies: the aggregator's books and state, and tensors so small (256 elements) 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Generator
@@ -102,6 +103,7 @@ def microseconds(step: Callable[[], None]) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     table = Table("", "CPU µs per bucket")
     table.add_row("driver", f"{microseconds(driver_alone()):.0f}")

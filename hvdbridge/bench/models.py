@@ -16,7 +16,9 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -208,19 +210,38 @@ def model(text: str, samples: int | None = None) -> tuple[nn.Module, Loss]:
         make, default = MODELS[name]
         count = samples or default
         return LayerList(make(int(argument)) if argument else make()), lambda module: module(count)
-    if os.getcwd() not in sys.path:  # a console script has its own folder there
-        sys.path.insert(0, os.getcwd())
-    try:
+    with _told(text):
         module, loss = getattr(_imported(name), argument)()
+    return module, loss
+
+
+def import_own(text: str) -> None:
+    """Import the user's own module, where ``text`` names one: what it registers is known then.
+
+    Raises:
+        ConfigurationError: it cannot be imported.
+    """
+    name = text.partition(":")[0]
+    if name not in MODELS:
+        with _told(text):
+            _imported(name)
+
+
+@contextmanager
+def _told(text: str) -> Iterator[None]:
+    try:
+        yield
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{text}: {error}. It must name a function without arguments in a module that can be imported, "
             "which returns (torch.nn.Module, loss), where loss(module) is a scalar"
         ) from error
-    return module, loss
 
 
+@cache  # a file, too, is imported once: a class that it registers is another one each time
 def _imported(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:  # a console script has its own folder there
+        sys.path.insert(0, os.getcwd())
     if not name.endswith(".py"):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(os.path.basename(name)[:-3], name)

@@ -8,12 +8,13 @@ import socket
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from hvdbridge.bench.checks import MOST_RANKS, number
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.errors import ConfigurationError
@@ -154,19 +155,33 @@ class Network:
     def from_dict(cls, saved: dict[str, Any]) -> Network:
         """The inverse of :meth:`to_dict`.
 
+        Raises:
+            ConfigurationError: a figure is missing or cannot be, or a kind of collective has no line.
+
         >>> net = Network.given(1e-5, 1e9)
         >>> Network.from_dict(net.to_dict()) == net
         True
         """
 
         def lines(group: str) -> dict[str, Line] | None:
-            found = saved.get(group)
-            return None if found is None else {kind: Line(**line) for kind, line in found.items()}
+            if saved.get(group) is None:
+                return None
+            found = {}
+            for kind, line in saved[group].items():
+                where, figures = f"network.{group}.{kind}", {"cpu": 0.0, "latency_cpu": 0.0, **line}
+                least = {"bandwidth": None}  # positive
+                names = [field.name for field in fields(Line)]
+                found[kind] = Line(*(number(figures, where, name, least.get(name, 0)) for name in names))
+            if "" not in found and (missing := set(KINDS) - set(found)):
+                raise ConfigurationError(f"network.{group} is of no {', '.join(sorted(missing))}")
+            return found
 
         world = lines("lines")
         if world is None:
-            raise KeyError("lines")
-        return cls(world, lines("local"), lines("cross"), saved.get("local_size", 1), saved.get("cores"))
+            raise ConfigurationError("network.lines is missing")
+        local_size = number({"local_size": 1} | saved, "network", "local_size", most=MOST_RANKS)
+        cores = None if saved.get("cores") is None else number(saved, "network", "cores")
+        return cls(world, lines("local"), lines("cross"), local_size, cores)
 
 
 def probe(

@@ -85,10 +85,10 @@ def save(path: Path, network: Network, rows: Sequence[Row | Prediction], **more:
     content = {**more, "network": network.to_dict(), "rows": figures}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1) + "\n"
-    path = path.resolve()
-    if path.exists() and not path.is_file():  # /dev/stdout
+    if path.exists() and not path.is_file():  # /dev/stdout, a pipe whose own name leads nowhere
         path.write_text(text)
         return
+    path = path.resolve()
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)

@@ -5,6 +5,8 @@
     torchrun --nproc-per-node 2 -m hvdbridge bench --models bert-base --policies mean bf16 int8
     horovodrun -np 4 hvdbridge bench --backends horovod
     hvdbridge bench                                        # no launcher: 2 ranks here, each backend by its own
+
+A policy of your own is one that the module or file of a model registers: --models own.py:model --policies own:share=0.5
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -58,20 +61,47 @@ def mib(text: str) -> float | str:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from hvdbridge.bench.checks import MOST_RANKS, MOST_STEPS, check_number, check_policies
     from hvdbridge.bench.models import check_name
     from hvdbridge.bench.report import check_plot
-    from hvdbridge.policies import from_spec
 
-    if arguments.steps < 1 or arguments.ranks < 1:
-        raise ConfigurationError(f"--steps {arguments.steps} and --ranks {arguments.ranks} must be positive")
-    for spec in arguments.policies:
-        from_spec(spec)  # a slip of the pen is told before anything is measured
-    for model in arguments.models.split(","):
+    check_number("--steps", arguments.steps, most=MOST_STEPS)
+    check_number("--ranks", arguments.ranks, most=MOST_RANKS)
+    if arguments.bucket_mb != "auto":
+        check_number("--bucket-mb", arguments.bucket_mb)
+    models = arguments.models.split(",")
+    for model in models:
         check_name(model, arguments.samples)
+    check_policies(arguments.policies, models)
     check_plot(arguments.plot)
     if World.from_environment().launcher != "none":
         return _measure(arguments)
+    _check_files(arguments)
     return _launch(arguments)
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Raises ConfigurationError: one cannot be written here."""
+    from hvdbridge.bench.checks import check_file
+
+    for option in ("json", "plot"):
+        check_file(f"--{option}", getattr(arguments, option))
+
+
+def _check_files_of_first(arguments: argparse.Namespace) -> None:
+    """Rank 0 writes them, and its machine may be another one. Collective; raises ConfigurationError on all ranks."""
+    import hvdbridge as hb
+
+    refusal = None
+    if hb.rank() == 0:
+        try:
+            _check_files(arguments)
+        except ConfigurationError as error:
+            refusal = str(error)
+    refusal = hb.broadcast_object(refusal)
+    if refusal is not None:
+        hb.shutdown()
+        raise ConfigurationError(refusal)
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -132,6 +162,20 @@ def _missing(backend: str) -> str | None:
     return None
 
 
+@contextmanager
+def _heard(interrupt: Callable[..., None]) -> Iterator[None]:
+    """What SIGINT, and SIGTERM, by which horovodrun passes Ctrl-C on, do within. An exception that leaves has them do
+    what they did before: while a hook for it waits for other ranks, launchers end this one by SIGTERM."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _measure(arguments: argparse.Namespace) -> int:
     import hvdbridge as hb
     from hvdbridge.bench import network, report
@@ -145,21 +189,18 @@ def _measure(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True)
     first = World.from_environment().rank == 0
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    interrupted = False
+    interrupted = leaving = False
 
     def interrupt(*_: object) -> None:
         nonlocal interrupted
         interrupted = True
-        raise KeyboardInterrupt
+        if not leaving:
+            raise KeyboardInterrupt
 
     def stepped(task: TaskID) -> None:
         progress.advance(task)
         if interrupted:  # in a place from which Python lets no exception out
             raise KeyboardInterrupt
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, interrupt)  # how horovodrun passes Ctrl-C on
 
     def tell(line: str) -> None:
         """What a bar would show, for those who look at a log, or through a launcher that is no terminal."""
@@ -177,17 +218,26 @@ def _measure(arguments: argparse.Namespace) -> int:
             for path in written:
                 console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
 
+    def leave() -> None:
+        """Whatever ends it: a launcher's second signal takes neither the rows nor the reason from whom reads them."""
+        nonlocal leaving
+        leaving = True
+
     with ExitStack() as stack:
+        stack.enter_context(_heard(interrupt))
         if first:
             stack.callback(show)  # whatever ends it: rows that were measured are not lost
         quiet = not (first and console.is_terminal)
         progress = stack.enter_context(Progress(*columns, console=console, disable=quiet))
+        stack.callback(leave)
         try:
             for backend in arguments.backends.split(","):
                 if (reason := _missing(backend)) is not None:
                     left_out.append(f"{backend}: left out: {reason}")
                     continue
                 hb.init(backend=backend)
+                if link is None:  # before anything is measured
+                    _check_files_of_first(arguments)
                 tell(f"{hb.backend()}: probing the network")
                 link = network.probe(hb.current().communicator, hb.device())
                 for model in models:
@@ -214,8 +264,9 @@ def _measure(arguments: argparse.Namespace) -> int:
                 hb.shutdown()
         except KeyboardInterrupt:
             interrupted = True
-    if interrupted:
-        if not first:
+            leave()
+        if interrupted and not first:
             time.sleep(SHOW_SECONDS)  # launchers end all ranks with the first
+    if interrupted:
         sys.exit(130)  # said here, hb.init's exit hooks see it: a rank that is stuck in the native way ends, too
     return 0 if rows else 2

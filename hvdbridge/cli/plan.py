@@ -6,7 +6,8 @@
     hvdbridge plan --model gpt2 --from bench.json     # network, computation, compression as `bench --json` found
 
 With --from, what was predicted is printed beside what was measured, for a computation as long as it was beside that
-policy; elsewhere all policies have the median. A policy that FILE does not have is timed on this machine alone.
+policy; elsewhere all policies have the median. A policy that FILE does not have is timed on this machine alone. One of
+your own is what the module of --model registers.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import track
@@ -58,14 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compute-ms",
         type=float,
-        help="a step without synchronization; policies are scaled by it (default: measured)",
+        help="a step without synchronization, on the machines planned for; policies are scaled by it "
+        "(default: measured)",
     )
     parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
     parser.add_argument("--bucket-mb", type=float, help="(default: as FILE's was said, or the usual one)")
     parser.add_argument(
         "--cores",
         type=float,
-        help="cores per rank (default: as --from says, else those of this machine per local rank)",
+        help="cores per rank (default: as --from says, else those of this machine for each of its ranks; with "
+        "--compute-ms at least as many as computing keeps busy)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
@@ -84,6 +87,20 @@ class Measured:
     bucket_mb: float
     samples: int | None
     enqueued: bool
+
+    @classmethod
+    def of(cls, row: dict[str, Any], where: str) -> Measured:
+        """From a file; raises ConfigurationError: a figure is missing, or cannot be."""
+        from hvdbridge.bench.checks import MOST_RANKS, number
+
+        for name, kind in {"backend": str, "model": str, "policy": str, "enqueued": bool}.items():
+            if not isinstance(row.get(name), kind):
+                raise ConfigurationError(f"{where}.{name} {row.get(name)!r} must be {kind.__name__}")
+        ranks = number(row, where, "ranks", most=MOST_RANKS)
+        positive = {name: number(row, where, name) for name in ("step", "compute", "bucket_mb")}
+        others = {name: number(row, where, name, 0) for name in ("compression", "cpu", "compute_cpu")}
+        samples = None if row.get("samples") is None else number(row, where, "samples", most=MOST_RANKS)
+        return cls(ranks=ranks, **positive, **others, samples=samples, enqueued=row["enqueued"])
 
 
 @dataclass(frozen=True)
@@ -109,27 +126,35 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdbridge.agreement import trainable
     from hvdbridge.bench import report
     from hvdbridge.bench.arithmetic import measure_arithmetic, measure_copy
-    from hvdbridge.bench.models import model
+    from hvdbridge.bench.checks import check_file, check_policies
+    from hvdbridge.bench.models import check_name, model
     from hvdbridge.bench.predict import Planner
     from hvdbridge.bucket import DDP_MB
     from hvdbridge.policies import from_spec
     from hvdbridge.sources.base import views_pay
 
-    given = (arguments.local_size, arguments.bucket_mb, arguments.cores, arguments.compute_ms)
-    if not min([*arguments.ranks, *(n for n in given if n is not None)]) > 0:
-        raise ConfigurationError("--ranks, --local-size, --bucket-mb, --cores and --compute-ms must be positive")
+    _check_numbers(arguments)
     report.check_plot(arguments.plot)
     errors = Console(stderr=True)
     job = _job(arguments, errors)
+    check_name(job.model, job.samples)
+    check_policies(arguments.policies or [], [job.model])
+    check_file("--json", arguments.json)
+    check_file("--plot", arguments.plot)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     local_size = arguments.local_size or job.network.local_size
     machine = len(usable_cores()) if job.network.cores is None else job.network.cores * job.network.local_size
-    cores = arguments.cores or machine / local_size
+    least_cores = 0.0
+
+    def cores(ranks: int) -> float:
+        """For each of so many: no more of them share a machine than there are."""
+        return arguments.cores or max(least_cores, machine / min(local_size, ranks))
+
     console = Console(soft_wrap=True)
     found, beside = [], []
     overheads: list[float] = []
     specs = arguments.policies or list(dict.fromkeys([*POLICIES, *job.rows]))
-    with _threads(cores):
+    with _threads(cores(max(arguments.ranks))):
         module, loss = model(job.model, job.samples)
         module.to(device)
         params = {name: p.detach() for name, p in trainable(module).items()}
@@ -140,15 +165,23 @@ def run(arguments: argparse.Namespace) -> int:
         unpack = 0.0 if views_pay(module.parameters()) else copy
         shares = [row.compute_cpu / row.compute for row in job.rows.values()]
         busy = compute * statistics.median(shares) if shares else here * busy
+        if arguments.compute_ms is not None:  # that is how long it takes there, so there are the cores for it
+            least_cores = busy / compute
         everywhere = Planner(  # one product in forward, two in backward
-            params, products / 3, products * 2 / 3, job.network, DDP_MB, local_size, cores, copy, unpack,
-            optimizer, busy, one_device=device == "cuda",
+            params, products / 3, products * 2 / 3, job.network, DDP_MB, local_size, pack=copy, unpack=unpack,
+            optimizer=optimizer, compute_cpu=busy, one_device=device == "cuda",
         )  # fmt: skip
-        first = sorted(specs, key=lambda spec: not _is_telling(from_spec(spec), job.rows.get(spec)))
+        policies = {}
+        for spec in specs:
+            try:
+                policies[spec] = from_spec(spec)
+            except ConfigurationError as error:  # FILE's, of another model's module
+                console.print(f"{spec}: left out: {error}", markup=False)
+        first = sorted(policies, key=lambda spec: not _is_telling(policies[spec], job.rows.get(spec)))
         for spec in track(first, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal):
             if not errors.is_terminal:
                 errors.print(f"arithmetic of {spec}", highlight=False, markup=False)
-            policy, row = from_spec(spec), job.rows.get(spec)
+            policy, row = policies[spec], job.rows.get(spec)
             nccl = device == "cuda" if job.nccl is None else job.nccl
             own, sizes = _bucket_sizes(arguments, job, policy, row, local_size, nccl)
             try:
@@ -158,7 +191,7 @@ def run(arguments: argparse.Namespace) -> int:
                 }
                 factor, overhead = here, min(overheads, default=0.0)
                 if row and _is_telling(policy, row):
-                    there = _as_measured(replace(everywhere, bucket_mb=own), row)
+                    there = _as_measured(replace(everywhere, bucket_mb=own, cores=cores(row.ranks)), row)
                     factor, overhead = _as_timed(there, policy, row, arithmetics[own], here)
                     overheads.append(overhead)
             except (ConfigurationError, Unsupported) as error:
@@ -168,10 +201,10 @@ def run(arguments: argparse.Namespace) -> int:
             for ranks in sorted({*arguments.ranks, *([row.ranks] if row else [])}):
                 size = sizes.get(ranks, own)
                 try:
-                    planner = replace(everybody, bucket_mb=size)
+                    planner = replace(everybody, bucket_mb=size, cores=cores(ranks))
                     found.append(planner.predict(spec, policy, ranks, arithmetics[size].scaled(factor)))
                     if row and ranks == row.ranks:
-                        planner = _as_measured(replace(everybody, bucket_mb=own), row)
+                        planner = _as_measured(replace(planner, bucket_mb=own), row)
                         beside.append((planner.predict(spec, policy, ranks, arithmetics[own].scaled(factor)), row.step))
                 except (ConfigurationError, Unsupported) as error:
                     console.print(f"{spec}, {ranks} ranks: left out: {error}", markup=False)
@@ -181,17 +214,33 @@ def run(arguments: argparse.Namespace) -> int:
     report.show(report.predicted(found))
     if beside:
         report.show(report.compared(beside))
-    for ranks in sorted({one.ranks for one in found}):
+    planned = sorted({one.ranks for one in found})
+    for ranks in planned:
         console.print(report.recommend(found, ranks), highlight=False, markup=False)
+    said = " as said" if arguments.compute_ms is not None else ""
+    per_rank = " to ".join(f"{n:.3g}" for n in sorted({cores(planned[0]), cores(planned[-1])}))
     console.print(
         "Step times say nothing of what a policy does to the loss: docs/policies.md has that. "
-        f"Computation {1e3 * compute:.1f} ms a step, {cores:g} cores per rank.", highlight=False,
+        f"Computation {1e3 * compute:.1f} ms a step{said}, {per_rank} cores per rank.", highlight=False,
     )  # fmt: skip
     if arguments.json is not None:
         report.save(arguments.json, job.network, found, model=job.model)
     if arguments.plot is not None:
         report.plot_predicted(arguments.plot, found)
     return 0
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """Raises ConfigurationError: one cannot be."""
+    from hvdbridge.bench.checks import MOST_RANKS, check_number
+
+    for ranks in arguments.ranks:
+        check_number("--ranks", ranks, most=MOST_RANKS)
+    check_number("--local-size", arguments.local_size, most=MOST_RANKS)
+    for name in ("gbits", "local_gbits", "compute_ms", "bucket_mb", "cores"):
+        check_number(f"--{name.replace('_', '-')}", getattr(arguments, name))
+    for name in ("latency_us", "local_latency_us"):
+        check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), least=0)
 
 
 def _job(arguments: argparse.Namespace, errors: Console) -> Job:
@@ -221,17 +270,21 @@ def _job(arguments: argparse.Namespace, errors: Console) -> Job:
             )
         try:
             saved = json.loads(arguments.source.read_text())
+            every = [Measured.of(row, f"rows[{i}]") for i, row in enumerate(saved["rows"])]
             known = list(dict.fromkeys(row["model"] for row in saved["rows"]))
             model = arguments.model or (known[0] if len(known) == 1 else None)
             backend = saved["rows"][-1]["backend"]  # whose network it is
-            rows = [row for row in saved["rows"] if (row["model"], row["backend"]) == (model, backend)]
-            names = [field.name for field in fields(Measured)]
-            measured = {row["policy"]: Measured(**{name: row[name] for name in names}) for row in rows}
+            measured = {
+                row["policy"]: figures
+                for row, figures in zip(saved["rows"], every, strict=True)
+                if (row["model"], row["backend"]) == (model, backend)
+            }
             network = Network.from_dict(saved["network"])
-            most = max(row["ranks"] for row in saved["rows"])
+            most = max(row.ranks for row in every)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            kind = "" if isinstance(error, ConfigurationError) else f"{type(error).__name__}: "
             raise ConfigurationError(
-                f"--from {arguments.source}: not what hvdbridge bench --json writes: {type(error).__name__}: {error}"
+                f"--from {arguments.source}: not what hvdbridge bench --json writes: {kind}{error}"
             ) from error
         if most == 1:
             raise ConfigurationError(

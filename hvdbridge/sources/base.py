@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ with a static graph (which has several in its first step then, and says that eac
 
 
 def usual_bucket_mb(
-    policy: Policy, nodes: Collection[int], blocks_host: bool = True, static_graph: bool = False
+    policy: Policy, nodes: Iterable[int], blocks_host: bool = True, static_graph: bool = False
 ) -> float:
     """The size of a bucket in MiB where nobody says one: the policy's (:attr:`Policy.bucket_mb
     <hvdbridge.policy.Policy.bucket_mb>`), but among several nodes at most :data:`CODED_MB`, or :data:`BYTEWISE_MB`
@@ -71,7 +72,8 @@ def usual_bucket_mb(
     >>> [from_spec(spec).bytewise for spec in specs]
     [True, False, True, False, True, True]
     """
-    if len(set(nodes)) < 2 or not blocks_host or not SIZES or static_graph:
+    several = any(one != other for one, other in pairwise(nodes))
+    if not several or not blocks_host or not SIZES or static_graph:
         return policy.bucket_mb
     return min(policy.bucket_mb, BYTEWISE_MB if policy.bytewise else CODED_MB)
 

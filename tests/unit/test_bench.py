@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from hvdbridge.bench import models, predict
+from hvdbridge.bench import checks, models, predict
 from hvdbridge.bench.arithmetic import Arithmetic, kinds, measure_arithmetic
 from hvdbridge.bench.measure import Row
 from hvdbridge.bench.native import WAYS, native
@@ -25,8 +30,9 @@ from hvdbridge.dry_run import Asked, Ended, dry_run
 from hvdbridge.errors import BackendUnavailable, ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec
 from hvdbridge.policy import Policy
+from hvdbridge.sources.base import usual_bucket_mb
 from hvdbridge.torch.compression import Compression
-from hvdbridge.world import World
+from hvdbridge.world import World, usable_cores
 
 SPECS = [
     "mean", "bf16", "int8", "int4", "qsgd", "natural", "topk:ratio=0.1", "oktopk:ratio=0.1", "randomk:ratio=0.1",
@@ -68,6 +74,35 @@ def test_every_parameter_of_a_layer_list_has_a_gradient_of_its_own_in_every_step
         assert not torch.equal(one, other)
         if p.dim() > 1 and min(p.flatten(1).shape) > 4:
             assert torch.linalg.matrix_rank(one.flatten(1)[:8, :8]) > 4
+
+
+OWN_POLICY = """
+from dataclasses import dataclass
+import torch, hvdbridge as hb
+@dataclass(frozen=True)
+class Own(hb.Policy):
+    share: float = 1.0
+    def aggregate(self, bucket, state):
+        return hb.Aggregated((yield hb.AllReduce(bucket.weighted().buffer)))
+hb.policies.register("{name}", Own)
+def make(): return torch.nn.Linear(3, 2), lambda net: net(torch.ones(3)).sum()
+"""
+
+
+def test_a_models_file_has_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is imported where ours are not enough, once; a slip of the pen is one after that, too."""
+    path = tmp_path / "own_policy.py"
+    path.write_text(OWN_POLICY.format(name="own_of_a_file"))
+    checks.check_policies(["mean", "own_of_a_file:share=0.5"], ["small", f"{path}:make"])
+    with pytest.raises(ConfigurationError, match="Did you mean 'own_of_a_file'"):
+        checks.check_policies(["own_of_a_fil"], [f"{path}:make"])
+    words = ["plan", "--gbits", "1", "--ranks", "2", "--model", f"{path}:make", "--policies"]
+    assert main([*words, "own_of_a_file", "mean"]) == 0
+    assert "own_of_a_file" in capsys.readouterr().out
+    assert main([*words, "own_of_a_fil"]) == 2
+    printed = capsys.readouterr()
+    assert "Did you mean 'own_of_a_file'" in printed.err
+    assert "arithmetic of" not in printed.err
 
 
 def own() -> tuple[torch.nn.Module, models.Loss]:
@@ -449,6 +484,32 @@ def test_plan_where_cores_are_what_lacks(tmp_path: Path, capsys: pytest.CaptureF
     assert bf16["step"] > 11.5
 
 
+@pytest.mark.parametrize(("more", "stretched"), [([], False), (["--cores", "0.01"], True)])
+def test_a_computation_that_was_said_has_its_cores(
+    more: list[str], stretched: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many ranks on a node as this machine has cores, four times: on the machines planned for there are more."""
+    out = tmp_path / "plan.json"
+    words = ["plan", "--model", "small:40", "--gbits", "1e6", "--latency-us", "0", "--policies", "mean"]
+    words += ["--compute-ms", "100", "--local-size", str(4 * len(usable_cores())), "--ranks", "1", "1000", *more]
+    assert main([*words, "--json", str(out)]) == 0
+    alone, many = (row["step"] for row in json.loads(out.read_text())["rows"])
+    assert (many > 0.2) is stretched
+    assert (alone > 0.2) is stretched
+    assert "Computation 100.0 ms a step as said" in capsys.readouterr().out
+
+
+def test_no_more_ranks_share_a_machine_than_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "small:4", "--gbits", "1", "--policies", "mean", "--local-size", "1000"]
+    assert main([*words, "--ranks", "1", "1000"]) == 0
+    cores = len(usable_cores())
+    assert f", {cores / 1000:.3g} to {cores} cores per rank" in capsys.readouterr().out
+
+
+def test_a_bucket_among_many_nodes_asks_for_two() -> None:
+    assert usual_bucket_mb(from_spec("mean"), range(10**12)) == usual_bucket_mb(from_spec("mean"), range(2))
+
+
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], float]:
     """The last size of a bucket with which each policy was predicted among so many ranks, in MiB."""
@@ -527,6 +588,116 @@ def test_plan_refuses_two_networks_and_files_without_one(tmp_path: Path, capsys:
         assert ("one rank alone has measured no network" if "ranks" in str(wrong) else "not what hvdbridge") in said
 
 
+@pytest.mark.parametrize(
+    ("place", "wrong", "said"),
+    [
+        (("network", "local_size"), 0, "network.local_size 0 must be positive"),
+        (("network", "local_size"), 1.5, "network.local_size 1.5 must be a whole number"),
+        (("network", "cores"), 0.0, "network.cores 0.0 must be positive"),
+        (("network", "lines"), {}, "network.lines is of no AllGather, AllReduce"),
+        (("network", "lines"), None, "network.lines is missing"),
+        (("network", "lines", "", "bandwidth"), math.inf, "network.lines..bandwidth inf must be positive"),
+        (("network", "lines", "", "latency"), -1, "network.lines..latency -1 must be at least 0"),
+        (("network", "local"), {"": {"latency": 0}}, "network.local..bandwidth is missing"),
+        (("rows", 0, "compute"), 0.0, "rows[0].compute 0.0 must be positive"),
+        (("rows", 0, "step"), "x", "rows[0].step 'x' must be a number"),
+        (("rows", 0, "cpu"), math.nan, "rows[0].cpu nan must be at least 0"),
+        (("rows", 0, "ranks"), 2.5, "rows[0].ranks 2.5 must be a whole number"),
+        (("rows", 0, "ranks"), True, "rows[0].ranks True must be a whole number"),
+        (("rows", 0, "bucket_mb"), 10**400, "must be positive and at most"),
+        (("rows", 0, "policy"), 3, "rows[0].policy 3 must be str"),
+        (("rows", 0, "enqueued"), None, "rows[0].enqueued None must be bool"),
+        (("rows", 0), 3, "not what hvdbridge bench --json writes: "),
+    ],
+)
+def test_plan_says_what_is_wrong_in_a_file(
+    place: tuple[str | int, ...], wrong: object, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bench.json"
+    words = written(path, ("torch", "small:4", None))
+    content = json.loads(path.read_text())
+    *way, last = place
+    inner = content
+    for name in way:
+        inner = inner[name]
+    inner[last] = wrong
+    path.write_text(json.dumps(content))
+    assert main(words) == 2
+    printed = capsys.readouterr().err
+    assert f"--from {path}: not what hvdbridge bench --json writes: " in printed
+    assert said in printed
+
+
+def test_a_policy_that_only_another_models_file_has_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bench.json"
+    words = written(path, ("torch", "small:4", None))
+    content = json.loads(path.read_text())
+    content["rows"].append(content["rows"][0] | {"policy": "of_elsewhere"})
+    path.write_text(json.dumps(content))
+    assert main(words[:-2]) == 0
+    assert "of_elsewhere: left out: unknown policy 'of_elsewhere'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [(".", "Is a directory"), ("file/x.json", "File exists"), (300 * "x", "File name too long")],
+    ids=["folder", "below a file", "long"],
+)
+@pytest.mark.parametrize("words", [["plan", "--gbits", "1"], ["bench"]])
+def test_a_file_that_cannot_be_written_is_told_at_once(
+    words: list[str], name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(bench, "_launch", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    assert main([*words, "--json", str(tmp_path / name)]) == 2
+    printed = capsys.readouterr().err
+    assert "--json " in printed
+    assert "cannot be written: " in printed
+    assert said in printed
+    assert printed.count("\n") == 1
+    picture = tmp_path / "folder.png"
+    picture.mkdir()
+    assert main([*words, "--plot", str(picture)]) == 2
+    assert f"--plot {picture} cannot be written" in capsys.readouterr().err
+
+
+def test_a_look_at_a_file_leaves_it_alone(tmp_path: Path) -> None:
+    path = tmp_path / "there.json"
+    path.write_text("kept")
+    for each in (path, tmp_path / "a" / "b" / "new.json"):
+        checks.check_file("--json", each)
+    assert path.read_text() == "kept"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_saved_goes_through_a_pipe() -> None:
+    """As ``--json /dev/stdout`` before ``| jq``."""
+    reader, writer = os.pipe()
+    save(Path(f"/dev/fd/{writer}"), Network.given(1e-5, 1e9), [])
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        assert json.load(pipe)["rows"] == []
+
+
+@pytest.mark.parametrize("ends", [KeyError, None])
+def test_signals_are_heard_within_only(ends: type[Exception] | None) -> None:
+    """While a hook for what went wrong waits for other ranks, they are what they were."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+
+    def heard(*_: object) -> None:
+        pass
+
+    with suppress(KeyError), bench._heard(heard):
+        assert [signal.getsignal(number) for number in numbers] == [heard, heard]
+        if ends is not None:
+            raise ends
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
 def test_what_the_host_cannot_time_is_not_told() -> None:
     row = Row("torch", "torchrun", 2, "small", "int8", None, "ddp", 8, 3, 2.0, 1.0, 0.125, 0.25, 1.0, 100.0, 1.0, 0.5,
               2.0, (1.0, 1.0, 1.0), 1.5, 10.0, True)  # fmt: skip
@@ -588,7 +759,23 @@ def test_no_figure_is_cut_in_a_narrow_terminal(
         (["plan", "--gbits", "1", "--cores", "-1"], "must be positive"),
         (["plan", "--gbits", "1", "--local-latency-us", "2"], "--local-latency-us 2 needs --local-gbits"),
         (["plan", "--gbits", "1", "--compute-ms", "0"], "must be positive"),
-        (["plan", "--gbits", "-1", "--model", "small"], "bandwidth"),
+        (["plan", "--gbits", "1", "--ranks", "1000000000000"], "--ranks 1000000000000 must be positive and at most"),
+        *(
+            (["plan", "--gbits", "1", "--local-gbits", "1", option, wrong], f"{option} {wrong} must be positive")
+            for option in ("--gbits", "--local-gbits", "--compute-ms", "--bucket-mb", "--cores")
+            for wrong in ("nan", "inf", "-1.0", "0.0")
+        ),
+        *(
+            (["plan", "--gbits", "1", "--local-gbits", "1", option, wrong], f"{option} {wrong} must be at least 0")
+            for option in ("--latency-us", "--local-latency-us")
+            for wrong in ("nan", "inf", "-1.0")
+        ),
+        *((["bench", "--bucket-mb", wrong], f"--bucket-mb {wrong} must be") for wrong in ("nan", "inf", "0.0", "-1.0")),
+        (["bench", "--ranks", "0"], "--ranks 0 must be positive"),
+        (["bench", "--steps", "1000000000000"], "--steps 1000000000000 must be positive and at most 1,000,000"),
+        (["bench", "--policies", "int9"], "unknown policy 'int9'"),
+        (["plan", "--gbits", "1", "--policies", "int9"], "unknown policy 'int9'"),
+        (["plan", "--gbits", "1", "--samples", "0"], "a positive number"),
         (["plan", "--from", "nowhere.json"], "--from nowhere.json: there is no such file"),
         (["plan", "--gbits", "1", "--plot", "p.xyz"], "--plot p.xyz: its name must end in one of"),
         (["bench", "--plot", "p.xyz"], "--plot p.xyz: its name must end in one of"),
@@ -606,6 +793,26 @@ def test_no_figure_is_cut_in_a_narrow_terminal(
 def test_bad_words(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["slow_network.py", "--ranks-per-host", "0"], 2, "--ranks-per-host 0 must be positive"),
+        (["slow_network.py", "--mbits", "nan"], 2, "--mbits nan and --delay-ms 0.0 must be finite"),
+        (["slow_network.py", "--mbits", "inf"], 2, "--mbits inf and --delay-ms 0.0 must be finite"),
+        (["slow_network.py", "--delay-ms", "nan"], 2, "--mbits 1000.0 and --delay-ms nan must be finite"),
+        (["slow_network.py", "--delay-ms", "-1"], 2, "-1.0 ms (not below 0)"),
+        (["slow_network.py", "--hosts", "0"], 2, "0 hosts (1 to 26)"),
+        (["driver.py", "--help"], 0, "What the driver costs the host"),
+    ],
+)
+def test_words_of_benchmarks(words: list[str], status: int, said: str) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / words[0]
+    done = subprocess.run([sys.executable, script, *words[1:]], capture_output=True, text=True, timeout=60)
+    assert done.returncode == status
+    assert said in (done.stderr if status else done.stdout)
+    assert "Traceback" not in done.stderr
 
 
 def test_a_line_is_what_it_says() -> None:
