@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from hvdbridge.bucket import refuse_complex
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.errors import ConfigurationError, RankMismatch, Unsupported
 
@@ -39,19 +40,6 @@ def trainable(model: Module) -> dict[str, Parameter]:
         raise ConfigurationError(f"{type(model).__name__} has no parameter that requires a gradient")
     refuse_complex(params)
     return params
-
-
-def refuse_complex(params: Mapping[str, Tensor]) -> None:
-    """
-    Raises:
-        Unsupported: one of ``params`` is complex, of which no policy knows what to make.
-    """
-    for name, p in params.items():
-        if p.is_complex():
-            raise Unsupported(
-                f"parameter {name!r} is {str(p.dtype).removeprefix('torch.')}: gradients are real numbers. Hold it as "
-                "pairs of these, torch.view_as_real(...), and use torch.view_as_complex() of it in forward."
-            )
 
 
 def describe(model: Module, params: Mapping[str, Tensor], options: Mapping[str, object]) -> list[str]:

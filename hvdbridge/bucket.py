@@ -300,6 +300,19 @@ FIRST_BUCKET_BYTES = 1 << 20
 """A small first bucket starts the first collective early, as in DDP."""
 
 
+def refuse_complex(params: Mapping[str, Tensor]) -> None:
+    """
+    Raises:
+        Unsupported: one of ``params`` is complex, of which no policy knows what to make.
+    """
+    for name, p in params.items():
+        if p.is_complex():
+            raise Unsupported(
+                f"parameter {name!r} is {str(p.dtype).removeprefix('torch.')}: gradients are real numbers. Hold it as "
+                "pairs of these, torch.view_as_real(...), and use torch.view_as_complex() of it in forward."
+            )
+
+
 def cut_layouts(params: Mapping[str, Tensor], bucket_bytes: float) -> list[Layout]:
     """Cut a model, last registered parameter first, into layouts of about ``bucket_bytes``; one dtype and device each.
 

@@ -25,6 +25,29 @@ CLOSE, ANY = 1.125, math.inf
 """A block may be so many times as large as what is asked for, if that is to stay, and if it is soon given back."""
 
 
+def overlaps(tensor: Tensor) -> bool:
+    """Whether elements of it share memory, so that it cannot be written.
+
+    >>> overlaps(torch.ones(1).expand(4)), overlaps(torch.ones(5).as_strided((3, 3), (1, 1)))
+    (True, True)
+    >>> overlaps(torch.ones(4, 6)[::2, 1:3].t()), overlaps(torch.ones(8).as_strided((2, 3), (3, 2)))
+    (False, False)
+    """
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    reach = 0  # of the axes so far, whose steps are shorter
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride <= reach:
+                break
+            reach += stride * (length - 1)
+    else:
+        return False
+    last = sum(stride * (length - 1) for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+    places = torch.arange(last + 1).as_strided(tensor.shape, tensor.stride())
+    return bool(places.unique().numel() < tensor.numel())
+
+
 class Memory:
     """Idle blocks of what one synchronizer holds. For one thread at a time.
 

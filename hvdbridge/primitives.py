@@ -35,6 +35,7 @@ from hvdbridge.driver import Driver, open_driver
 from hvdbridge.errors import CollectiveTimeout, ConfigurationError, Unsupported
 from hvdbridge.flows import Pending
 from hvdbridge.helper.client import Monitor
+from hvdbridge.memory import overlaps
 from hvdbridge.messages import TAGS, Messages, Receipt, open_messages
 
 Steps = Generator[Collective, Tensor, None]
@@ -346,6 +347,10 @@ def _tensor(value: Any, what: str) -> Tensor:
     if value.is_conj() or value.is_neg():
         raise Unsupported(f"{what}: a lazily conjugated tensor has other bits than values. Call .clone() first")
     data = value.detach()
+    if data.is_inference():  # then torch lets no other thread write it
+        with torch.inference_mode(False):
+            where = data.storage_offset(), data.shape, data.stride()
+            data = torch.empty(0, dtype=data.dtype, device=data.device).set_(data.untyped_storage(), *where)
     return torch.view_as_real(data) if data.is_complex() else data
 
 
@@ -362,6 +367,16 @@ def _tensors(values: Any, number: int, like: Tensor, what: str) -> list[Tensor]:
                 f"{list(like.shape)} {like.dtype}"
             )
     return found
+
+
+def _targets(tensors: Sequence[Tensor], what: str) -> None:
+    """Raises ConfigurationError: one cannot be written."""
+    for tensor in tensors:
+        if overlaps(tensor):
+            raise ConfigurationError(
+                f"{what}: elements of a tensor that is written share memory (expanded?): shape {list(tensor.shape)}, "
+                f"strides {list(tensor.stride())}. Call .clone() or .contiguous() first"
+            )
 
 
 def _reduction(op: Any, tensor: Tensor, what: str) -> ReduceOp:
@@ -422,6 +437,8 @@ def broadcast(
     if (found := _member(group, "broadcast")) is None:
         return None
     data, root = _tensor(tensor, "broadcast"), _root(found, src, group_src, "broadcast")
+    if found.rank() != root:
+        _targets([data], "broadcast")
 
     def steps() -> Steps:
         _put(data, (yield Broadcast(data, root)))
@@ -443,6 +460,7 @@ def all_reduce(
         return None
     data = _tensor(tensor, "all_reduce")
     kind = _reduction(op, tensor, "all_reduce")
+    _targets([data], "all_reduce")
 
     def steps() -> Steps:
         answer = yield AllReduce(data, _wire(kind))
@@ -464,6 +482,8 @@ def reduce(
         return None
     data, root = _tensor(tensor, "reduce"), _root(found, dst, group_dst, "reduce")
     kind, mine = _reduction(op, tensor, "reduce"), found.rank() == root
+    if mine:
+        _targets([data], "reduce")
 
     def steps() -> Steps:
         answer = yield AllReduce(data if mine else data.clone(), _wire(kind))
@@ -485,6 +505,7 @@ def all_gather(
         return None
     data = _tensor(tensor, "all_gather")
     targets = _tensors(tensor_list, found.size(), data, "all_gather's tensor_list")
+    _targets(targets, "all_gather's tensor_list")
 
     def steps() -> Steps:
         for target, row in zip(targets, (yield AllGather(data)), strict=True):
@@ -505,6 +526,7 @@ def all_gather_into_tensor(
         return None
     data, target = _tensor(input_tensor, "all_gather_into_tensor"), _tensor(output_tensor, "all_gather_into_tensor")
     _check_whole(target, data, found.size(), "all_gather_into_tensor: output_tensor")
+    _targets([target], "all_gather_into_tensor: output_tensor")
 
     def steps() -> Steps:
         _put(target, (yield AllGather(data)))
@@ -531,6 +553,7 @@ def gather(
     root = _root(found, *_first(found, dst, group_dst), "gather")
     mine = found.rank() == root
     targets = _list_on_root(gather_list, mine, found, data, "gather's gather_list")
+    _targets(targets, "gather's gather_list")
 
     def steps() -> Steps:
         rows = yield AllGather(data)
@@ -559,6 +582,7 @@ def scatter(
     root = _root(found, *_first(found, src, group_src), "scatter")
     mine = found.rank() == root
     parts = _list_on_root(scatter_list, mine, found, data, "scatter's scatter_list")
+    _targets([data], "scatter")
 
     def steps() -> Steps:
         rows = torch.stack(parts) if mine else data.new_empty(found.size(), *data.shape)
@@ -607,6 +631,8 @@ def reduce_scatter_tensor(
 def _reduce_scatter(
     group: Group, target: Tensor, rows: Callable[[], Tensor], kind: ReduceOp, what: str, async_op: bool
 ) -> Handle | None:
+    _targets([target], what)
+
     def steps() -> Steps:
         answer = yield ReduceScatter(rows(), _wire(kind))
         _put(target, _averaged(answer, kind, group.size()))
@@ -634,6 +660,7 @@ def all_to_all(
     targets, parts = lists
     if len({tensor.dtype for tensor in (*targets, *parts)}) > 1:
         raise ConfigurationError("all_to_all: all tensors have one dtype")
+    _targets(targets, "all_to_all's output_tensor_list")
     return _start(found, lambda: _exchange(targets, parts), _label("all_to_all", parts[0], found), async_op)
 
 
@@ -656,6 +683,7 @@ def all_to_all_single(
     data, target = _tensor(input, "all_to_all_single"), _tensor(output, "all_to_all_single")
     if data.dtype != target.dtype:
         raise ConfigurationError(f"all_to_all_single: input is {data.dtype}, output {target.dtype}")
+    _targets([target], "all_to_all_single: output")
     what = _label("all_to_all_single", data, found)
     if input_split_sizes is None and output_split_sizes is None:
         if data.numel() != target.numel() or not data.dim() or data.shape[0] % found.size():
@@ -781,6 +809,7 @@ def irecv(
 
 def _irecv(found: Group, tensor: Tensor, src: int | None, tag: int, group_src: int | None = None) -> _Message:
     data = _tensor(tensor, "recv")
+    _targets([data], "recv")
     source = None if src is None and group_src is None else _root(found, src, group_src, "recv")
     _check_peer(found, source, tag, "receive from")
     whom = "any rank" if source is None else f"rank {found.ranks[source]}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hvdbridge.collectives import Broadcast, Collective
 from hvdbridge.communicators.base import Communicator
+from hvdbridge.errors import Unsupported
 
 
 @torch.no_grad()
@@ -28,9 +29,25 @@ def broadcast_optimizer(optimizer: torch.optim.Optimizer, control: Communicator,
     """Give all ranks rank ``root``'s optimizer state: hyperparameters, moments, step counts.
 
     ``control`` is a host-side communicator. Nothing changes on ``root``, and groups stay the same objects anywhere.
+    An optimizer that shards its state keeps it.
+
+    Raises:
+        Unsupported: on all ranks: ``state_dict()`` of the one on ``root`` raised something.
     """
-    mine = on_host(optimizer.state_dict()) if control.rank == root else {}
-    theirs: Mapping[str, Any] = control.broadcast_object(mine, root)
+    if shards_state(optimizer):
+        return
+    mine: Any = {}
+    problem = None
+    if control.rank == root:
+        try:
+            mine = on_host(optimizer.state_dict())
+        except Exception as error:
+            problem = error
+    said = None if problem is None else f"{type(problem).__name__}: {problem}"
+    theirs, said = control.broadcast_object((mine, said), root)
+    if said is not None:
+        what = f"{type(optimizer).__name__}: its state cannot be copied from rank {root}, whose state_dict() raises"
+        raise Unsupported(f"{what} {said}") from problem
     if control.rank == root:
         return
     groups = list(optimizer.param_groups)
@@ -44,6 +61,11 @@ def broadcast_optimizer(optimizer: torch.optim.Optimizer, control: Communicator,
         group.clear()
         group.update(loaded)
     optimizer.param_groups[:] = groups
+
+
+def shards_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each rank has another part of its state, as under ZeroRedundancyOptimizer."""
+    return hasattr(optimizer, "consolidate_state_dict")
 
 
 def on_host(value: Any) -> Any:

@@ -16,8 +16,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from hvdbridge.agreement import refuse_complex
-from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts, number_blocks
+from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts, number_blocks, refuse_complex
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
 from hvdbridge.errors import CollectiveMismatch, ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec

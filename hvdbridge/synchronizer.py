@@ -22,7 +22,7 @@ from hvdbridge.driver import Driver, drive, open_driver
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
-from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors
+from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors, shards_state
 from hvdbridge.sources import attach
 from hvdbridge.sources.base import Options, usual_bucket_mb, views_pay
 from hvdbridge.sources.hooks import HookSource
@@ -192,10 +192,16 @@ class GradientSynchronizer:
         All ranks enter together. One forward and one backward per step. Unset weights count as 1 here.
 
         Raises:
-            Unsupported: the model has a SyncBatchNorm, whose statistics need a forward of every rank.
+            Unsupported: the model has a SyncBatchNorm, whose statistics need a forward of every rank; or the state of
+                an optimizer is sharded (ZeroRedundancyOptimizer).
         """
         if self._norms:
             raise Unsupported("join() with SyncBatchNorm: a rank without data makes no forward. Give it padding.")
+        if any(map(shards_state, self._optimizers)):
+            raise Unsupported(
+                "join() with an optimizer whose state is sharded: a rank without data makes no step, and nobody else "
+                "has its part. Give it padding."
+            )
         aggregator = self._aggregator
         aggregator.joining = True
         before = self._source.steps

@@ -22,9 +22,9 @@ from torch.nn import Module
 
 from hvdbridge import runtime
 from hvdbridge.aggregator import Aggregator
-from hvdbridge.agreement import refuse_complex, trainable
+from hvdbridge.agreement import trainable
 from hvdbridge.bridges.hook_state import HookState, join_torch
-from hvdbridge.bucket import Layout
+from hvdbridge.bucket import Layout, refuse_complex
 from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec
 from hvdbridge.policy import Policy

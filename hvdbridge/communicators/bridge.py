@@ -113,7 +113,13 @@ class Bridged(Communicator):
             explained = self._explained(request, cause)
             if explained is None:
                 raise
-            raise explained from cause
+            try:
+                with self.watch(request):  # the monitor learns within a second which rank it was, and why
+                    raise cause
+            except HvdbridgeError:
+                raise
+            except self.failures:
+                raise explained from cause
         raise Unsupported(f"{request.kind} is not a collective that communicators know")
 
     def _check(self, request: Collective) -> None:

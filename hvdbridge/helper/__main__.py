@@ -48,7 +48,11 @@ def main() -> None:
         print(json.dumps({"error": str(error)}), flush=True)
         return
     ports = {"port": monitor.getsockname()[1], "pmi_port": pmi.getsockname()[1]}
-    print(json.dumps(ports), flush=True)
+    try:
+        print(json.dumps(ports), flush=True)
+    except BrokenPipeError:  # who started it has ended meanwhile, and its job with it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where Python flushes to, at last
+        return
     become_daemon(settings["debug"])
     asyncio.run(Server(settings, monitor, pmi).run())
 

@@ -71,9 +71,13 @@ class AsyncDataLoaderMixin:
             return
         reader = _Reader(self._iterate(), self.async_loader_queue_size)
         self._readers.append(reader)
-        for batch in reader.batches():
-            yield self._process_batch(batch)
-        self._readers.remove(reader)
+        try:
+            for batch in reader.batches():
+                yield self._process_batch(batch)
+        finally:  # also where the loop that asks for them is left
+            reader.stop()
+            if reader in self._readers:
+                self._readers.remove(reader)
 
 
 class _Reader:
@@ -82,7 +86,7 @@ class _Reader:
     def __init__(self, source: Iterable[Any], ahead: int) -> None:
         self._source = source
         self._queue: Queue[tuple[bool, Any]] = Queue(ahead)  # (is it a batch, the batch or how it ended)
-        self._closed = Event()
+        self._stopped = Event()
         self._thread = Thread(target=self._read, name="hvdbridge-loader", daemon=True)
         self._thread.start()
 
@@ -91,7 +95,7 @@ class _Reader:
         try:
             for batch in self._source:
                 self._queue.put((True, batch))
-                if self._closed.is_set():
+                if self._stopped.is_set():
                     return
         except Exception as error:
             end = error
@@ -107,8 +111,13 @@ class _Reader:
             else:
                 raise value
 
+    def stop(self) -> None:
+        """It reads no further than the batch that it is at, and holds none. Does not wait."""
+        self._stopped.set()
+        with suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+
     def close(self) -> None:
-        self._closed.set()
-        while self._thread.is_alive():  # a put that waits for room ends the thread
-            with suppress(Empty):
-                self._queue.get(timeout=0.05)
+        self.stop()
+        self._thread.join()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge import runtime
+from hvdbridge.memory import overlaps
 from hvdbridge.torch import arithmetic
 from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.exceptions import HorovodInternalError as HorovodInternalError
@@ -440,8 +441,11 @@ def _check_tensors(tensors: Sequence[Tensor], op: str = "") -> None:
 
 def _check_targets(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
-        if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
-            raise ValueError(f"a tensor that is expanded cannot be written in place: shape {list(tensor.shape)}")
+        if overlaps(tensor):
+            raise ValueError(
+                f"a tensor that is expanded, or whose elements share memory, cannot be written in place: shape "
+                f"{list(tensor.shape)}, strides {list(tensor.stride())}"
+            )
 
 
 def allreduce_async(

@@ -41,8 +41,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdbridge import runtime
 from hvdbridge.aggregator import Aggregator, Piece
-from hvdbridge.agreement import refuse_complex
-from hvdbridge.bucket import Bucket
+from hvdbridge.bucket import Bucket, refuse_complex
 from hvdbridge.collectives import AllReduce
 from hvdbridge.driver import Driver, open_driver
 from hvdbridge.errors import CollectiveTimeout, RankFailed

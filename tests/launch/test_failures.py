@@ -22,6 +22,25 @@ NAMED = {
     "sleep": r"rank 1|MPI_Init did not return",
     "leave": r"rank 1|a rank is gone",
 }
+CATCHES = """
+import os, signal
+import jobs, torch
+import hvdbridge as hb
+from hvdbridge.world import World
+rank = World.from_environment().rank
+if rank == 1 and os.fork():  # a launcher ends the others when it sees a rank die, and it sees this one
+    jobs.record(rank, "nothing")
+    jobs.wait_for_records(3)
+    os._exit(3)
+hb.init()
+try:
+    for step in range(100):
+        if rank == 1 and step == 50:
+            os.kill(os.getpid(), signal.SIGKILL)
+        hb.all_reduce(torch.ones(1000))
+except hb.RankFailed as error:
+    jobs.record(rank, str(error))
+"""
 
 
 @dataclass
@@ -136,6 +155,17 @@ def test_a_script_that_ends_while_others_wait(backend: str, kind: str) -> None:
     job = jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "left.py"), kind])
     assert job.status not in (0, -1), job.output
     assert re.search(r"rank 1 \(.*left without hb\.shutdown\(\) while rank 0 waits in ", job.output), job.output
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_who_died_is_named_by_what_the_others_catch(backend: str, tmp_path: Path) -> None:
+    """Not only by the monitor: a library below says that some peer is gone, and a script may go on from there."""
+    script = tmp_path / "catches.py"
+    script.write_text(CATCHES)
+    records = jobs.run(jobs.NATIVE[backend], backend, 3, [str(script)]).records
+    assert records[1] == "nothing"
+    for rank in (0, 2):
+        assert re.search(r"rank 1 \(.*died without a word", records[rank]), records
 
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)

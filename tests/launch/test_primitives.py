@@ -24,7 +24,7 @@ def test_each_is_what_it_means(backend: str, records: dict[str, list[dict[str, s
     for rank in records[backend]:
         for result in rank.values():
             assert "Traceback" not in result, result
-    assert len(records[backend][0]) == 18
+    assert len(records[backend][0]) == 19
     assert records[backend] == [records["torch"][0]] * len(records[backend]), "the same bits on all ranks and backends"
 
 

@@ -19,7 +19,7 @@ ALIKE = [
     "error_feedback_bf16", "step_scope", "average_gradients", "unaggregated_gradients", "unreduced_gradients",
     "sync_batchnorm", "misuse", "static_graph", "default_buckets", "unfrozen_later", "nothing_stays_alive",
     "compiled_names", "join_with_sync_batchnorm", "evaluation_by_one_rank", "sync_batchnorm_of_halves",
-    "complex_parameters",
+    "complex_parameters", "sharded_optimizer",
     "divided_by_ddp", "backward_in_a_closed_block", "channels_last", "after_close",
     "made_anew", "frozen_later", "optimizer_made_before",
 ]  # fmt: skip

@@ -173,7 +173,23 @@ def test_a_loader_that_reads_ahead(size: int) -> None:
     with pytest.raises(OSError, match="disk"):
         next(broken)
     left = Ahead(size, numbers=1000)
-    next(iter(left))
+    held = iter(left)
+    next(held)
     left.close_async_loader()
-    assert not [thread for thread in threading.enumerate() if thread.name == "hvdbridge-loader"]
+    assert not readers()
     loader.close_async_loader()
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hvdbridge-loader"]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_epochs_that_are_left_leave_no_thread(size: int) -> None:
+    loader = Ahead(size, numbers=1000)
+    for _ in range(3):
+        for _ in loader:
+            break
+    for thread in readers():
+        thread.join(timeout=10)
+    assert not readers()

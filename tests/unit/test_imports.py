@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "torch.control": {"errors", "helper", "torch"},
     "torch.arithmetic": {"collectives", "communicators"},
     "torch.operations": {"errors", "mailbox", "collectives", "communicators", "runtime", "torch"},
-    "torch.mpi_ops": {"communicators", "runtime", "torch"},
+    "torch.mpi_ops": {"communicators", "memory", "runtime", "torch"},
     "torch.functions": {"torch"},
 }
 """Top-level part -> what it may import; parts that join others (runtime, synchronizer, cli) are not limited."""

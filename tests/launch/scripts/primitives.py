@@ -417,6 +417,40 @@ def with_a_synchronizer() -> str:
     return "right"
 
 
+def in_inference_mode() -> str:
+    """Tensors made there, which nobody may write outside of it, contiguous and not."""
+    with torch.inference_mode():
+        for turn in (lambda x: x, lambda x: x.t()):
+            everyone = [turn(of(rank, (SIZE, SIZE))) for rank in range(SIZE)]
+            mine = everyone[RANK]
+            for op in (hb.ReduceOp.SUM, hb.ReduceOp.AVG, hb.ReduceOp.MAX):
+                total = turn(of(RANK, (SIZE, SIZE)))
+                hb.all_reduce(total, op)
+                torch.testing.assert_close(total, folded(everyone, op.name).float())
+            copy = turn(torch.empty(SIZE, SIZE))
+            hb.broadcast(copy if RANK else mine, 0)
+            equal(copy if RANK else mine, everyone[0])
+            rows = [turn(torch.empty(SIZE, SIZE)) for _ in range(SIZE)]
+            hb.all_gather(rows, mine)
+            for row, wanted in zip(rows, everyone, strict=True):
+                equal(row, wanted)
+            hb.scatter(copy, everyone if RANK == 0 else None)
+            equal(copy, mine)
+            part = turn(torch.empty(1, SIZE))
+            hb.reduce_scatter(part, [turn(torch.ones(1, SIZE))] * SIZE)
+            equal(part, torch.full_like(part, SIZE))
+            hb.all_to_all(rows, everyone)
+            for row in rows:
+                equal(row, mine)
+            if OTHERS:
+                there, back = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+                sending = hb.isend(mine, there)
+                hb.recv(copy, back)
+                sending.wait()
+                equal(copy, everyone[back])
+    return "right"
+
+
 def misuse() -> str:
     tensor, waves = torch.ones(3), torch.ones(3, dtype=torch.complex64)
     group = hb.new_group([0])
@@ -455,6 +489,13 @@ def misuse() -> str:
         (lambda: hb.P2POp(hb.isend, [1.0], OTHERS[0]), TypeError, "takes a tensor"),
         (lambda: hb.P2POp(hb.isend, tensor, OTHERS[0], group="world"), TypeError, "new_group"),
         (lambda: hb.all_reduce(waves.conj()), TypeError, "clone"),
+        (lambda: hb.all_reduce(torch.ones(1).expand(3)), ValueError, "share memory"),
+        (lambda: hb.all_reduce(torch.ones(5).as_strided((3, 3), (1, 1))), ValueError, "share memory"),
+        (lambda: hb.all_gather([torch.ones(1).expand(3)] * SIZE, tensor), ValueError, "share memory"),
+        (lambda: hb.all_gather_into_tensor(torch.ones(1).expand(3 * SIZE), tensor), ValueError, "share memory"),
+        (lambda: hb.reduce_scatter_tensor(tensor[:1].expand(3), torch.ones(3 * SIZE)), ValueError, "share memory"),
+        (lambda: hb.all_to_all_single(tensor[:1].expand(2 * SIZE), torch.ones(2 * SIZE)), ValueError, "share memory"),
+        (lambda: hb.irecv(torch.ones(1).expand(3), None), ValueError, "share memory"),
         (lambda: hb.all_reduce(waves, hb.ReduceOp.PRODUCT), TypeError, "no meaning for torch.complex64"),
         (lambda: hb.reduce(waves, 0, hb.ReduceOp.MAX), TypeError, "no meaning for torch.complex64"),
         (
@@ -534,7 +575,8 @@ def next_session() -> str:
 
 SCENARIOS = [
     messages, broadcast, all_reduce, reduce, gather_and_scatter, reduce_scatter, all_to_all, asynchronous, groups,
-    from_anyone, ring, timeout, limits, signatures, with_a_synchronizer, misuse, sizes_differ, next_session,
+    from_anyone, ring, timeout, limits, signatures, with_a_synchronizer, in_inference_mode, misuse, sizes_differ,
+    next_session,
 ]  # fmt: skip
 
 results = {}

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from jobs import leave_torch, record
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
 
 PLAIN, COPIES = "plain" in sys.argv, "copies" in sys.argv
@@ -919,6 +920,24 @@ def sync_batchnorm_of_halves() -> str:
     return f"{norm.weight.grad.dtype} {norm.bias.grad.dtype} {digest(norm)}"
 
 
+class Unwilling(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("not now")
+
+
+def sharded_optimizer() -> str:
+    """ZeRO under torch, whose state is on all ranks together, does what a whole optimizer does elsewhere."""
+    model, options = mlp(), {"lr": 0.1, "momentum": 0.9}
+    optimizer = torch.optim.SGD(model.parameters(), **options)
+    if hb.backend() == "torch":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **options)
+    sync = synchronize(model, optimizer)
+    train(sync)
+    if hb.backend() == "torch":
+        expect("Unsupported", sync.join().__enter__)
+    return digest(model) + expect("Unsupported", lambda: synchronize(mlp(), Unwilling(model.parameters(), lr=0.1)))
+
+
 def complex_parameters() -> str:
     model = nn.ParameterDict({"spectrum": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
     return expect("Unsupported", lambda: synchronize(model))
@@ -933,7 +952,7 @@ OWN = [
     broadcast_from_rank_0, weighted, weight_zero_hides_nan, total_weight_zero_skips, nan_travels, error_feedback_bf16,
     step_scope, average_gradients, unaggregated_gradients, unreduced_gradients, sync_batchnorm, misuse,
     unfrozen_later, static_graph, default_buckets, nothing_stays_alive, compiled_names, join_with_sync_batchnorm,
-    sync_batchnorm_of_halves, complex_parameters,
+    sync_batchnorm_of_halves, complex_parameters, sharded_optimizer,
     evaluation_by_one_rank, divided_by_ddp, backward_in_a_closed_block, channels_last, after_close,
     made_anew, frozen_later, optimizer_made_before,
 ]  # fmt: skip
