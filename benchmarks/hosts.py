@@ -9,6 +9,7 @@ SIGTERM, too.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -119,7 +120,7 @@ def hosts(count: int, mbits: float | None = None, delay_ms: float = 0.0) -> Iter
         NoHosts: not root, no iproute2, or a kernel that makes no bridge, namespace or such links.
         ValueError: a number that cannot be.
     """
-    if not 1 <= count <= 26 or (mbits is not None and mbits <= 0) or delay_ms < 0:
+    if not (1 <= count <= 26 and (mbits is None or 0 < mbits < math.inf) and 0 <= delay_ms < math.inf):
         raise ValueError(f"{count} hosts (1 to 26), {mbits} Mbit/s (above 0), {delay_ms} ms (not below 0)")
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NoHosts("hosts of one's own need root and iproute2 (ip, tc), to make network namespaces")
