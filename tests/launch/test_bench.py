@@ -170,39 +170,21 @@ def test_a_wrong_policy_ends_the_job_with_its_reason() -> None:
     assert "int9" in job.output
 
 
-POLICY = """
-import os, torch, hvdbridge as hb
-from dataclasses import dataclass
-@dataclass(frozen=True)
-class Own(hb.Policy):
-    share: float = 1.0
-    def aggregate(self, bucket, state):
-        return hb.Aggregated((yield hb.AllReduce(bucket.weighted().buffer)))
-hb.policies.register("own_of_bench", Own)
-def make(): return torch.nn.Linear(8, 8), lambda net: net(torch.ones(2, 8)).sum()
-def breaks():
-    steps = iter(range(9))
-    def loss(net):
-        if next(steps) == 8 and hb.rank() == 1: raise RuntimeError("bad batch")
-        return net(torch.ones(2, 8)).sum()
-    return torch.nn.Linear(8, 8), loss
-"""
+OWN_POLICY = Path(__file__).parents[1] / "own_policy.py"
 
 
 def test_a_policy_of_ones_own_is_one_that_the_models_file_registers(tmp_path: Path) -> None:
-    own, out = tmp_path / "own_policy.py", tmp_path / "bench.json"
-    own.write_text(POLICY)
-    words = ["bench", "--models", f"{own}:make,small:4", "--policies", "own_of_bench:share=0.75", "mean", "--steps=3"]
+    out = tmp_path / "bench.json"
+    words = ["bench", "--models", f"{OWN_POLICY}:make,small:4", "--steps=3"]
+    words += ["--policies", "own_of_tests:share=0.75", "mean"]
     job = jobs.run("torchrun", "torch", 2, ["-m", "hvdbridge", *words, "--json", str(out)])
     assert job.status == 0, job.output
-    assert [row["policy"] for row in read(out)] == ["own_of_bench:share=0.75", "mean"] * 2
+    assert [row["policy"] for row in read(out)] == ["own_of_tests:share=0.75", "mean"] * 2
 
 
-def test_a_rank_that_breaks_says_so_once(tmp_path: Path) -> None:
+def test_a_rank_that_breaks_says_so_once() -> None:
     """The launcher's SIGTERM meets a rank that waits for others in its exception hook, and says nothing there."""
-    own = tmp_path / "own_policy.py"
-    own.write_text(POLICY)
-    words = ["-m", "hvdbridge", "bench", "--models", f"small:4,{own}:breaks", "--steps", "9", "--policies", "mean"]
+    words = ["-m", "hvdbridge", "bench", "--models", f"small:4,{OWN_POLICY}:breaks", "--steps=9", "--policies", "mean"]
     job = jobs.run("torchrun", "torch", 2, words)
     assert job.status != 0
     assert "RuntimeError: bad batch" in job.output

@@ -76,32 +76,18 @@ def test_every_parameter_of_a_layer_list_has_a_gradient_of_its_own_in_every_step
             assert torch.linalg.matrix_rank(one.flatten(1)[:8, :8]) > 4
 
 
-OWN_POLICY = """
-from dataclasses import dataclass
-import torch, hvdbridge as hb
-@dataclass(frozen=True)
-class Own(hb.Policy):
-    share: float = 1.0
-    def aggregate(self, bucket, state):
-        return hb.Aggregated((yield hb.AllReduce(bucket.weighted().buffer)))
-hb.policies.register("{name}", Own)
-def make(): return torch.nn.Linear(3, 2), lambda net: net(torch.ones(3)).sum()
-"""
-
-
-def test_a_models_file_has_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_models_file_has_a_policy(capsys: pytest.CaptureFixture[str]) -> None:
     """It is imported where ours are not enough, once; a slip of the pen is one after that, too."""
-    path = tmp_path / "own_policy.py"
-    path.write_text(OWN_POLICY.format(name="own_of_a_file"))
-    checks.check_policies(["mean", "own_of_a_file:share=0.5"], ["small", f"{path}:make"])
-    with pytest.raises(ConfigurationError, match="Did you mean 'own_of_a_file'"):
-        checks.check_policies(["own_of_a_fil"], [f"{path}:make"])
+    path = Path(__file__).parents[1] / "own_policy.py"
+    checks.check_policies(["mean", "own_of_tests:share=0.5"], ["small", f"{path}:make"])
+    with pytest.raises(ConfigurationError, match="Did you mean 'own_of_tests'"):
+        checks.check_policies(["own_of_test"], [f"{path}:make"])
     words = ["plan", "--gbits", "1", "--ranks", "2", "--model", f"{path}:make", "--policies"]
-    assert main([*words, "own_of_a_file", "mean"]) == 0
-    assert "own_of_a_file" in capsys.readouterr().out
-    assert main([*words, "own_of_a_fil"]) == 2
+    assert main([*words, "own_of_tests", "mean"]) == 0
+    assert "own_of_tests" in capsys.readouterr().out
+    assert main([*words, "own_of_test"]) == 2
     printed = capsys.readouterr()
-    assert "Did you mean 'own_of_a_file'" in printed.err
+    assert "Did you mean 'own_of_tests'" in printed.err
     assert "arithmetic of" not in printed.err
 
 
@@ -293,9 +279,10 @@ def test_arithmetic_grows_with_the_answer_that_it_follows() -> None:
 
 
 def test_noise_is_not_multiplied_by_the_ranks() -> None:
-    """What a policy codes does not depend on their number, what it decodes of a sparse gather does."""
+    """What a policy codes does not depend on their number, what it decodes of a sparse gather does: of a quarter, by
+    milliseconds; of a hundredth it is less than what one measurement is off by."""
     params = {"w": (1000, 1000)}
-    for spec, grows in (("bf16", False), ("powersgd:rank=4", False), ("topk:ratio=0.01", True)):
+    for spec, grows in (("bf16", False), ("powersgd:rank=4", False), ("topk:ratio=0.25", True)):
         measured = measure_arithmetic(from_spec(spec), params, repeats=1)
         job = Planner(params, 0.0, 0.0, Network.given(1e-6, 1e9))
         few, many = (job.predict(spec, from_spec(spec), ranks, measured).compression for ranks in (64, 100_000))
@@ -799,9 +786,9 @@ def test_bad_words(words: list[str], error: str, capsys: pytest.CaptureFixture[s
     ("words", "status", "said"),
     [
         (["slow_network.py", "--ranks-per-host", "0"], 2, "--ranks-per-host 0 must be positive"),
-        (["slow_network.py", "--mbits", "nan"], 2, "--mbits nan and --delay-ms 0.0 must be finite"),
-        (["slow_network.py", "--mbits", "inf"], 2, "--mbits inf and --delay-ms 0.0 must be finite"),
-        (["slow_network.py", "--delay-ms", "nan"], 2, "--mbits 1000.0 and --delay-ms nan must be finite"),
+        (["slow_network.py", "--mbits", "nan"], 2, "nan Mbit/s (above 0)"),
+        (["slow_network.py", "--mbits", "inf"], 2, "inf Mbit/s (above 0)"),
+        (["slow_network.py", "--delay-ms", "nan"], 2, "nan ms (not below 0)"),
         (["slow_network.py", "--delay-ms", "-1"], 2, "-1.0 ms (not below 0)"),
         (["slow_network.py", "--hosts", "0"], 2, "0 hosts (1 to 26)"),
         (["driver.py", "--help"], 0, "What the driver costs the host"),
