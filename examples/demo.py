@@ -4,17 +4,19 @@
 
     python examples/demo.py [--quick] [--markdown FILE]
 
-Ends with a table and status 0 if, for each policy, all nine jobs end with the same parameters, bit for bit, and
-those of `mean` are the ones of plain DistributedDataParallel (plain_ddp.py). On two ranks they must be: a sum of
-two numbers does not depend on who adds them.
+Each of the nine cells (launcher x backend) is one job that trains once with each policy; plain_ddp.py is the tenth job.
+Ends with a table and status 0 if, for each policy, all nine cells end with the same parameters, bit for bit, and
+those of `mean` are the ones of plain DistributedDataParallel. On two ranks they must be: a sum of two numbers does not
+depend on who adds them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,20 @@ PLAIN = ("torchrun", "plain DDP", "mean")
 COLUMNS = ("launcher", "backend", "policy", "accuracy", "ms per step", "bytes per step", "digest")
 
 Cell = tuple[str, str, str]  # launcher, backend, policy
+Results = dict[Cell, dict[str, Any]]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one epoch instead of eight")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there, too")
-    args = parser.parse_args()
+    parser.add_argument("--metrics", type=Path, help=argparse.SUPPRESS)  # in a cell's ranks
+    args, options = parser.parse_known_args()
+    if args.metrics:
+        train_one_cell(args.metrics, options)
+        return 0
+    if options:
+        parser.error(f"unrecognized arguments: {' '.join(options)}")
 
     console = Console()
     if not console.is_terminal:
@@ -56,41 +65,54 @@ def main() -> int:
         console.print(problem, style="red", markup=False, highlight=False)
     if not problems:
         console.print("Every policy: nine equal digests. mean: equal to plain DistributedDataParallel.", style="green")
-    console.print(f"{len(results)} jobs in {time.monotonic() - started:.0f} s")
+    console.print(f"{len(results)} trainings in {time.monotonic() - started:.0f} s")
     return 1 if problems else 0
 
 
-def train_all(console: Console, length: list[str]) -> tuple[dict[Cell, dict[str, Any]], list[str]]:
+def train_one_cell(metrics: Path, options: Sequence[str]) -> None:
+    """In each rank of a cell: train once with each policy."""
+    import train
+
+    import hvdbridge as hb
+
+    hb.init()
+    results = {policy: train.run(train.arguments([*options, *words])) for policy, words in POLICIES.items()}
+    if hb.rank() == 0:
+        metrics.write_text(json.dumps(results))
+    hb.shutdown()
+
+
+def train_all(console: Console, length: list[str]) -> tuple[Results, list[str]]:
     """Run all jobs, one after the other; what they measured, and which failed."""
-    cells: list[Cell] = [PLAIN]
-    cells += [(launcher, backend, policy) for policy in POLICIES for launcher in LAUNCHERS for backend in BACKENDS]
-    results: dict[Cell, dict[str, Any]] = {}
+    plain, *_ = PLAIN
+    jobs: list[tuple[str, str | None, str]] = [(plain, None, "plain_ddp.py")]
+    jobs += [(launcher, backend, "demo.py") for launcher in LAUNCHERS for backend in BACKENDS]
+    results: Results = {}
     failures = []
-    columns = (TextColumn("{task.description:42}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(cells))
-        for number, cell in enumerate(cells, start=1):
-            launcher, backend, policy = cell
-            bar.update(task, description=" x ".join(cell))
+        task = bar.add_task("", total=len(jobs))
+        for number, (launcher, backend, script) in enumerate(jobs, start=1):
+            name = f"{launcher} x {backend or PLAIN[1]}"
+            bar.update(task, description=name)
             started = time.monotonic()
             try:
-                if cell == PLAIN:
-                    results[cell] = run(launcher, None, EXAMPLES / "plain_ddp.py", length)
-                else:
-                    results[cell] = run(launcher, backend, EXAMPLES / "train.py", length + POLICIES[policy])
-                outcome = results[cell]["digest"][:12]
+                found = run(launcher, backend, EXAMPLES / script, length)
+                trained = found if backend else {PLAIN[2]: found}
+                results |= {(launcher, backend or PLAIN[1], policy): result for policy, result in trained.items()}
+                outcome = " ".join(result["digest"][:12] for result in trained.values())
             except JobFailed as error:
-                failures.append(f"{' x '.join(cell)} failed")
+                failures.append(f"{name} failed")
                 outcome = "failed"
                 console.print(str(error), style="red", markup=False, highlight=False)
             bar.advance(task)
             if not console.is_terminal:
                 seconds = time.monotonic() - started
-                print(f"[{number:2}/{len(cells)}] {' x '.join(cell):42} {outcome:12} {seconds:5.1f} s", flush=True)
+                print(f"[{number:2}/{len(jobs)}] {name:24} {outcome:38} {seconds:5.1f} s", flush=True)
     return results, failures
 
 
-def differences(results: dict[Cell, dict[str, Any]]) -> list[str]:
+def differences(results: Results) -> list[str]:
     """One line for each policy whose digests are not all equal."""
     lines = []
     for policy in POLICIES:
@@ -104,7 +126,7 @@ def differences(results: dict[Cell, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def rows(results: dict[Cell, dict[str, Any]]) -> Iterable[list[str]]:
+def rows(results: Results) -> Iterable[list[str]]:
     for (launcher, backend, policy), result in results.items():
         yield [
             launcher, backend, policy, f"{result['accuracy']:.1%}", f"{1000 * result['step_seconds']:.2f}",
@@ -112,7 +134,7 @@ def rows(results: dict[Cell, dict[str, Any]]) -> Iterable[list[str]]:
         ]  # fmt: skip
 
 
-def as_table(results: dict[Cell, dict[str, Any]]) -> Table:
+def as_table(results: Results) -> Table:
     table = Table(*COLUMNS, box=box.SIMPLE_HEAD, title="train.py on two ranks")
     for column in table.columns[3:6]:
         column.justify = "right"
@@ -121,7 +143,7 @@ def as_table(results: dict[Cell, dict[str, Any]]) -> Table:
     return table
 
 
-def as_markdown(results: dict[Cell, dict[str, Any]]) -> str:
+def as_markdown(results: Results) -> str:
     lines = [COLUMNS, ("---", "---", "---", "--:", "--:", "--:", "---"), *rows(results)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

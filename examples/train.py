@@ -57,6 +57,12 @@ Samples = data.Images | data.Text
 def main() -> None:
     args = arguments()
     hb.init()
+    run(args)
+    hb.shutdown()
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Train as the arguments say, in the session that is open; returns the results on rank 0, nothing elsewhere."""
     train, test = (part.to(hb.device()) for part in data.load(args.data, args.data_dir))
     net, optimizer = build(args, train, hb.device())
     start, saved = resume(args, net, optimizer)
@@ -90,10 +96,12 @@ def main() -> None:
             log.epoch(epoch, accuracy(model, test))
     if start == total:  # resumed after its end
         log.accuracy = accuracy(model, test)
+    result: dict[str, Any] = {}
     if hb.rank() == 0:
         sent = int(sync.stats()["bytes_sent"])
-        report(log, net, args.metrics, bytes_sent=sent, backend=hb.backend(), launcher=hb.launcher())
-    hb.shutdown()
+        result = report(log, net, args.metrics, bytes_sent=sent, backend=hb.backend(), launcher=hb.launcher())
+    sync.close()
+    return result
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -258,9 +266,9 @@ class Log:
         self.clock = time.perf_counter()
 
 
-def report(log: Log, net: nn.Module, path: Path | None, **more: Any) -> None:
-    """Print what the run came to, and write it to ``path``."""
-    result = {
+def report(log: Log, net: nn.Module, path: Path | None, **more: Any) -> dict[str, Any]:
+    """Print what the run came to, write it to ``path``, and return it."""
+    result = more | {
         "accuracy": log.accuracy,
         "step_seconds": statistics.median(log.seconds) if log.seconds else None,
         "steps": log.total,
@@ -269,7 +277,8 @@ def report(log: Log, net: nn.Module, path: Path | None, **more: Any) -> None:
     }
     print(f"accuracy {result['accuracy']:.1%}  digest {result['digest'][:12]}", flush=True)
     if path:
-        path.write_text(json.dumps(result | more, indent=1))
+        path.write_text(json.dumps(result, indent=1))
+    return result
 
 
 if __name__ == "__main__":
