@@ -14,10 +14,10 @@ PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-ch
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types parity convergence bench docs ci clean
+.PHONY: help install demo test quick test-recipes lint types parity convergence bench docs ci clean
 
 help:
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 install: $(STAMP)  ## build .venv: torch, mpi4py with MPICH, Horovod, the test tools
 
@@ -33,10 +33,22 @@ demo: $(STAMP)  ## the main job: 3 launchers x 3 backends x 3 policies, a table,
 	@$(BIN)/python examples/demo.py
 
 # Tests use no GPU; benchmarks/cuda_check.py does
-test: export CUDA_VISIBLE_DEVICES :=
+test quick test-recipes: export CUDA_VISIBLE_DEVICES :=
+PYTEST := $(BIN)/python -m pytest -q
+JOBS   := tests/conformance tests/launch
+
 test: $(STAMP)  ## all tests and doctests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto hvdbridge tests/unit tests/policies  # one process each
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/conformance tests/launch  # jobs: two at a time, most wait
+	@OMP_NUM_THREADS=1 $(PYTEST) -n auto hvdbridge tests/unit tests/policies  # one process each
+	@$(PYTEST) -n 2 --dist loadgroup -m "not waits and not recipes" $(JOBS)  # jobs that compute: two at a time
+	@$(PYTEST) -n 4 --dist loadgroup -m waits $(JOBS)  # jobs that mostly wait
+
+quick: $(STAMP)  ## before each commit: the quick tests of units and policies, one cell of each backend
+	@OMP_NUM_THREADS=1 $(PYTEST) -n auto -m "not slow" hvdbridge tests/unit tests/policies
+	@$(PYTEST) tests/launch/test_cells.py -k "test_cell and (torchrun-torch or horovodrun-horovod or mpiexec-mpi)"
+
+test-recipes: $(STAMP)  ## the recipes of docs/migrate.md, with Lightning, Accelerate and Ray (hundreds of MB)
+	@$(PIP) -e '.[recipes]'
+	@$(PYTEST) -m recipes tests/launch
 
 lint: $(STAMP)  ## ruff
 	@$(BIN)/ruff check .

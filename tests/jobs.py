@@ -1,9 +1,17 @@
-"""Starts a real job (launcher x backend x number of ranks) and brings back what each rank recorded."""
+"""Runs a job of real processes (launcher x backend x number of ranks) and returns what each rank recorded.
+
+The launchers are ``torchrun``, ``horovodrun``, ``mpiexec``, None (one process, ``python script.py``), and ``fork``: the
+ranks come from the fork server (``forkserver.py``) and find each other by ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``.
+A test that is not about launching takes ``fork``, which costs no imports.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -14,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import forkserver
 import psutil
 
 BIN = Path(sys.executable).parent
@@ -21,6 +30,8 @@ LAUNCHERS = ("torchrun", "horovodrun", "mpiexec")
 BACKENDS = ("torch", "horovod", "mpi")
 CELLS = [(launcher, backend) for launcher in LAUNCHERS for backend in BACKENDS]
 NATIVE = {"torch": "torchrun", "horovod": "horovodrun", "mpi": "mpiexec"}
+SERVERS = "JOBS_FORK_SERVERS"
+"""The variable with the fork servers' folder and the process whose end they wait for; set by ``session``."""
 
 
 @dataclass
@@ -63,6 +74,24 @@ def environment(backend: str | None = None, **extra: str) -> dict[str, str]:
     return env | extra
 
 
+def session() -> None:
+    """Make this process, and the test workers that it starts, use fork servers that end when it ends."""
+    os.environ[SERVERS] = f"{os.getpid()} {tempfile.mkdtemp(prefix='hvdbridge-fork-')}"
+
+
+def folder() -> Path:
+    """A folder of this test session, for all its workers."""
+    return Path(os.environ[SERVERS].split(" ", 1)[1])
+
+
+def bare(size: int) -> list[dict[str, str]]:
+    """The variables of ``size`` ranks on this host that no launcher starts."""
+    from hvdbridge.rendezvous.network import free_port
+
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    return [job | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)} for rank in range(size)]
+
+
 def run(
     launcher: str | None,
     backend: str | None,
@@ -72,25 +101,56 @@ def run(
     env: Mapping[str, str] | None = None,
 ) -> Job:
     """Run ``argv`` (script and arguments) on ``size`` ranks; ends only processes that it started itself."""
-    with tempfile.TemporaryDirectory(prefix="hvdbridge-job-") as out, tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryDirectory(prefix="hvdbridge-job-") as out:
+        log, files = Path(out) / "log", [Path(out) / f"{rank}.json" for rank in range(size)]
         started = time.monotonic()
-        process = subprocess.Popen(
-            command(launcher, size, argv),
-            env=environment(backend, JOB_RECORDS=out, **(env or {})),
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout)
+        environ = environment(backend, JOB_RECORDS=out, **(env or {}))
+        status, left = (_fork if launcher == "fork" else _launch)(launcher, size, argv, environ, log, timeout)
         seconds = time.monotonic() - started
-        status = process.returncode if process.returncode is not None else -1
         _end(out)
-        process.wait()
-        log.seek(0)
-        output = log.read()
-        if status == -1:
+        output = log.read_text(errors="replace") if log.exists() else ""
+        if status is None:
             output += f"\n[the job was ended after its limit of {timeout:.0f} s]"
-        files = [Path(out) / f"{rank}.json" for rank in range(size)]
-        return Job(status, seconds, output, [json.loads(f.read_text()) if f.exists() else None for f in files])
+        assert not left, f"processes that ranks left: {left}\n{output[-4000:]}"
+        records = [json.loads(file.read_text()) if file.exists() else None for file in files]
+        return Job(-1 if status is None else status, seconds, output, records)
+
+
+def once(launcher: str | None, backend: str | None, size: int, argv: Sequence[str], timeout: float = 60.0) -> Job:
+    """:func:`run`, but a second call in this test session, in whichever worker, takes the first one's result."""
+    name = hashlib.sha256(repr((launcher, backend, size, list(argv))).encode()).hexdigest()
+    place = folder() / name
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            place.write_bytes(pickle.dumps(run(launcher, backend, size, argv, timeout)))
+    return pickle.loads(place.read_bytes())
+
+
+def _fork(
+    _: str | None, size: int, argv: Sequence[str], env: Mapping[str, str], log: Path, timeout: float
+) -> tuple[int | None, list[str]]:
+    forkserver.start(folder(), int(os.environ[SERVERS].split()[0]))
+    return forkserver.run(folder(), argv, [{**env, **rank} for rank in bare(size)], log, timeout)
+
+
+def _launch(
+    launcher: str | None, size: int, argv: Sequence[str], env: Mapping[str, str], log: Path, timeout: float
+) -> tuple[int | None, list[str]]:
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command(launcher, size, argv), env=env,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout)
+    status = process.returncode
+    deadline = time.monotonic() + forkserver.GRACE_SECONDS
+    while status is not None and (left := _of_job(env["JOB_RECORDS"])) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _end(env["JOB_RECORDS"])
+    process.wait()
+    return status, [str(process.info["cmdline"]) for process in left] if status == 0 else []
 
 
 def record(rank: int, value: Any) -> None:
@@ -132,7 +192,7 @@ def leave_torch() -> NoReturn:
 def _end(records: str) -> None:
     """End what is left of the job that writes there, also what its launcher has lost track of."""
     for _ in range(10):
-        if not (left := [process for process in psutil.process_iter() if _of_job(process, records)]):
+        if not (left := _of_job(records)):
             return
         for process in left:
             with suppress(psutil.Error):
@@ -140,8 +200,11 @@ def _end(records: str) -> None:
         psutil.wait_procs(left, timeout=1)  # what one of them started meanwhile is found in the next round
 
 
-def _of_job(process: psutil.Process, records: str) -> bool:
-    with suppress(psutil.Error):  # it has ended, or is not ours to ask
-        ours = process.environ().get("JOB_RECORDS") == records
-        return ours and not any(argument.startswith("hvdbridge.helper") for argument in process.cmdline())  # by itself
-    return False
+def _of_job(records: str) -> list[psutil.Process]:
+    """The processes of the job that writes there, but for its helper, which ends by itself."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):  # None: it has ended, or is not ours to ask
+        ours = (process.info["environ"] or {}).get("JOB_RECORDS") == records
+        if ours and not any(argument.startswith("hvdbridge.helper") for argument in process.info["cmdline"] or ()):
+            found.append(process)
+    return found

@@ -1,4 +1,4 @@
-"""How each backend's own library is started and used without hvdbridge: all that the suite must know of a backend."""
+"""How each backend's own library is used without hvdbridge: all that the suite must know of a backend."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from jobs import leave_torch
 from torch import Tensor
+
+import hvdbridge as hb
 
 
 class Torch:
@@ -35,15 +37,14 @@ class Torch:
 
 class Horovod:
     def start(self) -> None:
-        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # else Horovod makes no groups after its start
         os.environ["HOROVOD_CYCLE_TIME"] = "0.1"  # milliseconds; only for speed
+        hb.init()  # no launcher of Horovod's is there
         import horovod.torch as hvd
 
         self.hvd = hvd
-        hvd.init()
 
     def stop(self) -> None:
-        self.hvd.shutdown()
+        hb.shutdown()
 
     def size(self) -> int:
         return int(self.hvd.size())
@@ -59,12 +60,13 @@ class Horovod:
 
 class Mpi:
     def start(self) -> None:
+        hb.init()  # before mpi4py.MPI: it gives MPI the address at which ranks meet
         from mpi4py import MPI
 
         self.MPI = MPI
 
     def stop(self) -> None:
-        pass
+        hb.shutdown()
 
     def size(self) -> int:
         return int(self.MPI.COMM_WORLD.size)

@@ -80,7 +80,7 @@ class CommunicatorSuite:
     # -- each collective, each dtype, each shape and layout ----------------------------------------------
 
     def test_all_reduce(self) -> None:
-        for dtype, shape, layout in cases():
+        for dtype, shape, layout in cases(self.size):
             for op in ops(dtype, layout):
                 inputs = [brought(r, dtype, shape, layout) for r in range(self.size)]
                 answer = self.comm.execute(AllReduce(brought(self.rank, dtype, shape, layout), op))
@@ -89,19 +89,19 @@ class CommunicatorSuite:
                 self.same_everywhere(answer, what)
 
     def test_all_gather(self) -> None:
-        for dtype, shape, layout in cases():
+        for dtype, shape, layout in cases(self.size):
             answer = self.comm.execute(AllGather(brought(self.rank, dtype, shape, layout)))
             expected = torch.stack([brought(r, dtype, shape, layout) for r in range(self.size)])
             self.expect(difference(answer, expected, 0.0), f"AllGather {dtype} {shape} {layout}")
 
     def test_all_to_all(self) -> None:
-        for dtype, shape, layout in cases(self.size):
+        for dtype, shape, layout in cases(self.size, self.size):
             answer = self.comm.execute(AllToAll(brought(self.rank, dtype, shape, layout)))
             expected = torch.stack([brought(r, dtype, shape, layout)[self.rank] for r in range(self.size)])
             self.expect(difference(answer, expected, 0.0), f"AllToAll {dtype} {shape} {layout}")
 
     def test_reduce_scatter(self) -> None:
-        for dtype, shape, layout in cases(self.size):
+        for dtype, shape, layout in cases(self.size, self.size):
             for op in ops(dtype, layout):
                 inputs = [brought(r, dtype, shape, layout)[self.rank] for r in range(self.size)]
                 answer = self.comm.execute(ReduceScatter(brought(self.rank, dtype, shape, layout), op))
@@ -109,7 +109,7 @@ class CommunicatorSuite:
 
     def test_broadcast(self) -> None:
         root = self.size - 1
-        for dtype, shape, layout in cases():
+        for dtype, shape, layout in cases(self.size):
             answer = self.comm.execute(Broadcast(brought(self.rank, dtype, shape, layout), root))
             self.expect(difference(answer, brought(root, dtype, shape, layout), 0.0), f"{dtype} {shape} {layout}")
         for root in range(self.size):

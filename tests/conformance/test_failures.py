@@ -5,6 +5,8 @@ from pathlib import Path
 import jobs
 import pytest
 
+pytestmark = pytest.mark.waits
+
 # MPI is missing: it tells nobody of a silent rank, and its launcher ends the ranks of a dead one.
 CASES = [
     ("torch", "sleeps", "AllReduce", "CollectiveTimeout"),

@@ -1,4 +1,4 @@
-"""A user's own policy: in one process, and on every backend by its own launcher."""
+"""A user's own policy: in one process, and on every backend."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_its_code_is_short() -> None:
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_it_runs_on(backend: str) -> None:
-    job = jobs.run(jobs.NATIVE[backend], backend, 2, [str(EXAMPLE)])
+    job = jobs.run("fork", backend, 2, [str(EXAMPLE)])
     assert job.status == 0, job.output
     assert f"2 ranks on {backend}" in job.output

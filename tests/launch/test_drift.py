@@ -7,7 +7,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-SCRIPT = Path(__file__).parent / "scripts" / "drift.py"
+SCRIPT = str(Path(__file__).parent / "scripts" / "drift.py")
 NAMES = [
     "noop", "local_sgd:every=2", "local_sgd(every=3, inner=ef(bf16))", "post_local_sgd:start=2,every=2,group=none",
     "post_local_sgd:start=1,every=2", "diloco:every=2,lr=0.7,momentum=0.9", "diloco(every=2, inner=bf16)", "delayed",
@@ -18,16 +18,17 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=jobs.BACKENDS)
-def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    return jobs.run(jobs.NATIVE[request.param], request.param, 2, [str(SCRIPT)], timeout=60).check().records
+def found(backend: str) -> list[dict[str, str]]:
+    return jobs.once("fork", backend, 2, [SCRIPT]).check().records
 
 
-def test_every_scenario_is_asked_for(found: list[dict[str, str]]) -> None:
-    assert [set(rank) for rank in found] == [set(NAMES)] * 2
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_every_scenario_is_asked_for(backend: str) -> None:
+    assert [set(rank) for rank in found(backend)] == [set(NAMES)] * 2
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_like_one_process(name: str, found: list[dict[str, str]]) -> None:
-    for rank, results in enumerate(found):
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_like_one_process(name: str, backend: str) -> None:
+    for rank, results in enumerate(found(backend)):
         assert results.get(name) == "ok", f"rank {rank}:\n{results.get(name)}"

@@ -6,12 +6,13 @@ import ast
 import os
 import socket
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jobs
 import pytest
+
+pytestmark = pytest.mark.waits
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "horovod_style_elastic.py")
 SAMPLES, BATCH, COMMIT_EVERY, KILL_AT = 96, 4, 2, 3
@@ -70,14 +71,13 @@ def judge(job: jobs.Job, notes: Path, left_at_start: int, size: int = 2) -> None
     assert [r["resets"] for r in job.records if r is not None] == [[size]] * size
 
 
-@cache
-def undisturbed(folder: Path) -> Any:
-    return torchrun("torch", folder).check().records[0]["weights"]
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return undisturbed(tmp_path_factory.mktemp("undisturbed"))
+@pytest.fixture
+def weights() -> Any:
+    """What a run without a fault ends with."""
+    notes = jobs.folder() / "undisturbed"
+    notes.mkdir(exist_ok=True)
+    argv = ["-m", "hvdbridge.run", SCRIPT, f"--notes={notes}"]
+    return jobs.once("fork", "torch", 2, argv, timeout=120).check().records[0]["weights"]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import jobs
 import pytest
+
+pytestmark = pytest.mark.waits
 
 SCRIPTS = Path(__file__).parent / "scripts"
 FAULT, NONSENSE = str(SCRIPTS / "fault.py"), str(SCRIPTS / "nonsense.py")
@@ -47,7 +48,6 @@ except hb.RankFailed as error:
 class Ended:
     """What is to be judged of one job."""
 
-    name: str
     job: jobs.Job
     left: list[str]
 
@@ -63,7 +63,7 @@ def fault(when: str, kind: str, launcher: str, backend: str, culprit: int = 1) -
     deadline = time.monotonic() + 10
     while (left := processes(mark) + segments(started)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return Ended(f"{when} {kind} {launcher}/{backend}", job, left)
+    return Ended(job, left)
 
 
 def processes(mark: str) -> list[str]:
@@ -94,65 +94,58 @@ def segments(since: float) -> list[str]:
     return sorted(found)
 
 
-def judge(ended: list[Ended], named: str) -> None:
-    wrong = []
-    for each in ended:
-        if each.job.status in (0, -1):
-            wrong.append(f"{each.name}: status {each.job.status} after {each.job.seconds:.1f} s")
-        if not re.search(named, each.job.output):
-            wrong.append(f"{each.name}: the cause is not named:\n{each.job.output[-3000:]}")
-        if each.left:
-            wrong.append(f"{each.name}: left behind: {each.left}")
-    assert not wrong, "\n".join(wrong)
+def judge(ended: Ended, named: str) -> None:
+    assert ended.job.status not in (0, -1), f"status {ended.job.status} after {ended.job.seconds:.1f} s"
+    assert re.search(named, ended.job.output), f"the cause is not named:\n{ended.job.output[-3000:]}"
+    assert not ended.left, f"left behind: {ended.left}"
 
 
-def several(work: list[tuple[str, ...]]) -> list[Ended]:
-    """Three at a time: most of a job's time is waiting."""
-    with ThreadPoolExecutor(3) as pool:
-        return list(pool.map(lambda words: fault(*words), work))
+def square(offset: int = 0) -> list[tuple[str, str, str]]:
+    """A Latin square: each launcher and each backend meets each kind of fault, and the four kinds cover all cells."""
+    kinds = list(enumerate(KINDS))
+    return [(kind, *jobs.CELLS[3 * row + (row + n + offset) % 3]) for n, kind in kinds for row in range(3)]
 
 
-@pytest.mark.parametrize("launcher", jobs.LAUNCHERS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_in_a_collective(kind: str, launcher: str) -> None:
-    judge(several([("collective", kind, launcher, backend) for backend in jobs.BACKENDS]), NAMED[kind])
+@pytest.mark.parametrize(("kind", "launcher", "backend"), square())
+def test_in_a_collective(kind: str, launcher: str, backend: str) -> None:
+    judge(fault("collective", kind, launcher, backend), NAMED[kind])
 
 
-@pytest.mark.parametrize("when", ["before", "start"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_before_and_during_the_start(kind: str, when: str) -> None:
-    """Each launcher and each backend meets each kind of fault at one of the two times, or at both."""
-    offset = KINDS.index(kind) + 2 * (when == "start")
-    cells = [jobs.CELLS[3 * row + (row + offset) % 3] for row in range(3)]
-    judge(several([(when, kind, *cell) for cell in cells]), NAMED[kind])
+@pytest.mark.parametrize(("number", "kind", "launcher", "backend"), [(n, *cell) for n, cell in enumerate(square(1))])
+def test_before_and_during_the_start(number: int, kind: str, launcher: str, backend: str) -> None:
+    """Cells in turns before and during the start, so that each kind, launcher and backend meets both."""
+    judge(fault(("before", "start")[number % 2], kind, launcher, backend), NAMED[kind])
 
 
-def test_in_mpi_init_when_a_segment_has_just_been_made() -> None:
-    judge(several([("init", "kill", "mpiexec", "mpi")] * 3), NAMED["kill"])
+@pytest.mark.parametrize("attempt", range(3))
+def test_in_mpi_init_when_a_segment_has_just_been_made(attempt: int) -> None:
+    judge(fault("init", "kill", "mpiexec", "mpi"), NAMED["kill"])
 
 
-@pytest.mark.parametrize("kind", ["raise", "kill"])
-def test_rank_0_which_started_the_servers(kind: str) -> None:
-    cells = [("torchrun", "mpi"), ("horovodrun", "torch"), ("mpiexec", "horovod")]
-    with ThreadPoolExecutor(3) as pool:
-        ended = list(pool.map(lambda cell: fault("collective", kind, *cell, culprit=0), cells))
-    judge(ended, NAMED[kind].replace("rank 1", "rank 0"))
+@pytest.mark.parametrize(
+    ("kind", "launcher", "backend"),
+    [("raise", "torchrun", "mpi"), ("raise", "mpiexec", "horovod"), ("kill", "torchrun", "mpi"),
+     ("kill", "horovodrun", "torch")],
+)  # fmt: skip
+def test_rank_0_which_started_the_servers(kind: str, launcher: str, backend: str) -> None:
+    judge(fault("collective", kind, launcher, backend, culprit=0), NAMED[kind].replace("rank 1", "rank 0"))
 
 
-def test_shutdown_in_a_finally_does_not_hide_the_error() -> None:
-    judge(several([("collective", "finally", "mpiexec", backend) for backend in jobs.BACKENDS]), NAMED["raise"])
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_shutdown_in_a_finally_does_not_hide_the_error(backend: str) -> None:
+    judge(fault("collective", "finally", "mpiexec", backend), NAMED["raise"])
 
 
 def test_sys_exit_has_its_own_status() -> None:
     ended = fault("collective", "exit", "mpiexec", "mpi")
-    judge([ended], r"rank 1 .*left with sys.exit\(3\)")
+    judge(ended, r"rank 1 .*left with sys.exit\(3\)")
     assert ended.job.status == 3
 
 
 @pytest.mark.parametrize("kind", ["barrier", "backward", "forward"])
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_a_script_that_ends_while_others_wait(backend: str, kind: str) -> None:
-    job = jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "left.py"), kind])
+    job = jobs.run("fork", backend, 2, [str(SCRIPTS / "left.py"), kind])
     assert job.status not in (0, -1), job.output
     assert re.search(r"rank 1 \(.*left without hb\.shutdown\(\) while rank 0 waits in ", job.output), job.output
 
@@ -162,7 +155,7 @@ def test_who_died_is_named_by_what_the_others_catch(backend: str, tmp_path: Path
     """Not only by the monitor: a library below says that some peer is gone, and a script may go on from there."""
     script = tmp_path / "catches.py"
     script.write_text(CATCHES)
-    records = jobs.run(jobs.NATIVE[backend], backend, 3, [str(script)]).records
+    records = jobs.run("fork", backend, 3, [str(script)]).records
     assert records[1] == "nothing"
     for rank in (0, 2):
         assert re.search(r"rank 1 \(.*died without a word", records[rank]), records
@@ -173,7 +166,7 @@ def test_a_rank_that_is_late_for_the_first_operation(backend: str, tmp_path: Pat
     """A channel is opened for it: that wait has a limit, too."""
     late = tmp_path / "late.py"
     late.write_text("import hvdbridge as hb, time; hb.init(); time.sleep(30 * hb.rank()); hb.barrier()")
-    job = jobs.run(jobs.NATIVE[backend], backend, 2, [str(late)], env={"HVDBRIDGE_TIMEOUT_SECONDS": "3"})
+    job = jobs.run("fork", backend, 2, [str(late)], env={"HVDBRIDGE_TIMEOUT_SECONDS": "3"})
     assert job.status not in (0, -1), job.output
     assert re.search(r"after 3\.\d s .*rank 0 waits in .*not in it: rank 1 \(.*busy elsewhere", job.output), job.output
 

@@ -12,29 +12,28 @@ import torch
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-@pytest.fixture(scope="module")
-def four() -> dict[str, list[dict[str, Any]]]:
-    script = str(SCRIPTS / "groups.py")
-    return {b: jobs.run(jobs.NATIVE[b], b, 4, [script]).check().records for b in jobs.BACKENDS}
+def four(backend: str) -> list[dict[str, Any]]:
+    return jobs.once("fork", backend, 4, [str(SCRIPTS / "groups.py")]).check().records
 
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 @pytest.mark.parametrize("kind", ["by_ranks", "by_own_group"])
-def test_two_groups_at_once(backend: str, kind: str, four: dict[str, list[dict[str, Any]]]) -> None:
-    digests = [rank[kind] for rank in four[backend]]
+def test_two_groups_at_once(backend: str, kind: str) -> None:
+    digests = [rank[kind] for rank in four(backend)]
     assert digests[0] == digests[2] != digests[1] == digests[3]
-    assert digests == [rank["by_ranks"] for rank in four["torch"]], "pairs add two numbers: the same bits everywhere"
+    assert digests == [rank["by_ranks"] for rank in four("torch")], "pairs add two numbers: the same bits everywhere"
 
 
 @pytest.mark.parametrize("policy", ["mean", "exact", "bf16"])
-def test_bits_at_four_ranks(policy: str, four: dict[str, list[dict[str, Any]]]) -> None:
-    for records in four.values():
+def test_bits_at_four_ranks(policy: str) -> None:
+    found = [four(backend) for backend in jobs.BACKENDS]
+    for records in found:
         assert len({rank[policy][0] for rank in records}) == 1, "all ranks end with the same bits"
-    everywhere = {records[0][policy][0] for records in four.values()}
+    everywhere = {records[0][policy][0] for records in found}
     if policy == "mean":
         # Three steps, each gradient a sum of four numbers below 1: three float32 roundings of 6e-8 per backend, and
         # a learning rate of 0.1 with momentum 0.9 adds them up to 0.1 (1 + 1.9 + 2.71) times.
-        values = [torch.tensor(records[0][policy][1]) for records in four.values()]
+        values = [torch.tensor(records[0][policy][1]) for records in found]
         for value in values[1:]:
             torch.testing.assert_close(value, values[0], rtol=0, atol=2 * 3 * 6e-8 * 0.561 + 6 * 6e-8)
     else:
@@ -43,18 +42,18 @@ def test_bits_at_four_ranks(policy: str, four: dict[str, list[dict[str, Any]]]) 
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_the_first_collective_starts_before_the_last_gradient_exists(backend: str) -> None:
-    job = jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "overlap.py")]).check()
+    job = jobs.run("fork", backend, 2, [str(SCRIPTS / "overlap.py")]).check()
     assert job.records == ["overlapped"] * 2
 
 
 def test_a_static_graph_waits_for_nobody() -> None:
     """Its first step ends within DDP's own call, before any callback of ours."""
-    job = jobs.run("torchrun", "torch", 2, [str(SCRIPTS / "ddp_waits.py"), "static"]).check()
+    job = jobs.run("fork", "torch", 2, [str(SCRIPTS / "ddp_waits.py"), "static"]).check()
     assert job.records == [{"mean": True, "int8": True}] * 2
 
 
 def test_a_policys_failure_does_not_wait_for_what_ddp_waits_for() -> None:
-    job = jobs.run("torchrun", "torch", 2, [str(SCRIPTS / "ddp_waits.py"), "unused"])
+    job = jobs.run("fork", "torch", 2, [str(SCRIPTS / "ddp_waits.py"), "unused"])
     assert job.status != 0
     assert "ValueError: the policy has a bug" in job.output
     assert "its limit" not in job.output
@@ -63,7 +62,7 @@ def test_a_policys_failure_does_not_wait_for_what_ddp_waits_for() -> None:
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_debug_finds_the_rank_that_starts_another_collective(backend: str) -> None:
     env = {"HVDBRIDGE_DEBUG": "1"}
-    job = jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "mismatch.py")], env=env)
+    job = jobs.run("fork", backend, 2, [str(SCRIPTS / "mismatch.py")], env=env)
     assert job.status != 0
     assert [name for name, _ in job.records] == ["CollectiveMismatch"] * 2, job.records
     for _, text in job.records:

@@ -26,14 +26,17 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.mark.parametrize(("launcher", "backend"), jobs.CELLS)
 def test_two_hosts(launcher: str, backend: str, hosts: Hosts, tmp_path: Path) -> None:
+    """Two ranks on each host in the cells of one diagonal, one in the others."""
+    each = 2 if launcher == jobs.NATIVE[backend] else 1
     env = jobs.environment(backend, JOB_RECORDS=str(tmp_path))
-    statuses, output = hosts.run(hosts.commands(launcher, 2, [SCRIPT, "buckets"]), env, timeout=60)
+    statuses, output = hosts.run(hosts.commands(launcher, each, [SCRIPT, "buckets"]), env, timeout=60)
     assert not any(statuses), output[-8000:]
-    for rank in range(4):
+    size = 2 * each
+    for rank in range(size):
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert (seen["rank"], seen["size"], seen["sum"]) == (rank, 4, 10)
-        assert (seen["local_rank"], seen["local_size"]) == (rank % 2, 2)
-        assert (seen["node_rank"], seen["num_nodes"]) == (rank // 2, 2)
+        assert (seen["rank"], seen["size"], seen["sum"]) == (rank, size, size * (size + 1) / 2)
+        assert (seen["local_rank"], seen["local_size"]) == (rank % each, each)
+        assert (seen["node_rank"], seen["num_nodes"]) == (rank // each, 2)
         assert (seen["backend"], seen["launcher"]) == (backend, launcher)
         assert seen["buckets"] == [[10, 2], [25, 2]], "smaller ones on a network, and a small first one"
 

@@ -17,7 +17,7 @@ LATE = {"HVDBRIDGE_TIMEOUT_SECONDS": "200"}  # what fails at once fails long bef
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_every_operation(backend: str, size: int) -> None:
-    job = jobs.run(jobs.NATIVE[backend], backend, size, [str(SCRIPTS / "hvd_ops.py")], timeout=120).check()
+    job = jobs.run("fork", backend, size, [str(SCRIPTS / "hvd_ops.py")], timeout=120).check()
     assert all(len(record) > 20 for record in job.records)
 
 
@@ -32,7 +32,7 @@ def test_at_two_ranks_the_bits_are_the_real_horovods() -> None:
     script = str(SCRIPTS / "hvd_parity.py")
     native = jobs.run("horovodrun", None, 2, [script, "horovod.torch"]).check()
     for backend in jobs.BACKENDS:
-        ours = jobs.run(jobs.NATIVE[backend], backend, 2, [script, "hvdbridge.torch"]).check()
+        ours = jobs.run("fork", backend, 2, [script, "hvdbridge.torch"]).check()
         assert ours.records == native.records, backend
 
 
@@ -44,9 +44,10 @@ def seconds_in(before: str, text: str) -> float:
 
 
 def fault(way: str, backend: str = "torch", env: dict[str, str] = LIMITS) -> jobs.Job:
-    return jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "hvd_faults.py"), way], timeout=150, env=env)
+    return jobs.run("fork", backend, 2, [str(SCRIPTS / "hvd_faults.py"), way], timeout=150, env=env)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_a_rank_that_does_not_come_is_reported_and_ends_the_operations(backend: str) -> None:
     job = fault("stall", backend).check()
@@ -59,6 +60,7 @@ def test_a_rank_that_does_not_come_is_reported_and_ends_the_operations(backend: 
         assert "missing: rank 1" in text
 
 
+@pytest.mark.waits
 def test_operations_in_another_order_are_reported_with_what_each_rank_waits_for() -> None:
     job = fault("order").check()
     assert "missing: rank 1 (waits for allgather 'other')" in job.output
@@ -66,12 +68,14 @@ def test_operations_in_another_order_are_reported_with_what_each_rank_waits_for(
     assert job.records[0][0] == job.records[1][0]
 
 
+@pytest.mark.waits
 def test_a_join_that_waits_too_long() -> None:
     job = fault("join").check()
     assert "rank 0 joined; missing: rank 1" in job.output
     assert 3 <= seconds_in("join() waits for", job.records[0][0]) < 5  # when the other comes
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("way", ["leave", "shutdown"])
 def test_a_rank_that_left_fails_at_once_what_needs_it(way: str) -> None:
     job = fault(way, env=LATE)
@@ -81,6 +85,7 @@ def test_a_rank_that_left_fails_at_once_what_needs_it(way: str) -> None:
     assert seconds < 20
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(("way", "cause"), [("raise", "ValueError: nothing to add"), ("kill", "died")])
 def test_a_rank_that_fails_is_named_where_others_wait(way: str, cause: str) -> None:
     job = fault(way, env=LATE)
@@ -91,6 +96,7 @@ def test_a_rank_that_fails_is_named_where_others_wait(way: str, cause: str) -> N
     assert seconds < 20
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_an_error_that_nobody_catches_ends_the_job(backend: str) -> None:
     job = fault("uncaught", backend, LATE)
@@ -107,7 +113,7 @@ def test_alone_and_with_the_variables_of_horovod(tmp_path: Path) -> None:
         "assert hvd.join() == 0; assert hvd.allreduce(torch.ones(2), op=hvd.Adasum).sum() == 2; hvd.shutdown()"
     )
     env = {"HOROVOD_TIMELINE": str(trace), "HOROVOD_AUTOTUNE": "1", "HOROVOD_FUSION_THRESHOLD": "0"}
-    job = jobs.run(None, "torch", 1, ["-c", code], env=env)
+    job = jobs.run("fork", "torch", 1, ["-c", code], env=env)
     assert job.status == 0, job.output
     assert job.output.count("HOROVOD_AUTOTUNE: set, but without effect") == 1
     assert "allreduce.x" in trace.read_text()

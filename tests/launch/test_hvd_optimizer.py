@@ -11,11 +11,20 @@ import pytest
 SCRIPT = str(Path(__file__).parent / "scripts" / "hvd_optimizer.py")
 
 
-@pytest.fixture(scope="module", params=[(b, n) for b in jobs.BACKENDS for n in (3, 4)], ids=lambda p: f"{p[0]}-{p[1]}")
-def ranks(request: pytest.FixtureRequest) -> list[Any]:
+@pytest.fixture(params=[3, 4])
+def size(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(params=jobs.BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def ranks(backend: str, size: int) -> list[Any]:
     """What each rank saw."""
-    backend, size = request.param
-    return jobs.run(jobs.NATIVE[backend], backend, size, [SCRIPT], timeout=120).check().records
+    return jobs.once("fork", backend, size, [SCRIPT], timeout=120).check().records
 
 
 def alike(ranks: list[Any], name: str) -> Any:

@@ -22,10 +22,11 @@ HALF = 2.0**-10
 """Of 16 bits: two roundings, of the gradients (below 4) and their sum, times the learning rate, in 8 steps."""
 
 
-@pytest.fixture(scope="module", params=[(b, n) for b in jobs.BACKENDS for n in (2, 4)], ids=lambda p: f"{p[0]}-{p[1]}")
-def job(request: pytest.FixtureRequest) -> tuple[int, list[Any]]:
-    backend, size = request.param
-    return size, jobs.run(jobs.NATIVE[backend], backend, size, [SCRIPT, "hvdbridge.torch"], 120).check().records
+def ranks_of(backend: str, size: int) -> list[Any]:
+    return jobs.once("fork", backend, size, [SCRIPT, "hvdbridge.torch"], 120).check().records
+
+
+every_job = pytest.mark.parametrize(("backend", "size"), [(b, n) for b in jobs.BACKENDS for n in (2, 4)])
 
 
 ROUNDING = {
@@ -38,32 +39,33 @@ ROUNDING = {
 """How far from what one process computes."""
 
 
-@pytest.fixture(scope="module")
 def real() -> Any:
     """What rank 0 ended with under Horovod itself."""
-    return jobs.run("horovodrun", None, 2, [SCRIPT, "horovod.torch", *ROUNDING], 120).check().records[0]
+    return jobs.once("horovodrun", None, 2, [SCRIPT, "horovod.torch", *ROUNDING], 120).check().records[0]
 
 
 @pytest.mark.parametrize("name", ROUNDING)
-def test_as_horovod_and_as_arithmetic_says(job: tuple[int, list[Any]], real: Any, name: str) -> None:
-    size, ranks = job
+@every_job
+def test_as_horovod_and_as_arithmetic_says(backend: str, size: int, name: str) -> None:
+    ranks = ranks_of(backend, size)
     assert all(seen[name] == ranks[0][name] for seen in ranks)
     found = ranks[0][name]
     assert found[-1] <= ROUNDING[name]
     if size == 2:
-        assert found[0] == real[name][0]
+        assert found[0] == real()[name][0]
 
 
-def test_a_rank_that_joins_after_a_backward_completes_that_step(job: tuple[int, list[Any]]) -> None:
+@every_job
+def test_a_rank_that_joins_after_a_backward_completes_that_step(backend: str, size: int) -> None:
     """Horovod itself fails here, with "has been shut down"."""
-    _, ranks = job
+    ranks = ranks_of(backend, size)
     assert all(seen["join_after_a_backward"] == ranks[0]["join_after_a_backward"] for seen in ranks)
     assert ranks[0]["join_after_a_backward"][-1] <= 1e-6
 
 
-def test_the_number_of_the_last_rank(job: tuple[int, list[Any]]) -> None:
-    size, ranks = job
-    assert ranks[0]["join"][1] == [size - 1, 0]
+@every_job
+def test_the_number_of_the_last_rank(backend: str, size: int) -> None:
+    assert ranks_of(backend, size)[0]["join"][1] == [size - 1, 0]
 
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
@@ -71,7 +73,7 @@ def test_the_timeline_and_the_fusion_threshold_reach_the_optimizer(backend: str,
     trace = tmp_path / "trace.json"
     env = {"HOROVOD_TIMELINE": str(trace), "HOROVOD_FUSION_THRESHOLD": "0"}
     argv = [SCRIPT, "hvdbridge.torch", "operation_before_or_after_backward"]
-    jobs.run(jobs.NATIVE[backend], backend, 2, argv, env=env).check()
+    jobs.run("fork", backend, 2, argv, env=env).check()
     events = json.loads(trace.read_text())
     rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
@@ -80,11 +82,12 @@ def test_the_timeline_and_the_fusion_threshold_reach_the_optimizer(backend: str,
         assert [event["args"] for event in mine[1::2]] == [{"fused": 1}] * 3
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_horovods_limits_reach_the_optimizer(backend: str) -> None:
     env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
     script = str(Path(SCRIPT).with_name("hvd_faults.py"))
-    job = jobs.run(jobs.NATIVE[backend], backend, 2, [script, "optimizer"], env=env)
+    job = jobs.run("fork", backend, 2, [script, "optimizer"], env=env)
     assert job.records[0] is not None, job.output
     text, seconds = job.records[0]
     assert "DistributedOptimizer 1 (first parameter 'weight'): AllReduce[8]" in text

@@ -14,7 +14,7 @@ SCRIPTS = ROOT / "examples" / "migrate"
 PLAIN = Path(__file__).parent / "scripts" / "plain.py"
 
 
-def digests(launcher: str, backend: str | None, *argv: str) -> list[str]:
+def digests(backend: str | None, *argv: str, launcher: str = "fork") -> list[str]:
     job = jobs.run(launcher, backend, 2, argv)
     assert job.status == 0, job.output[-4000:]
     return [found for _, found in sorted(re.findall(r"rank (\d) digest ([0-9a-f]+)", job.output))]
@@ -23,11 +23,14 @@ def digests(launcher: str, backend: str | None, *argv: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["ddp", "by_hand", "horovod"])
 def test_before_is_after(kind: str) -> None:
     script, after = (str(SCRIPTS / f"{kind}_{when}.py") for when in ("before", "after"))
-    before = digests("horovodrun", None, script) if kind == "horovod" else digests("torchrun", None, str(PLAIN), script)
+    if kind == "horovod":
+        before = digests(None, script, launcher="horovodrun")
+    else:
+        before = digests(None, str(PLAIN), script)
     assert len(before) == 2
     assert len(set(before)) == 1
-    for backend, launcher in jobs.NATIVE.items():
-        assert digests(launcher, backend, after) == before, backend
+    for backend in jobs.BACKENDS:
+        assert digests(backend, after) == before, backend
 
 
 @pytest.mark.parametrize("kind", ["ddp", "by_hand", "horovod"])

@@ -19,33 +19,18 @@ every_at = {
 }
 
 
-@pytest.fixture(scope="module")
-def on_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, jobs.Job]:
-    """The job whose states the others take up."""
-    directory = tmp_path_factory.mktemp("states")
-    return directory, jobs.run("torchrun", "torch", 2, [SCRIPT, "save", str(directory)], LIMIT).check()
+def states() -> str:
+    """Where the job on torch leaves states in the middle of training, for the others to resume."""
+    return str(jobs.folder() / "states")
 
 
-@pytest.fixture(scope="module", params=jobs.BACKENDS)
-def at_2(request: pytest.FixtureRequest, on_torch: tuple[Path, jobs.Job]) -> jobs.Job:
-    directory, job = on_torch
-    if request.param == "torch":
-        return job
-    return jobs.run(jobs.NATIVE[request.param], request.param, 2, [SCRIPT, "resume", str(directory)], LIMIT).check()
+def at_2(backend: str) -> jobs.Job:
+    saved = jobs.once("fork", "torch", 2, [SCRIPT, "save", states()], LIMIT).check()
+    return saved if backend == "torch" else jobs.once("fork", backend, 2, [SCRIPT, "resume", states()], LIMIT).check()
 
 
 def compared(backend: str, size: int, *specs: str) -> jobs.Job:
-    return jobs.run(jobs.NATIVE[backend], backend, size, [SCRIPT, "compare", "-", *specs], LIMIT).check()
-
-
-@pytest.fixture(scope="module", params=jobs.BACKENDS)
-def at_3(request: pytest.FixtureRequest) -> jobs.Job:
-    return compared(request.param, 3)
-
-
-@pytest.fixture(scope="module", params=jobs.BACKENDS)
-def at_5(request: pytest.FixtureRequest) -> jobs.Job:
-    return compared(request.param, 5, *(case.spec for case in LARGE))
+    return jobs.once("fork", backend, size, [SCRIPT, "compare", "-", *specs], LIMIT).check()
 
 
 def examine(case: Case, job: jobs.Job) -> None:
@@ -55,24 +40,29 @@ def examine(case: Case, job: jobs.Job) -> None:
         assert record[case.spec]["digests"] == job.records[0][case.spec]["digests"], f"rank {rank}"
 
 
-@every_at[2]
-def test_the_bits_of_the_simulation_at_2_ranks(case: Case, at_2: jobs.Job) -> None:
-    examine(case, at_2)
+every_backend = pytest.mark.parametrize("backend", jobs.BACKENDS)
 
 
 @every_at[2]
-def test_a_state_of_another_backend_continues_bit_by_bit(
-    case: Case, at_2: jobs.Job, on_torch: tuple[Path, jobs.Job]
-) -> None:
-    for mine, theirs in zip(at_2.records, on_torch[1].records, strict=True):
+@every_backend
+def test_the_bits_of_the_simulation_at_2_ranks(case: Case, backend: str) -> None:
+    examine(case, at_2(backend))
+
+
+@every_at[2]
+@every_backend
+def test_a_state_of_another_backend_continues_bit_by_bit(case: Case, backend: str) -> None:
+    for mine, theirs in zip(at_2(backend).records, at_2("torch").records, strict=True):
         assert mine[case.spec]["resumed"] == theirs[case.spec]["resumed"]
 
 
 @every_at[3]
-def test_the_simulation_to_rounding_at_3_ranks(case: Case, at_3: jobs.Job) -> None:
-    examine(case, at_3)
+@every_backend
+def test_the_simulation_to_rounding_at_3_ranks(case: Case, backend: str) -> None:
+    examine(case, compared(backend, 3))
 
 
 @every_at[5]
-def test_the_simulation_to_rounding_at_5_ranks(case: Case, at_5: jobs.Job) -> None:
-    examine(case, at_5)
+@every_backend
+def test_the_simulation_to_rounding_at_5_ranks(case: Case, backend: str) -> None:
+    examine(case, compared(backend, 5, *(case.spec for case in LARGE)))

@@ -12,20 +12,20 @@ SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = str(SCRIPTS / "primitives.py")
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def records(request: pytest.FixtureRequest) -> dict[str, list[dict[str, str]]]:
-    """By backend; what is no sum of floats at three ranks has the same bits everywhere."""
-    size = request.param
-    return {b: jobs.run(jobs.NATIVE[b], b, size, [SCRIPT], timeout=150).check().records for b in jobs.BACKENDS}
+def records(backend: str, size: int) -> list[dict[str, str]]:
+    return jobs.once("fork", backend, size, [SCRIPT], timeout=150).check().records
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
-def test_each_is_what_it_means(backend: str, records: dict[str, list[dict[str, str]]]) -> None:
-    for rank in records[backend]:
+def test_each_is_what_it_means(backend: str, size: int) -> None:
+    """What is no sum of floats at three ranks has the same bits everywhere."""
+    found = records(backend, size)
+    for rank in found:
         for result in rank.values():
             assert "Traceback" not in result, result
-    assert len(records[backend][0]) == 19
-    assert records[backend] == [records["torch"][0]] * len(records[backend]), "the same bits on all ranks and backends"
+    assert len(found[0]) == 19
+    assert found == [records("torch", size)[0]] * size, "the same bits on all ranks and backends"
 
 
 @pytest.mark.parametrize(
@@ -37,10 +37,11 @@ def test_messages_under_another_launcher(launcher: str, backend: str) -> None:
         assert rank == dict.fromkeys(scenarios, "right"), rank
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_a_receive_that_nobody_answers_names_itself_and_ends(backend: str) -> None:
     env = {"HVDBRIDGE_STALL_SECONDS": "1", "HVDBRIDGE_TIMEOUT_SECONDS": "15"}
-    job = jobs.run(jobs.NATIVE[backend], backend, 2, [str(SCRIPTS / "no_message.py")], env=env, timeout=90)
+    job = jobs.run("fork", backend, 2, [str(SCRIPTS / "no_message.py")], env=env, timeout=90)
     assert job.status != 0
     assert re.search(r"recv\[3\] float32 from rank 1, tag 4 is not finished after [\d.]+ s", job.output), job.output
     assert "CollectiveTimeout" in job.output or "HVDBRIDGE_TIMEOUT_SECONDS=15" in job.output, job.output
@@ -49,7 +50,7 @@ def test_a_receive_that_nobody_answers_names_itself_and_ends(backend: str) -> No
 def test_lengths_that_differ_are_found_where_asked() -> None:
     """MPI itself adds what is there, in silence."""
     call = "import hvdbridge as hb, torch; hb.init(); hb.all_reduce(torch.ones(3 + hb.rank())); hb.shutdown()"
-    job = jobs.run("mpiexec", "mpi", 2, ["-c", call], env={"HVDBRIDGE_DEBUG": "1"})
+    job = jobs.run("fork", "mpi", 2, ["-c", call], env={"HVDBRIDGE_DEBUG": "1"})
     assert job.status != 0
     assert "CollectiveMismatch" in job.output
     assert re.search(r"AllReduce\[3\].*AllReduce\[4\]", job.output), job.output

@@ -7,6 +7,8 @@ from pathlib import Path
 import jobs
 import pytest
 
+pytestmark = pytest.mark.recipes
+
 RECIPES = str(Path(__file__).parent / "scripts" / "recipes.py")
 
 

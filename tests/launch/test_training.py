@@ -25,40 +25,36 @@ ALIKE = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ddp() -> dict[str, str]:
-    return jobs.run("torchrun", None, 2, [SCRIPT, "plain"], LIMIT).check().records[0]
+def plain(size: int) -> dict[str, str]:
+    """What plain DistributedDataParallel ends with on rank 0."""
+    return jobs.once("fork", None, size, [SCRIPT, "plain"], LIMIT).check().records[0]
 
 
-@pytest.fixture(scope="module", params=jobs.BACKENDS)
-def ours(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    return jobs.run(jobs.NATIVE[request.param], request.param, 2, [SCRIPT], LIMIT).check().records
-
-
-@pytest.fixture(scope="module")
-def on_torch() -> dict[str, str]:
-    return jobs.run("torchrun", "torch", 2, [SCRIPT], LIMIT).check().records[0]
+def ours(backend: str) -> list[dict[str, str]]:
+    return jobs.once("fork", backend, 2, [SCRIPT], LIMIT).check().records
 
 
 @pytest.mark.parametrize("scenario", LIKE_DDP)
-def test_same_bits_as_ddp(scenario: str, ddp: dict[str, str], ours: list[dict[str, str]]) -> None:
-    assert [rank[scenario] for rank in ours] == [ddp[scenario]] * 2
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_same_bits_as_ddp(scenario: str, backend: str) -> None:
+    assert [rank[scenario] for rank in ours(backend)] == [plain(2)[scenario]] * 2
 
 
 @pytest.mark.parametrize("scenario", ALIKE)
-def test_same_bits_on_every_backend(scenario: str, on_torch: dict[str, str], ours: list[dict[str, str]]) -> None:
-    assert "Traceback" not in ours[0][scenario], ours[0][scenario]
-    assert [rank[scenario] for rank in ours] == [on_torch[scenario]] * 2
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_same_bits_on_every_backend(scenario: str, backend: str) -> None:
+    found = ours(backend)
+    assert "Traceback" not in found[0][scenario], found[0][scenario]
+    assert [rank[scenario] for rank in found] == [ours("torch")[0][scenario]] * 2
 
 
-def test_same_bits_whoever_divides(ddp: dict[str, str], on_torch: dict[str, str]) -> None:
-    for rank in jobs.run("torchrun", "torch", 2, [SCRIPT, "copies"], LIMIT).check().records:
-        assert {name: rank[name] for name in LIKE_DDP} == {name: ddp[name] for name in LIKE_DDP}
-        assert {name: rank[name] for name in ALIKE} == {name: on_torch[name] for name in ALIKE}
+def test_same_bits_whoever_divides() -> None:
+    for rank in jobs.once("fork", "torch", 2, [SCRIPT, "copies"], LIMIT).check().records:
+        assert {name: rank[name] for name in LIKE_DDP} == {name: plain(2)[name] for name in LIKE_DDP}
+        assert {name: rank[name] for name in ALIKE} == {name: ours("torch")[0][name] for name in ALIKE}
 
 
 def test_same_bits_where_division_rounds() -> None:
     names = set(LIKE_DDP) - {"bucket_by_measurement"}  # among three ranks, sums depend on where a bucket ends
-    plain = jobs.run("torchrun", None, 3, [SCRIPT, "plain"], LIMIT).check().records[0]
-    for rank in jobs.run("torchrun", "torch", 3, [SCRIPT, "copies"], LIMIT).check().records:
-        assert {name: rank[name] for name in names} == {name: plain[name] for name in names}
+    for rank in jobs.once("fork", "torch", 3, [SCRIPT, "copies"], LIMIT).check().records:
+        assert {name: rank[name] for name in names} == {name: plain(3)[name] for name in names}

@@ -164,7 +164,7 @@ def main(mode: str, directory: str, only: list[str]) -> None:
             replica.sync.close()
             if mode != "compare":
                 place = Path(directory) / str(number)
-                place.mkdir(exist_ok=True)
+                place.mkdir(parents=True, exist_ok=True)
                 found[case.spec]["resumed"] = save(case, place) if mode == "save" else resume(case, place)
         except Exception:
             found[case.spec] = {"wrong": [traceback.format_exc()], "digests": []}

@@ -1,8 +1,9 @@
 """Every rank records who it is and what the others told it.
 
-places.py [buckets|again|leave]     and how large buckets are; the session is closed and opened again; it just ends
+places.py [buckets|again|leave]: and how large buckets are; closes the session, opens it again and trains; just ends
 """
 
+import hashlib
 import os
 import sys
 import time
@@ -31,6 +32,22 @@ def steps(static_graph: bool) -> tuple[float, float]:
     return sync.bucket_mb, buckets
 
 
+def trained(policy: str, weighted: bool = False) -> str:
+    """The digest of a model after three steps; the optimizer is three words here, since torch's import its compiler."""
+    torch.manual_seed(hb.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    sync = hb.GradientSynchronizer(model, policy=policy, weighted=weighted)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(100 * step + hb.rank())
+        sync.weight = 1.0 + hb.rank() if weighted else None
+        model.zero_grad()
+        sync.model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        for p in model.parameters():
+            p.data -= 0.1 * p.grad
+    sync.close()
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
 def look() -> dict:
     hb.barrier()
     session = hb.current()
@@ -53,6 +70,7 @@ if then == "again":
     assert not hb.is_initialized()
     hb.init()
     assert look() == seen
+    seen["digests"] = [trained("mean"), trained("mean", weighted=True), trained("bf16")]
 record(hb.rank(), seen | {"seconds": seconds, "pid": os.getpid()})
 if then != "leave":
     hb.shutdown()

@@ -1,0 +1,209 @@
+"""Forks a job's ranks from a process that has imported torch and hvdbridge already.
+
+A rank that a launcher starts spends 3 to 6 s of a core on imports. A rank forked here needs some 50 ms, and then runs
+its script as ``python script.py`` would: as ``__main__``, up to the interpreter's own exit.
+
+Rules:
+
+1. A server has one thread and has started no backend: it never imports ``mpi4py.MPI`` or ``horovod.torch``.
+2. A job's ranks come from two servers with different string hashes. Ranks therefore iterate over sets in different
+   orders, as they do under a launcher, and a collective whose order depends on a set still fails.
+3. For each rank the server forks a keeper. The keeper forks the rank, waits for it, reports its exit status and the
+   processes that it left in its process group, and ends those. It ends the rank when the client is gone.
+4. The first job of a test session starts the servers. They end with the session's main process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import CodeType
+from typing import Any, NoReturn
+
+HASH_SEEDS = ("1", "2")
+START_SECONDS = 120.0
+GRACE_SECONDS = 5.0
+"""For the other ranks once one has failed, and for processes that end by themselves, such as a resource tracker."""
+MODULES = (
+    "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.optim", "torch.multiprocessing",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch._dynamo", "torch._inductor.compile_fx",
+    "hvdbridge", "hvdbridge.torch", "hvdbridge.synchronizer", "hvdbridge.simulation", "hvdbridge.primitives",
+    "numpy", "psutil", "pytest",
+)  # fmt: skip
+"""What most ranks import. torch's compiler (1,000 modules) is among it: torch imports it with the first optimizer."""
+
+
+# -- the client ------------------------------------------------------------------------------------------
+
+
+def start(folder: Path, owner: int) -> None:
+    """Start the servers that listen in ``folder`` until process ``owner`` ends, unless they run already."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        missing = [seed for seed in HASH_SEEDS if not (folder / seed).exists()]
+        for seed in missing:
+            code = f"import forkserver; exec(forkserver.serve({str(folder / seed)!r}, {owner}))"
+            path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+            own = {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": path}
+            subprocess.Popen(  # the shell ends at once, so that the server is no child of this process
+                ["sh", "-c", '"$@" &', "sh", sys.executable, "-c", code],
+                env=os.environ | own, stdin=subprocess.DEVNULL, start_new_session=True,
+            ).wait()  # fmt: skip
+        deadline = time.monotonic() + START_SECONDS
+        while not all((folder / seed).exists() for seed in missing):
+            assert time.monotonic() < deadline, f"no fork server within {START_SECONDS:.0f} s; its error stands above"
+            time.sleep(0.02)
+
+
+class Rank:
+    """A forked rank. ``status`` is None until the rank has ended; ``left`` lists the processes that it left."""
+
+    def __init__(self, folder: Path, rank: int, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self.status: int | None = None
+        self.left: list[str] = []
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(str(folder / HASH_SEEDS[rank % len(HASH_SEEDS)]))
+        request = {"argv": list(argv), "env": dict(env), "log": str(log), "cwd": os.getcwd()}
+        self.connection.sendall(json.dumps(request).encode() + b"\n")
+
+    def receive(self) -> None:
+        """Read the keeper's report."""
+        with self.connection, self.connection.makefile() as stream:
+            report = json.loads(stream.readline() or '{"status": -9, "left": []}')
+        self.status, self.left = report["status"], report["left"]
+
+
+def run(
+    folder: Path, argv: Sequence[str], envs: Sequence[Mapping[str, str]], log: Path, timeout: float
+) -> tuple[int | None, list[str]]:
+    """Run ``argv`` once in each of ``envs``, the ranks' environments.
+
+    Returns:
+        The status of the first rank that failed, 0 if none did, None if the limit passed before any did; and the
+        command lines of the processes that ranks left.
+    """
+    ranks = [Rank(folder, rank, argv, env, log) for rank, env in enumerate(envs)]
+    deadline = time.monotonic() + timeout
+    first = 0
+    while running := [rank for rank in ranks if rank.status is None]:
+        ready = select.select([r.connection for r in running], [], [], max(0.0, deadline - time.monotonic()))[0]
+        if not ready:
+            for rank in running:
+                rank.connection.close()  # their keepers end them
+            return first or None, [text for rank in ranks for text in rank.left]
+        for rank in running:
+            if rank.connection in ready:
+                rank.receive()
+                if rank.status and not first:
+                    first = rank.status
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return first, [text for rank in ranks for text in rank.left]
+
+
+# -- the server ------------------------------------------------------------------------------------------
+
+
+def serve(path: str, owner: int) -> CodeType:
+    """Fork ranks until process ``owner`` ends. Returns in ranks only, with the code that the rank runs."""
+    for name in MODULES:
+        __import__(name)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads: a process with several cannot be forked safely"
+    assert not {"mpi4py.MPI", "horovod.torch"} & set(sys.modules)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers leave no zombies
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{path}.new")
+    listener.listen(64)
+    os.rename(f"{path}.new", path)
+    session = os.pidfd_open(owner)
+    while session not in select.select([listener, session], [], [])[0]:
+        connection = listener.accept()[0]
+        if os.fork():
+            connection.close()
+            continue
+        listener.close()
+        os.close(session)
+        request = json.loads(connection.makefile().readline())
+        if rank := os.fork():
+            keep(rank, connection)
+        connection.close()
+        return prepare(request)
+    os._exit(0)
+
+
+def keep(rank: int, connection: socket.socket) -> NoReturn:
+    """Wait for the rank, or for the client's end; report and leave."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    ended = os.pidfd_open(rank)
+    if ended not in select.select([ended, connection], [], [])[0]:
+        kill(rank)
+    status = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (left := group(rank)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    kill(rank)
+    with suppress(OSError):
+        connection.sendall(json.dumps({"status": status, "left": left}).encode() + b"\n")
+    os._exit(0)
+
+
+def kill(leader: int) -> None:
+    """End a rank and its process group."""
+    for end in (os.killpg, os.kill):  # it leads no group in its first moments
+        with suppress(ProcessLookupError):
+            end(leader, signal.SIGKILL)
+
+
+def group(leader: int) -> list[str]:
+    """The command lines of the living processes of a group."""
+    try:
+        os.killpg(leader, 0)
+    except ProcessLookupError:
+        return []
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(process_group) == leader and state not in "ZX":
+                found.append((stat.parent / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+def prepare(request: dict[str, Any]) -> CodeType:
+    """Make this process what ``python`` is before it runs the first line of the request's script, module or text."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.chdir(request["cwd"])
+    output = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    tempfile.tempdir = None  # TMPDIR may be another one
+    sys.modules["numpy"].random.seed()  # each process draws its own
+    sys.path[1:1] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
+    main = sys.modules["__main__"].__dict__
+    del main["forkserver"]
+    script, *arguments = request["argv"]
+    if script == "-m":
+        sys.path[0] = os.getcwd()
+        sys.argv[:] = arguments
+        return compile(f"import runpy; runpy._run_module_as_main({arguments[0]!r})", "<rank>", "exec")
+    if script == "-c":
+        sys.argv[:] = ["-c", *arguments[1:]]
+        return compile(arguments[0], "<string>", "exec")
+    sys.path[0] = str(Path(script).parent)
+    sys.argv[:] = [script, *arguments]
+    main["__file__"] = script
+    return compile(Path(script).read_text(), script, "exec")

@@ -1,0 +1,98 @@
+"""How tests start their jobs: forked ranks are what ``python script.py`` would be, and leave nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jobs
+import leaks
+import pytest
+
+SEES = """
+import os, sys, threading
+import jobs
+rank = int(os.environ["RANK"])
+jobs.record(rank, {
+    "hash": hash("a string"), "name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0],
+    "threads": threading.active_count(), "backends": sorted({"mpi4py.MPI", "horovod.torch"} & set(sys.modules)),
+    "input": sys.stdin.read(), "torch": "torch" in sys.modules,
+})
+print("printed")
+"""
+
+
+def test_a_forked_rank_is_what_python_would_start(tmp_path: Path) -> None:
+    script = tmp_path / "sees.py"
+    script.write_text(SEES)
+    job = jobs.run("fork", None, 2, [str(script), "word"]).check()
+    hashes = [seen.pop("hash") for seen in job.records]
+    assert hashes[0] != hashes[1], "else ranks would iterate over sets in one order"
+    assert job.records == 2 * [
+        {"name": "__main__", "file": str(script), "argv": [str(script), "word"], "path": str(tmp_path), "threads": 1,
+         "backends": [], "input": "", "torch": True}
+    ]  # fmt: skip
+    assert job.output.count("printed") == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("import sys; sys.exit(3)", 3, ""),
+        ("raise ValueError('no')", 1, "ValueError: no"),
+        ("import os; os.kill(os.getpid(), 9)", -9, ""),
+        ("import atexit; atexit.register(print, 'at exit')", 0, "at exit"),
+    ],
+)
+def test_a_forked_rank_ends_as_python_does(code: str, status: int, said: str) -> None:
+    job = jobs.run("fork", None, 1, ["-c", code])
+    assert job.status == status
+    assert said in job.output
+
+
+def test_modules_and_their_arguments(tmp_path: Path) -> None:
+    job = jobs.run("fork", None, 1, ["-m", "timeit", "-n", "1", "-r", "1", "print('measured')"])
+    assert job.status == 0
+    assert "measured" in job.output
+
+
+def test_a_failed_rank_ends_the_others() -> None:
+    code = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
+    job = jobs.run("fork", None, 2, ["-c", code], timeout=50)
+    assert job.status == 3
+    assert job.seconds < 40
+
+
+def test_the_limit_ends_a_job() -> None:
+    job = jobs.run("fork", None, 2, ["-c", "import time; print('begun', flush=True); time.sleep(60)"], timeout=2)
+    assert job.status == -1
+    assert job.output.count("begun") == 2
+    assert "its limit of 2 s" in job.output
+
+
+def test_a_process_that_a_forked_rank_leaves_is_named() -> None:
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])"
+    with pytest.raises(AssertionError, match=r"processes that ranks left: .*time\.sleep\(60\)"):
+        jobs.run("fork", None, 1, ["-c", code])
+
+
+def test_a_daemon_that_a_job_leaves_is_named_with_the_test() -> None:
+    daemon = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], env=os.environ)
+    try:
+        time.sleep(0.1)
+        found = leaks.of_session()
+    finally:
+        daemon.kill()
+        daemon.wait()
+    mine = [text for text in found if "test_a_daemon_that_a_job_leaves_is_named_with_the_test" in text]
+    assert len(mine) == 1
+    assert "time.sleep(60)" in mine[0]
+
+
+def test_a_job_that_several_tests_share_runs_once(tmp_path: Path) -> None:
+    code = f"import jobs, os, uuid; jobs.record(0, str(uuid.uuid4())) or {str(tmp_path)!r}"
+    first, second = (jobs.once("fork", None, 1, ["-c", code]).check().records for _ in range(2))
+    assert first == second
