@@ -39,8 +39,8 @@ JOBS   := tests/conformance tests/launch
 
 test: $(STAMP)  ## all tests and doctests
 	@OMP_NUM_THREADS=1 $(PYTEST) -n auto hvdbridge tests/unit tests/policies  # one process each
-	@$(PYTEST) -n 2 --dist loadgroup -m "not waits and not recipes" $(JOBS)  # jobs that compute: two at a time
-	@$(PYTEST) -n 4 --dist loadgroup -m waits $(JOBS)  # jobs that mostly wait
+	@$(PYTEST) -m "not waits and not recipes" $(JOBS)  # jobs that compute: their ranks would only take turns with others
+	@$(PYTEST) -n 3 --dist loadgroup -m waits $(JOBS)  # jobs that mostly wait
 
 quick: $(STAMP)  ## before each commit: the quick tests of units and policies, one cell of each backend
 	@OMP_NUM_THREADS=1 $(PYTEST) -n auto -m "not slow" hvdbridge tests/unit tests/policies

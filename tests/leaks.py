@@ -28,8 +28,10 @@ WAIT_SECONDS = 10.0
 SHARED = Path("/dev/shm")
 TICK = 0.02
 """Seconds by which a file's age may lag behind the clock: the kernel stamps files by its timer's ticks."""
-CHANGING = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")
-"""Environment variables that pytest and torch's compiler set themselves."""
+CHANGING = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "KMP_")
+"""Environment variables that pytest, torch's compiler and scikit-learn set themselves."""
+POOL = "fiber"
+"""The name of the threads of ``hvdbridge.bridges.fiber``, which keeps idle ones for the next flow."""
 
 
 def children() -> set[str]:
@@ -43,7 +45,7 @@ def children() -> set[str]:
 
 
 def threads() -> set[str]:
-    return {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()}
+    return {f"{thread.name} ({thread.ident})" for thread in threading.enumerate() if thread.name != POOL}
 
 
 def defaults() -> dict[str, Any]:

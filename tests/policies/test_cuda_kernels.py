@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def python(*arguments: object, **variables: str) -> str:
     done = subprocess.run(

@@ -34,6 +34,8 @@ from hvdbridge.sources.base import usual_bucket_mb
 from hvdbridge.torch.compression import Compression
 from hvdbridge.world import World, usable_cores
 
+pytestmark = pytest.mark.slow
+
 SPECS = [
     "mean", "bf16", "int8", "int4", "qsgd", "natural", "topk:ratio=0.1", "oktopk:ratio=0.1", "randomk:ratio=0.1",
     "onebit", "efsign", "sign:momentum=0.9", "powersgd:rank=2", "adasum", "median", "geometric_median",

@@ -14,6 +14,8 @@ from hvdbridge.cli import COMMANDS, doctor, install_horovod, main, probe
 from hvdbridge.cli.doctor import Cell, Facts, Launcher, cells
 from hvdbridge.errors import BackendUnavailable
 
+pytestmark = pytest.mark.slow
+
 TORCH = probe.Torch(
     version="2.13.0+cpu",
     git="abc",

@@ -26,6 +26,8 @@ from hvdbridge.helper.processes import SHM
 from hvdbridge.helper.start import HelperAddress, start_helper
 from hvdbridge.helper.wire import FrameError, length_of, pack, unpack
 
+pytestmark = pytest.mark.slow
+
 needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None, reason="mpi4py is not installed")
 QUICK = Config(timeout_seconds=2.0, stall_seconds=1.0)
 PATIENT = Config(timeout_seconds=30.0, stall_seconds=30.0)

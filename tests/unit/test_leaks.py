@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 LEAKING = """
 import os, subprocess, sys, threading, time
@@ -86,7 +88,9 @@ def test_a_leak_is_named(test: str, said: str, outcomes: dict[str, str]) -> None
 
 
 def test_a_file_in_shared_memory_is_named_with_the_test_that_made_it(outcomes: dict[str, str]) -> None:
-    assert "test_leaking.py::test_a_segment: /dev/shm/hvdbridge-leaked-" in outcomes["at the end"]
+    """Or with several, of which one did, where tests are shorter than the kernel's ticks."""
+    (line,) = [line for line in outcomes["at the end"].splitlines() if "/dev/shm/hvdbridge-leaked-" in line]
+    assert "test_leaking.py::test_a_segment" in line
 
 
 def test_a_process_that_outlives_the_session_is_named_with_its_test(outcomes: dict[str, str]) -> None:

@@ -18,6 +18,8 @@ from hvdbridge.helper.pmi import Pmi, parse, pmi_id, process_mapping
 from hvdbridge.helper.processes import segments_of_kvs
 from hvdbridge.helper.start import HelperAddress, start_helper
 
+pytestmark = pytest.mark.slow
+
 needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None, reason="mpi4py is not installed")
 TCP = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "FI_PROVIDER": "tcp"}
 RANK = """
