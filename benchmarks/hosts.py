@@ -61,8 +61,8 @@ class Hosts:
                 for node in range(len(self.names))
             ]  # fmt: skip
         if launcher == "horovodrun":
-            return [["horovodrun", "-np", total, "-H", places, sys.executable, *words]]
-        return [["mpiexec", "-hosts", places, "-n", total, sys.executable, *words]]
+            return [["horovodrun", "-np", total, "-H", places, str(BIN / "python"), *words]]
+        return [["mpiexec", "-hosts", places, "-n", total, str(BIN / "python"), *words]]
 
     def run(
         self, lines: Sequence[Sequence[str]], env: Mapping[str, str], timeout: float | None = None, quiet: bool = True

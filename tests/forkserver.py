@@ -15,7 +15,9 @@ Rules:
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import gc
 import json
 import os
 import select
@@ -33,6 +35,7 @@ from typing import Any, NoReturn
 
 HASH_SEEDS = ("1", "2")
 START_SECONDS = 120.0
+MOST_FILES = 250
 GRACE_SECONDS = 5.0
 """For the other ranks once one has failed, and for processes that end by themselves, such as a resource tracker."""
 MODULES = (
@@ -42,6 +45,14 @@ MODULES = (
     "numpy", "psutil", "pytest",
 )  # fmt: skip
 """What most ranks import. torch's compiler (1,000 modules) is among it: torch imports it with the first optimizer."""
+PYTHON = """#!/bin/sh
+[ "$1" = -u ] && shift
+case "$1" in
+-m|-c|[!-]*) {forked} "$@" ;;
+*) exec {python} "$@" ;;
+esac
+"""
+"""Options of the interpreter's, but for -m and -c, need an interpreter of their own. (-u is for launchers' pipes.)"""
 
 
 # -- the client ------------------------------------------------------------------------------------------
@@ -52,6 +63,7 @@ def start(folder: Path, owner: int) -> None:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         missing = [seed for seed in HASH_SEEDS if not (folder / seed).exists()]
+        commands(folder / "bin")
         for seed in missing:
             code = f"import forkserver; exec(forkserver.serve({str(folder / seed)!r}, {owner}))"
             path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -66,6 +78,19 @@ def start(folder: Path, owner: int) -> None:
             time.sleep(0.02)
 
 
+def commands(folder: Path) -> None:
+    """Make the ``python``, ``torchrun``, ``horovodrun`` and ``hvdbridge`` that fork (``forked.py``)."""
+    if folder.exists():
+        return
+    folder.mkdir()
+    forked = f"exec {sys.executable} -S -E {Path(__file__).with_name('forked.py')}"
+    for name in ("torchrun", "horovodrun", "hvdbridge"):
+        (folder / name).write_text(f'#!/bin/sh\n{forked} {Path(sys.executable).with_name(name)} "$@"\n')
+    (folder / "python").write_text(PYTHON.format(python=sys.executable, forked=forked))
+    for file in folder.iterdir():
+        file.chmod(0o700)
+
+
 class Rank:
     """A forked rank. ``status`` is None until the rank has ended; ``left`` lists the processes that it left."""
 
@@ -74,7 +99,12 @@ class Rank:
         self.left: list[str] = []
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect(str(folder / HASH_SEEDS[rank % len(HASH_SEEDS)]))
-        request = {"argv": list(argv), "env": dict(env), "log": str(log), "cwd": os.getcwd()}
+        request = {
+            "argv": list(argv), "env": dict(env), "cwd": os.getcwd(), "parent": os.getpid(),
+            "files": [0, 1, 2], "namespaces": [],
+        }  # fmt: skip
+        with open(os.devnull) as nothing, log.open("a") as output:
+            socket.send_fds(self.connection, [b"\n"], [nothing.fileno(), output.fileno(), output.fileno()])
         self.connection.sendall(json.dumps(request).encode() + b"\n")
 
     def receive(self) -> None:
@@ -118,6 +148,8 @@ def serve(path: str, owner: int) -> CodeType:
     """Fork ranks until process ``owner`` ends. Returns in ranks only, with the code that the rank runs."""
     for name in MODULES:
         __import__(name)
+    gc.collect()
+    gc.freeze()  # else a rank's collections, and its end, go through these modules' 400,000 objects: a second
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a process with several cannot be forked safely"
     assert not {"mpi4py.MPI", "horovod.torch"} & set(sys.modules)
@@ -134,20 +166,27 @@ def serve(path: str, owner: int) -> CodeType:
             continue
         listener.close()
         os.close(session)
+        files = socket.recv_fds(connection, 1, MOST_FILES)[1]
         request = json.loads(connection.makefile().readline())
         if rank := os.fork():
+            for file in files:
+                os.close(file)
             keep(rank, connection)
         connection.close()
-        return prepare(request)
+        return prepare(request, files, Path(path).with_name("bin") / "python")
     os._exit(0)
 
 
 def keep(rank: int, connection: socket.socket) -> NoReturn:
-    """Wait for the rank, or for the client's end; report and leave."""
+    """Wait for the rank, or for the client's end, and pass signals on; report and leave."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ended = os.pidfd_open(rank)
-    if ended not in select.select([ended, connection], [], [])[0]:
-        kill(rank)
+    while ended not in select.select([ended, connection], [], [])[0]:
+        for number in (signals := connection.recv(100)):
+            signal.pidfd_send_signal(ended, number)
+        if not signals:
+            kill(rank)
+            break
     status = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
     deadline = time.monotonic() + GRACE_SECONDS
     while (left := group(rank)) and time.monotonic() < deadline:
@@ -180,19 +219,32 @@ def group(leader: int) -> list[str]:
     return found
 
 
-def prepare(request: dict[str, Any]) -> CodeType:
+def prepare(request: dict[str, Any], files: list[int], python: Path) -> CodeType:
     """Make this process what ``python`` is before it runs the first line of the request's script, module or text."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for name in reversed(request["namespaces"]):  # a host that is one
+        if os.stat(file := files.pop()).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino:
+            assert not ctypes.CDLL(None).setns(file, 0), name
+        os.close(file)
     os.chdir(request["cwd"])
-    output = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
+    aside = [fcntl.fcntl(file, fcntl.F_DUPFD, max(request["files"]) + 1) for file in files]
+    for file in files:
+        os.close(file)
+    for copy, target in zip(aside, request["files"], strict=True):
+        os.dup2(copy, target)
+        os.close(copy)
     os.environ.clear()
     os.environ.update(request["env"])
+    sys.executable, parent = str(python), request["parent"]
+    os.getppid = lambda: parent  # whose other children are this host's other ranks
+    sys.orig_argv[:] = [sys.executable, *request["argv"]]
     tempfile.tempdir = None  # TMPDIR may be another one
     sys.modules["numpy"].random.seed()  # each process draws its own
     sys.path[1:1] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
+    sys.modules.pop("sitecustomize", None)
+    with suppress(ModuleNotFoundError):
+        __import__("sitecustomize")
     main = sys.modules["__main__"].__dict__
     del main["forkserver"]
     script, *arguments = request["argv"]

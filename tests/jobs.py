@@ -1,8 +1,9 @@
 """Runs a job of real processes (launcher x backend x number of ranks) and returns what each rank recorded.
 
-The launchers are ``torchrun``, ``horovodrun``, ``mpiexec``, None (one process, ``python script.py``), and ``fork``: the
-ranks come from the fork server (``forkserver.py``) and find each other by ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``.
-A test that is not about launching takes ``fork``, which costs no imports.
+The launchers are ``torchrun``, ``horovodrun``, ``mpiexec``, None (one process, ``python script.py``), and ``fork``:
+ranks that nobody launches, which find each other by ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``. All Python processes
+come from a server that has imported torch already (``forkserver.py``), in a launcher's job, too (``forked.py``), unless
+a test asks for the ``real`` interpreter.
 """
 
 from __future__ import annotations
@@ -49,19 +50,21 @@ class Job:
         return self
 
 
-def command(launcher: str | None, size: int, argv: Sequence[str]) -> list[str]:
-    """The command line that a user would type."""
+def command(launcher: str | None, size: int, argv: Sequence[str], real: bool = True) -> list[str]:
+    """The command line that a user would type; or, not ``real``, its like whose Python processes fork."""
+    binaries = BIN if real else forking()
+    python = str(binaries / "python")
     if launcher == "torchrun":
         # Not at the top: ranks import this file, too, and decide themselves when hvdbridge is imported.
         from hvdbridge.rendezvous.network import free_port
 
-        return [str(BIN / "torchrun"), f"--nproc-per-node={size}", f"--master-port={free_port()}", *argv]
+        return [str(binaries / "torchrun"), f"--nproc-per-node={size}", f"--master-port={free_port()}", *argv]
     if launcher == "horovodrun":
-        return [str(BIN / "horovodrun"), "-np", str(size), sys.executable, *argv]
+        return [str(binaries / "horovodrun"), "-np", str(size), python, *argv]
     if launcher == "mpiexec":
-        return [str(BIN / "mpiexec"), "-n", str(size), sys.executable, *argv]
+        return [str(BIN / "mpiexec"), "-n", str(size), python, *argv]
     assert launcher is None, launcher
-    return [sys.executable, *argv]
+    return [python, *argv]
 
 
 def environment(backend: str | None = None, **extra: str) -> dict[str, str]:
@@ -84,6 +87,12 @@ def folder() -> Path:
     return Path(os.environ[SERVERS].split(" ", 1)[1])
 
 
+def forking() -> Path:
+    """The folder of the ``python``, ``torchrun`` and ``horovodrun`` that fork."""
+    forkserver.start(folder(), int(os.environ[SERVERS].split()[0]))
+    return folder() / "bin"
+
+
 def bare(size: int) -> list[dict[str, str]]:
     """The variables of ``size`` ranks on this host that no launcher starts."""
     from hvdbridge.rendezvous.network import free_port
@@ -99,13 +108,22 @@ def run(
     argv: Sequence[str],
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
+    real: bool = False,
 ) -> Job:
-    """Run ``argv`` (script and arguments) on ``size`` ranks; ends only processes that it started itself."""
+    """Run ``argv`` (script and arguments) on ``size`` ranks; ends only processes that it started itself.
+
+    What a launcher starts is forked, and so is the launcher, unless ``real``.
+    """
     with tempfile.TemporaryDirectory(prefix="hvdbridge-job-") as out:
         log, files = Path(out) / "log", [Path(out) / f"{rank}.json" for rank in range(size)]
         started = time.monotonic()
         environ = environment(backend, JOB_RECORDS=out, **(env or {}))
-        status, left = (_fork if launcher == "fork" else _launch)(launcher, size, argv, environ, log, timeout)
+        if launcher == "fork":
+            forking()
+            ranks = [environ | rank for rank in bare(size)]
+            status, left = forkserver.run(folder(), argv, ranks, log, timeout)
+        else:
+            status, left = _launch(command(launcher, size, argv, real), environ, log, timeout)
         seconds = time.monotonic() - started
         _end(out)
         output = log.read_text(errors="replace") if log.exists() else ""
@@ -127,19 +145,10 @@ def once(launcher: str | None, backend: str | None, size: int, argv: Sequence[st
     return pickle.loads(place.read_bytes())
 
 
-def _fork(
-    _: str | None, size: int, argv: Sequence[str], env: Mapping[str, str], log: Path, timeout: float
-) -> tuple[int | None, list[str]]:
-    forkserver.start(folder(), int(os.environ[SERVERS].split()[0]))
-    return forkserver.run(folder(), argv, [{**env, **rank} for rank in bare(size)], log, timeout)
-
-
-def _launch(
-    launcher: str | None, size: int, argv: Sequence[str], env: Mapping[str, str], log: Path, timeout: float
-) -> tuple[int | None, list[str]]:
+def _launch(line: Sequence[str], env: Mapping[str, str], log: Path, timeout: float) -> tuple[int | None, list[str]]:
     with log.open("w") as output:
         process = subprocess.Popen(
-            command(launcher, size, argv), env=env,
+            line, env=env,
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     with suppress(subprocess.TimeoutExpired):

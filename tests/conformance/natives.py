@@ -37,7 +37,7 @@ class Torch:
 
 class Horovod:
     def start(self) -> None:
-        os.environ["HOROVOD_CYCLE_TIME"] = "0.1"  # milliseconds; only for speed
+        os.environ["HOROVOD_CYCLE_TIME"] = "2.5"  # milliseconds; only for speed
         hb.init()  # no launcher of Horovod's is there
         import horovod.torch as hvd
 

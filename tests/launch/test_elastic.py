@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,8 @@ def elastic_horovodrun(
     script.chmod(0o700)
     size = min(2, len(hosts))
     launcher = ["-np", str(size), "--min-np", str(least), "--max-np", "2", "--host-discovery-script", str(script)]
-    program = [str(jobs.BIN / "horovodrun"), *launcher, sys.executable, "-m", "hvdbridge.run", SCRIPT]
+    horovodrun, python = (str(jobs.forking() / name) for name in ("horovodrun", "python"))
+    program = [horovodrun, *launcher, python, "-m", "hvdbridge.run", SCRIPT]
     command = ["-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])", *program, f"--notes={notes}", *argv]
     return jobs.run(None, backend, 2, command, timeout=120, env={"TMPDIR": str(notes)})
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import jobs
 import pytest
 
+import benchmarks.hosts
 from benchmarks.hosts import Hosts, NoHosts
 from benchmarks.hosts import hosts as make
 
@@ -18,7 +19,8 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "places.py")
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     try:
-        with make(2) as made:
+        with make(2) as made, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(benchmarks.hosts, "BIN", jobs.forking())
             yield made
     except NoHosts as error:
         pytest.skip(str(error))
