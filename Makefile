@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-ch
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick test-recipes lint types parity convergence bench docs ci clean
+.PHONY: help install demo test computes waits quick test-recipes lint types parity convergence bench docs ci clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -33,14 +33,19 @@ demo: $(STAMP)  ## the main job: 3 launchers x 3 backends x 3 policies, a table,
 	@$(BIN)/python examples/demo.py
 
 # Tests use no GPU; benchmarks/cuda_check.py does
-test quick test-recipes: export CUDA_VISIBLE_DEVICES :=
+test computes waits quick test-recipes: export CUDA_VISIBLE_DEVICES :=
 PYTEST := $(BIN)/python -m pytest -q
-JOBS   := tests/conformance tests/launch
 
 test: $(STAMP)  ## all tests and doctests
 	@OMP_NUM_THREADS=1 $(PYTEST) -n auto hvdbridge tests/unit tests/policies  # one process each
-	@$(PYTEST) -m "not waits and not recipes" $(JOBS)  # jobs that compute: their ranks would only take turns with others
-	@$(PYTEST) -n 3 --dist loadgroup -m waits $(JOBS)  # jobs that mostly wait
+	@$(MAKE) --no-print-directory -j2 computes waits  # beside each other
+
+# MPI's and Horovod's ranks spin while they wait: two such jobs take longer beside each other than in turns
+computes:
+	@$(PYTEST) -m "not waits and not recipes" tests/conformance tests/launch
+
+waits:
+	@$(PYTEST) -n 3 -m waits tests/conformance tests/launch
 
 quick: $(STAMP)  ## before each commit: the quick tests of units and policies, one cell of each backend
 	@OMP_NUM_THREADS=1 $(PYTEST) -n auto -m "not slow" hvdbridge tests/unit tests/policies

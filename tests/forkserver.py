@@ -79,7 +79,7 @@ def start(folder: Path, owner: int) -> None:
 
 
 def commands(folder: Path) -> None:
-    """Make the ``python``, ``torchrun``, ``horovodrun`` and ``hvdbridge`` that fork (``forked.py``)."""
+    """Make the ``python``, ``torchrun``, ``horovodrun`` and ``hvdbridge`` that fork (``forked.py``), beside mpiexec."""
     if folder.exists():
         return
     folder.mkdir()
@@ -87,6 +87,7 @@ def commands(folder: Path) -> None:
     for name in ("torchrun", "horovodrun", "hvdbridge"):
         (folder / name).write_text(f'#!/bin/sh\n{forked} {Path(sys.executable).with_name(name)} "$@"\n')
     (folder / "python").write_text(PYTHON.format(python=sys.executable, forked=forked))
+    (folder / "mpiexec").write_text(f'#!/bin/sh\nexec {Path(sys.executable).with_name("mpiexec")} "$@"\n')
     for file in folder.iterdir():
         file.chmod(0o700)
 

@@ -50,8 +50,8 @@ class Job:
         return self
 
 
-def command(launcher: str | None, size: int, argv: Sequence[str], real: bool = True) -> list[str]:
-    """The command line that a user would type; or, not ``real``, its like whose Python processes fork."""
+def command(launcher: str | None, size: int, argv: Sequence[str], real: bool = False) -> list[str]:
+    """The command line that a user would type, with Python processes that fork unless ``real``."""
     binaries = BIN if real else forking()
     python = str(binaries / "python")
     if launcher == "torchrun":
@@ -62,7 +62,7 @@ def command(launcher: str | None, size: int, argv: Sequence[str], real: bool = T
     if launcher == "horovodrun":
         return [str(binaries / "horovodrun"), "-np", str(size), python, *argv]
     if launcher == "mpiexec":
-        return [str(BIN / "mpiexec"), "-n", str(size), python, *argv]
+        return [str(binaries / "mpiexec"), "-n", str(size), python, *argv]
     assert launcher is None, launcher
     return [python, *argv]
 

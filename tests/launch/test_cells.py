@@ -12,7 +12,8 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "places.py")
 
 
 def seen_by(launcher: str, backend: str | None, size: int, then: str) -> list[dict[str, Any]]:
-    job = jobs.run(launcher, backend, size, [SCRIPT, then], env={"HVDBRIDGE_LOG_LEVEL": "INFO"}).check()
+    env = {"HVDBRIDGE_LOG_LEVEL": "INFO"}
+    job = jobs.run(launcher, backend, size, [SCRIPT, then], env=env, real=size == 2).check()
     for rank, seen in enumerate(job.records):
         assert (seen["rank"], seen["size"]) == (rank, size)
         assert (seen["local_rank"], seen["local_size"]) == (rank, size)

@@ -44,15 +44,19 @@ def test_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "backend"),
-    [("torchrun", "torch"), ("horovodrun", "horovod"), ("mpiexec", "mpi")],
-)
-def test_eight_ranks_as_they_stand(launcher: str, backend: str) -> None:
-    """The lines of the README, oversubscribed: ``horovodrun -np 8 python examples/train.py``."""
-    job = jobs.run(launcher, backend, 8, [TRAIN], timeout=240)
+    ("launcher", "backend", "options", "accuracy"),
+    [("horovodrun", "horovod", [], 97), ("torchrun", "torch", ["--epochs=5"], 50),
+     ("mpiexec", "mpi", ["--epochs=5"], 50), ("torchrun", "mpi", ["--epochs=5"], 50)],
+)  # fmt: skip
+def test_eight_ranks(launcher: str, backend: str, options: list[str], accuracy: float) -> None:
+    """The lines of the README, oversubscribed; ``horovodrun -np 8 python examples/train.py`` as it stands.
+
+    Of the others the first epochs (of 11 steps each; digits are guessed with 10 %).
+    """
+    job = jobs.run(launcher, backend, 8, [TRAIN, *options], timeout=240)
     assert job.status == 0, job.output[-8000:]
     (last,) = [line for line in job.output.splitlines() if "digest" in line]
-    assert float(last.split("accuracy ")[1].split("%")[0]) >= 97
+    assert float(last.split("accuracy ")[1].split("%")[0]) >= accuracy
 
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
@@ -128,12 +132,12 @@ def test_parity() -> None:
 
 
 def test_weights_keep_wrong_labels_out() -> None:
-    argv = [str(EXAMPLES / "trust.py"), "--epochs=10"]
-    result = results("mpi", 3, argv, timeout=360)  # six trainings: 50 s of processor time
-    # measured over seeds 0 to 2: 0.78 to 0.81 with the plain mean, 0.98 and more with a weight of 0.1 or 0
-    assert result["trust 0"] > 0.95
-    assert result["trust 0.1"] > 0.95
-    assert result["plain mean"] < 0.9
+    argv = [str(EXAMPLES / "trust.py"), "--epochs=5"]
+    result = results("mpi", 3, argv, timeout=360)  # six trainings: 25 s of processor time
+    # measured over seeds 0 to 2: 0.75 to 0.79 with the plain mean, 0.93 and more with a weight of 0.1 or 0
+    assert result["trust 0"] > 0.9
+    assert result["trust 0.1"] > 0.9
+    assert result["plain mean"] < 0.85
 
 
 @pytest.mark.parametrize("backend", ["torch", "horovod"])

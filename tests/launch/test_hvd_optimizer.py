@@ -11,20 +11,10 @@ import pytest
 SCRIPT = str(Path(__file__).parent / "scripts" / "hvd_optimizer.py")
 
 
-@pytest.fixture(params=[3, 4])
-def size(request: pytest.FixtureRequest) -> int:
-    return request.param
-
-
-@pytest.fixture(params=jobs.BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def ranks(backend: str, size: int) -> list[Any]:
+@pytest.fixture(params=[("torch", 4), ("horovod", 3), ("mpi", 3)], ids=lambda of: f"{of[0]}-{of[1]}")
+def ranks(request: pytest.FixtureRequest) -> list[Any]:
     """What each rank saw."""
-    return jobs.once("fork", backend, size, [SCRIPT], timeout=120).check().records
+    return jobs.once("fork", *request.param, [SCRIPT], timeout=120).check().records
 
 
 def alike(ranks: list[Any], name: str) -> Any:

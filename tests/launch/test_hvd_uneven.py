@@ -26,7 +26,9 @@ def ranks_of(backend: str, size: int) -> list[Any]:
     return jobs.once("fork", backend, size, [SCRIPT, "hvdbridge.torch"], 120).check().records
 
 
-every_job = pytest.mark.parametrize(("backend", "size"), [(b, n) for b in jobs.BACKENDS for n in (2, 4)])
+every_job = pytest.mark.parametrize(
+    ("backend", "size"), [*((b, 2) for b in jobs.BACKENDS), ("torch", 4), ("horovod", 3), ("mpi", 4)]
+)
 
 
 ROUNDING = {

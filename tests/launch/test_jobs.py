@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -47,8 +48,9 @@ def test_a_forked_rank_is_what_python_would_start(tmp_path: Path) -> None:
         ("import atexit; atexit.register(print, 'at exit')", 0, "at exit"),
     ],
 )
-def test_a_forked_rank_ends_as_python_does(code: str, status: int, said: str) -> None:
-    job = jobs.run("fork", None, 1, ["-c", code])
+@pytest.mark.parametrize("launcher", ["fork", None])
+def test_a_forked_rank_ends_as_python_does(launcher: str | None, code: str, status: int, said: str) -> None:
+    job = jobs.run(launcher, None, 1, ["-c", code])
     assert job.status == status
     assert said in job.output
 
@@ -59,6 +61,7 @@ def test_modules_and_their_arguments(tmp_path: Path) -> None:
     assert "measured" in job.output
 
 
+@pytest.mark.waits
 def test_a_failed_rank_ends_the_others() -> None:
     code = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
     job = jobs.run("fork", None, 2, ["-c", code], timeout=50)
@@ -66,6 +69,7 @@ def test_a_failed_rank_ends_the_others() -> None:
     assert job.seconds < 40
 
 
+@pytest.mark.waits
 def test_the_limit_ends_a_job() -> None:
     job = jobs.run("fork", None, 2, ["-c", "import time; print('begun', flush=True); time.sleep(60)"], timeout=2)
     assert job.status == -1
@@ -73,10 +77,34 @@ def test_the_limit_ends_a_job() -> None:
     assert "its limit of 2 s" in job.output
 
 
+LEAVES = "import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])"
+
+
+@pytest.mark.waits
 def test_a_process_that_a_forked_rank_leaves_is_named() -> None:
-    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])"
     with pytest.raises(AssertionError, match=r"processes that ranks left: .*time\.sleep\(60\)"):
-        jobs.run("fork", None, 1, ["-c", code])
+        jobs.run("fork", None, 1, ["-c", LEAVES])
+
+
+@pytest.mark.waits
+def test_a_process_that_a_launched_rank_leaves_fails_the_job() -> None:
+    job = jobs.run("mpiexec", None, 2, ["-c", LEAVES])
+    assert job.status != 0
+    assert re.search(r"processes that this rank left: .*time\.sleep\(60\)", job.output)
+
+
+def test_a_launched_rank_has_what_its_launcher_gives(tmp_path: Path) -> None:
+    """A file that is open, the variables, and PYTHONPATH's sitecustomize; its children fork as it does."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None\n")
+    code = (
+        "import jobs, os, subprocess, sys; child = subprocess.run([sys.executable, '-c', 'import sys; "
+        "print(\"torch\" in sys.modules)'], capture_output=True, text=True); jobs.record(int(os.environ['PMI_RANK']), "
+        "[os.fstat(int(os.environ['PMI_FD'])).st_ino > 0, sys.modules['horovod'], child.stdout])"
+    )
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), jobs.environment()["PYTHONPATH"]])}
+    for real in (False, True):
+        job = jobs.run("mpiexec", None, 2, ["-c", code], env=env, real=real).check()
+        assert job.records == [[True, None, f"{not real}\n"]] * 2
 
 
 def test_a_daemon_that_a_job_leaves_is_named_with_the_test() -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from policies.policies import CASES
-
-OF_FAMILY = {type(case.policy).__module__: case for case in reversed(CASES)}
-"""The first listed policy of each module of ``hvdbridge.policies``."""
+from policies.policies import CASES, OF_FAMILY
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if parameters.get("case", CASES[0]) not in OF_FAMILY.values():
+        if parameters.get("case", CASES[0]) not in OF_FAMILY:
             item.add_marker(pytest.mark.slow)

@@ -182,6 +182,8 @@ CASES = [
     Case("warmup(powersgd(rank=2), steps=1, first=ef(bf16))"),
     Case("partition(*.bias=mean, 2d=topk(ratio=0.1), <2=fp16, rest=bf16)", overflows=True),
 ]
+OF_FAMILY = list({type(case.policy).__module__: case for case in reversed(CASES)}.values())
+"""The first listed policy of each module of ``hvdbridge.policies``."""
 
 
 def used(policy: Policy) -> Iterator[str]:
