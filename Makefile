@@ -37,7 +37,7 @@ test computes waits quick test-recipes: export CUDA_VISIBLE_DEVICES :=
 PYTEST := $(BIN)/python -m pytest -q
 
 test: $(STAMP)  ## all tests and doctests
-	@OMP_NUM_THREADS=1 $(PYTEST) -n auto hvdbridge tests/unit tests/policies  # one process each
+	@OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist worksteal -m "not waits" hvdbridge tests/unit tests/policies  # one process each
 	@$(MAKE) --no-print-directory -j2 computes waits  # beside each other
 
 # MPI's and Horovod's ranks spin while they wait: two such jobs take longer beside each other than in turns
@@ -45,7 +45,7 @@ computes:
 	@$(PYTEST) -m "not waits and not recipes" tests/conformance tests/launch
 
 waits:
-	@$(PYTEST) -n 3 -m waits tests/conformance tests/launch
+	@$(PYTEST) -n 3 -m waits tests/unit tests/conformance tests/launch
 
 quick: $(STAMP)  ## before each commit: the quick tests of units and policies, one cell of each backend
 	@OMP_NUM_THREADS=1 $(PYTEST) -n auto -m "not slow" hvdbridge tests/unit tests/policies

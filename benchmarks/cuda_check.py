@@ -634,7 +634,7 @@ PARTS: dict[str, Callable[[str], Iterator[Finding]]] = {
 
 def alone(part: str, device: str, seconds: float) -> list[Finding]:
     """Run one part in a process of its own, with so much time; what it had found by then stays."""
-    line = [sys.executable, "-u", __file__, "--part", part, "--device", device]
+    line = [sys.executable, "-u", __file__, "--part", part, "--device", device, "--specs", *IN_JOBS]
     late = ""
     # Some images round float32 products; what the CPU finds is no reference for them
     env = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
@@ -671,8 +671,9 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, default=Path("build/cuda_check.json"), metavar="FILE")
     parser.add_argument("--part", choices=[*PARTS, "rank"], help=argparse.SUPPRESS)
-    parser.add_argument("--specs", nargs="*", default=IN_JOBS, help=argparse.SUPPRESS)
+    parser.add_argument("--specs", nargs="*", default=IN_JOBS, help="the policies of real jobs (default: all)")
     arguments = parser.parse_args()
+    IN_JOBS[:] = arguments.specs
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("benchmarks/cuda_check.py: torch sees no GPU here. --device cpu checks what needs none.", file=sys.stderr)
         return 2

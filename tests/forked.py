@@ -36,10 +36,11 @@ def main() -> None:
             "files": files, "namespaces": NAMESPACES,
         }  # fmt: skip
         places = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
-        socket.send_fds(keeper, [b"\n"], files + places)
-        keeper.sendall(json.dumps(request).encode() + b"\n")
+        text = json.dumps(request).encode()
+        socket.send_fds(keeper, [len(text).to_bytes(4, "big")], files + places)
+        keeper.sendall(text)
         while keeper not in select.select([keeper, ready], [], [])[0]:
-            with suppress(BrokenPipeError):  # it has just ended
+            with suppress(BrokenPipeError, ConnectionResetError):  # it has just ended
                 keeper.sendall(os.read(ready, 100))
         with keeper.makefile() as stream:
             report = json.loads(stream.readline() or '{"status": -9, "left": []}')

@@ -1,15 +1,16 @@
-"""Forks a job's ranks from a process that has imported torch and hvdbridge already.
+"""Forks a job's Python processes from a process that has imported torch and hvdbridge already.
 
-A rank that a launcher starts spends 3 to 6 s of a core on imports. A rank forked here needs some 50 ms, and then runs
-its script as ``python script.py`` would: as ``__main__``, up to the interpreter's own exit.
+A rank that ``python`` starts spends 3 to 6 s of a core on imports. A rank forked here begins after some 10 ms, and then
+runs its script as ``python script.py`` would: as ``__main__``, up to the interpreter's own exit, which takes 0.3 s.
 
 Rules:
 
 1. A server has one thread and has started no backend: it never imports ``mpi4py.MPI`` or ``horovod.torch``.
 2. A job's ranks come from two servers with different string hashes. Ranks therefore iterate over sets in different
    orders, as they do under a launcher, and a collective whose order depends on a set still fails.
-3. For each rank the server forks a keeper. The keeper forks the rank, waits for it, reports its exit status and the
-   processes that it left in its process group, and ends those. It ends the rank when the client is gone.
+3. For each rank the server forks a keeper. The keeper forks the rank, passes on the signals that its client names,
+   waits, reports the exit status and the processes that the rank left in its process group, and ends those. It ends the
+   rank when the client is gone. The client is the test, or what a launcher has started (``forked.py``).
 4. The first job of a test session starts the servers. They end with the session's main process.
 """
 
@@ -35,7 +36,8 @@ from typing import Any, NoReturn
 
 HASH_SEEDS = ("1", "2")
 START_SECONDS = 120.0
-MOST_FILES = 250
+MOST_FILES, LENGTH = 250, 4
+"""The files that a request may come with; the bytes of its length."""
 GRACE_SECONDS = 5.0
 """For the other ranks once one has failed, and for processes that end by themselves, such as a resource tracker."""
 MODULES = (
@@ -46,13 +48,13 @@ MODULES = (
 )  # fmt: skip
 """What most ranks import. torch's compiler (1,000 modules) is among it: torch imports it with the first optimizer."""
 PYTHON = """#!/bin/sh
-[ "$1" = -u ] && shift
+[ "$1" = -u ] && shift && export PYTHONUNBUFFERED=1
 case "$1" in
 -m|-c|[!-]*) {forked} "$@" ;;
 *) exec {python} "$@" ;;
 esac
 """
-"""Options of the interpreter's, but for -m and -c, need an interpreter of their own. (-u is for launchers' pipes.)"""
+"""Options other than -u, -m and -c start an interpreter."""
 
 
 # -- the client ------------------------------------------------------------------------------------------
@@ -62,6 +64,7 @@ def start(folder: Path, owner: int) -> None:
     """Start the servers that listen in ``folder`` until process ``owner`` ends, unless they run already."""
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not any(folder.glob("*.failed")), "a fork server failed; the first test that needed it has its error"
         missing = [seed for seed in HASH_SEEDS if not (folder / seed).exists()]
         commands(folder / "bin")
         for seed in missing:
@@ -69,12 +72,13 @@ def start(folder: Path, owner: int) -> None:
             path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
             own = {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": path}
             subprocess.Popen(  # the shell ends at once, so that the server is no child of this process
-                ["sh", "-c", '"$@" &', "sh", sys.executable, "-c", code],
+                ["sh", "-c", '("$@" || touch "$0") &', f"{folder / seed}.failed", sys.executable, "-c", code],
                 env=os.environ | own, stdin=subprocess.DEVNULL, start_new_session=True,
             ).wait()  # fmt: skip
         deadline = time.monotonic() + START_SECONDS
         while not all((folder / seed).exists() for seed in missing):
-            assert time.monotonic() < deadline, f"no fork server within {START_SECONDS:.0f} s; its error stands above"
+            late = time.monotonic() > deadline or any(folder.glob("*.failed"))
+            assert not late, f"no fork server within {START_SECONDS:.0f} s, or it failed: its error stands above"
             time.sleep(0.02)
 
 
@@ -104,9 +108,11 @@ class Rank:
             "argv": list(argv), "env": dict(env), "cwd": os.getcwd(), "parent": os.getpid(),
             "files": [0, 1, 2], "namespaces": [],
         }  # fmt: skip
+        text = json.dumps(request).encode()
         with open(os.devnull) as nothing, log.open("a") as output:
-            socket.send_fds(self.connection, [b"\n"], [nothing.fileno(), output.fileno(), output.fileno()])
-        self.connection.sendall(json.dumps(request).encode() + b"\n")
+            files = [nothing.fileno(), output.fileno(), output.fileno()]
+            socket.send_fds(self.connection, [len(text).to_bytes(LENGTH, "big")], files)
+        self.connection.sendall(text)
 
     def receive(self) -> None:
         """Read the keeper's report."""
@@ -167,8 +173,9 @@ def serve(path: str, owner: int) -> CodeType:
             continue
         listener.close()
         os.close(session)
-        files = socket.recv_fds(connection, 1, MOST_FILES)[1]
-        request = json.loads(connection.makefile().readline())
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        length, files, *_ = socket.recv_fds(connection, LENGTH, MOST_FILES)
+        request = json.loads(connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL))
         if rank := os.fork():
             for file in files:
                 os.close(file)
@@ -180,7 +187,6 @@ def serve(path: str, owner: int) -> CodeType:
 
 def keep(rank: int, connection: socket.socket) -> NoReturn:
     """Wait for the rank, or for the client's end, and pass signals on; report and leave."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ended = os.pidfd_open(rank)
     while ended not in select.select([ended, connection], [], [])[0]:
         for number in (signals := connection.recv(100)):
@@ -192,7 +198,9 @@ def keep(rank: int, connection: socket.socket) -> NoReturn:
     deadline = time.monotonic() + GRACE_SECONDS
     while (left := group(rank)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    kill(rank)
+    if left:
+        with suppress(ProcessLookupError):
+            os.killpg(rank, signal.SIGKILL)
     with suppress(OSError):
         connection.sendall(json.dumps({"status": status, "left": left}).encode() + b"\n")
     os._exit(0)
@@ -223,7 +231,8 @@ def group(leader: int) -> list[str]:
 def prepare(request: dict[str, Any], files: list[int], python: Path) -> CodeType:
     """Make this process what ``python`` is before it runs the first line of the request's script, module or text."""
     os.setpgid(0, 0)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts by &
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     for name in reversed(request["namespaces"]):  # a host that is one
         if os.stat(file := files.pop()).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino:
             assert not ctypes.CDLL(None).setns(file, 0), name
@@ -241,6 +250,9 @@ def prepare(request: dict[str, Any], files: list[int], python: Path) -> CodeType
     os.getppid = lambda: parent  # whose other children are this host's other ranks
     sys.orig_argv[:] = [sys.executable, *request["argv"]]
     tempfile.tempdir = None  # TMPDIR may be another one
+    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+    if os.environ.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(write_through=True)
     sys.modules["numpy"].random.seed()  # each process draws its own
     sys.path[1:1] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
     sys.modules.pop("sitecustomize", None)

@@ -55,7 +55,7 @@ def command(launcher: str | None, size: int, argv: Sequence[str], real: bool = F
     binaries = BIN if real else forking()
     python = str(binaries / "python")
     if launcher == "torchrun":
-        # Not at the top: ranks import this file, too, and decide themselves when hvdbridge is imported.
+        # Not at the top: real ranks import this file, too, and decide themselves when hvdbridge is imported.
         from hvdbridge.rendezvous.network import free_port
 
         return [str(binaries / "torchrun"), f"--nproc-per-node={size}", f"--master-port={free_port()}", *argv]
@@ -68,7 +68,7 @@ def command(launcher: str | None, size: int, argv: Sequence[str], real: bool = F
 
 
 def environment(backend: str | None = None, **extra: str) -> dict[str, str]:
-    """This environment with the test's backend, warnings as errors where ranks import our code, own bin first."""
+    """This environment with the test's backend, and this virtual environment's programs first."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("HVDBRIDGE_")}
     env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -112,7 +112,7 @@ def run(
 ) -> Job:
     """Run ``argv`` (script and arguments) on ``size`` ranks; ends only processes that it started itself.
 
-    What a launcher starts is forked, and so is the launcher, unless ``real``.
+    What a launcher starts is forked, and so are torchrun and horovodrun, unless ``real``.
     """
     with tempfile.TemporaryDirectory(prefix="hvdbridge-job-") as out:
         log, files = Path(out) / "log", [Path(out) / f"{rank}.json" for rank in range(size)]
@@ -141,8 +141,15 @@ def once(launcher: str | None, backend: str | None, size: int, argv: Sequence[st
     with place.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not place.exists():
-            place.write_bytes(pickle.dumps(run(launcher, backend, size, argv, timeout)))
-    return pickle.loads(place.read_bytes())
+            try:
+                found: Job | AssertionError = run(launcher, backend, size, argv, timeout)
+            except AssertionError as error:
+                found = error
+            place.write_bytes(pickle.dumps(found))
+    found = pickle.loads(place.read_bytes())
+    if isinstance(found, AssertionError):
+        raise found
+    return found
 
 
 def _launch(line: Sequence[str], env: Mapping[str, str], log: Path, timeout: float) -> tuple[int | None, list[str]]:

@@ -1,8 +1,9 @@
 """What a test must not leave behind: a process, a thread, a process group, a file in /dev/shm, a changed default.
 
 The fixture :func:`leaves_nothing` compares before and after each test and fails the test by name. At the session's end
-no process of a job may be left, and no file in /dev/shm: a process's environment names the test, and a file's age does.
-(A job elsewhere may be about to remove its files when a test ends, so these are looked for at the end only.)
+no process of a job may be left, and no file in /dev/shm: a process is traced to its test by its environment, a file by
+its time of change. (A job elsewhere may be about to remove its files when a test ends, so these are looked for at the end
+only.)
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,8 @@ import jobs
 import pytest
 import torch
 import torch.distributed as dist
+
+import hvdbridge as hb
 
 WAIT_SECONDS = 10.0
 """For threads and processes that are about to end; a job's helper ends a second after the last rank."""
@@ -59,6 +63,10 @@ def defaults() -> dict[str, Any]:
         "torch.distributed is initialized": dist.is_initialized(),
         "the working directory": os.getcwd(),
         "multiprocessing's start method": multiprocessing.get_start_method(allow_none=True),
+        "torch's float32 products": torch.get_float32_matmul_precision(),
+        "hvdbridge is initialized": hb.is_initialized(),
+        "sys.excepthook": sys.excepthook,
+        "sys.exit": sys.exit,
     }
     found |= {f"the handler of {s.name}": signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     return found | {f"os.environ[{k!r}]": v for k, v in os.environ.items() if not k.startswith(CHANGING)}
@@ -132,8 +140,8 @@ def unmapped(names: set[str]) -> set[str]:
     """Those of ``names`` that no process maps: another program of this machine maps its own."""
     for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
         with suppress(OSError):  # a process that has just ended, or another user's
-            text = maps.read_text()
-            names = {name for name in names if f"{SHARED}/{name}" not in text}
+            mapped = {line.rpartition("/")[2] for line in maps.read_text().splitlines() if f"{SHARED}/" in line}
+            names = names - mapped
     return names
 
 
@@ -143,7 +151,10 @@ def of_tests(names: set[str]) -> set[str]:
     found, ran = set(), [line.split(" ", 2) for line in lines]
     for name in names:
         with suppress(OSError):
-            made = (SHARED / name).stat().st_mtime
+            status = (SHARED / name).stat()
+            made = status.st_mtime
+            if status.st_uid != os.getuid():  # nor can it be told who maps it
+                continue
             tests = sorted(test for began, ended, test in ran if float(began) - TICK <= made <= float(ended))
             found.add(f"{' or '.join(tests)}: {SHARED / name}")
     return found

@@ -54,11 +54,12 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
 def cases(size: int, rows: int | None = None) -> Iterator[tuple[torch.dtype, tuple[int, ...], str]]:
     """(dtype, shape, layout) of every kind; ``rows``: the first dimension that the collective demands.
 
-    Among three ranks and more four dtypes stand for all, which two ranks see: a float that the libraries add, one that
-    we add, integers and bool.
+    Among three ranks four dtypes stand for all, which two ranks see: a float that the libraries add, one that we add,
+    integers and bool. Four ranks are there for the groups.
     """
     lead = () if rows is None else (rows,)
-    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool) if size > 2 else DTYPES:
+    some = {3: (torch.float32, torch.bfloat16, torch.int64, torch.bool), 4: (torch.float32,)}
+    for dtype in some.get(size, DTYPES):
         for shape in SHAPES:
             yield dtype, (*lead, *shape), "contiguous"
         for layout in LAYOUTS:

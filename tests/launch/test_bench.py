@@ -276,13 +276,13 @@ def test_ctrl_c_leaves_the_rows_so_far(launcher: str | None, backend: str, tmp_p
 
 
 def test_a_slow_network_is_what_the_step_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hosts, 60 Mbit/s: 1 MB of gradients takes 0.13 s, so a step cannot take less, nor int8 more than mean."""
+    """Two hosts, 30 Mbit/s: 1 MB of gradients takes 0.27 s, less what buffers take at once; int8 is faster."""
     policies = ["mean", "int8", "delayed(mean)"]
     out = tmp_path / "bench.json"
     words = ["-m", "hvdbridge", "bench", "--models", "small:60", "--samples", "4", "--steps", "2"]
     monkeypatch.setattr(benchmarks.hosts, "BIN", jobs.forking())
     try:
-        with hosts(2, mbits=60) as made:
+        with hosts(2, mbits=30) as made:
             lines = made.commands("torchrun", 1, [*words, "--policies", *policies, "--json", str(out)])
             statuses, output = made.run(lines, jobs.environment("torch"), timeout=90)
     except NoHosts as error:
@@ -292,9 +292,9 @@ def test_a_slow_network_is_what_the_step_waits_for(tmp_path: Path, monkeypatch: 
     cores = json.loads(out.read_text())["network"]["cores"]
     assert cores == len(usable_cores()) / 2, "of one machine, whatever hosts say"
     burst = 256_000 * 2  # what a token bucket lets through at once, and a queue on the way
-    assert mean["step"] > (mean["bytes_sent"] - burst) * 8 / 60e6
+    assert mean["step"] > (mean["bytes_sent"] - burst) * 8 / 30e6
     assert int8["step"] < mean["step"]
-    assert delayed["step"] > (delayed["bytes_sent"] - burst) * 8 / 60e6, (
+    assert delayed["step"] > (delayed["bytes_sent"] - burst) * 8 / 30e6, (
         "behind the step, and before the next one's end"
     )
 
@@ -333,7 +333,9 @@ def test_hosts_leave_nothing(tmp_path: Path) -> None:
 def test_the_check_for_cuda_passes_without_it(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
     script = Path(__file__).parents[2] / "benchmarks" / "cuda_check.py"
-    job = jobs.run(None, None, 1, [str(script), "--device", "cpu", "--json", str(out)], timeout=240)
+    specs = ["mean", "int8", "topk:ratio=0.05", "sign:momentum=0.9", "powersgd:rank=2", "local_sgd:every=2"]
+    line = [str(script), "--device", "cpu", "--json", str(out), "--specs", *specs]
+    job = jobs.run(None, None, 1, line, timeout=240)
     assert job.status == 0, job.output
     verdicts = {(row["part"], row["what"]): row["verdict"] for row in json.loads(out.read_text())}
     assert "WRONG" not in verdicts.values()

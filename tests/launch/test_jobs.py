@@ -45,6 +45,7 @@ def test_a_forked_rank_is_what_python_would_start(tmp_path: Path) -> None:
         ("import sys; sys.exit(3)", 3, ""),
         ("raise ValueError('no')", 1, "ValueError: no"),
         ("import os; os.kill(os.getpid(), 9)", -9, ""),
+        ("import os; os.kill(os.getpid(), 2)", -2, "KeyboardInterrupt"),
         ("import atexit; atexit.register(print, 'at exit')", 0, "at exit"),
     ],
 )

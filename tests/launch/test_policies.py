@@ -12,20 +12,9 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "battery.py")
 LIMIT = 240.0  # a quarter of it suffices on two cores that others use, too
 
 LARGE = [case for case in CASES if case.min_size > 3]
-every_at = {
-    2: pytest.mark.parametrize("case", [case for case in CASES if case.min_size <= 2], ids=str),
-    3: pytest.mark.parametrize(
-        ("backend", "case"),
-        [
-            (backend, case)
-            for backend in jobs.BACKENDS
-            for case in (CASES if backend == "torch" else OF_FAMILY)
-            if case.min_size <= 3
-        ],
-        ids=str,
-    ),
-    5: pytest.mark.parametrize("case", LARGE, ids=str),
-}
+OF_THREE = [case for case in OF_FAMILY if case.min_size <= 3]
+AT_3 = {"torch": OF_THREE, "horovod": OF_THREE, "mpi": [case for case in CASES if case.min_size <= 3]}
+"""All policies on one backend; of each family one on the others, whose sums of three numbers are their own."""
 
 
 def states() -> str:
@@ -50,29 +39,28 @@ def examine(case: Case, job: jobs.Job) -> None:
 
 
 every_backend = pytest.mark.parametrize("backend", jobs.BACKENDS)
+every_at_2 = pytest.mark.parametrize("case", [case for case in CASES if case.min_size <= 2], ids=str)
 
 
-@every_at[2]
+@every_at_2
 @every_backend
 def test_the_bits_of_the_simulation_at_2_ranks(case: Case, backend: str) -> None:
     examine(case, at_2(backend))
 
 
-@every_at[2]
+@every_at_2
 @every_backend
 def test_a_state_of_another_backend_continues_bit_by_bit(case: Case, backend: str) -> None:
     for mine, theirs in zip(at_2(backend).records, at_2("torch").records, strict=True):
         assert mine[case.spec]["resumed"] == theirs[case.spec]["resumed"]
 
 
-@every_at[3]
-def test_the_simulation_to_rounding_at_3_ranks(case: Case, backend: str) -> None:
-    """On the other backends, whose sums of three numbers are the libraries' own, one policy of each family."""
-    specs = [] if backend == "torch" else [case.spec for case in OF_FAMILY if case.min_size <= 3]
-    examine(case, compared(backend, 3, *specs))
+@pytest.mark.parametrize(("backend", "case"), [(backend, case) for backend in AT_3 for case in AT_3[backend]], ids=str)
+def test_the_simulation_to_rounding_at_3_ranks(backend: str, case: Case) -> None:
+    examine(case, compared(backend, 3, *(case.spec for case in AT_3[backend])))
 
 
-@every_at[5]
+@pytest.mark.parametrize("case", LARGE, ids=str)
 @every_backend
 def test_the_simulation_to_rounding_at_5_ranks(case: Case, backend: str) -> None:
     examine(case, compared(backend, 5, *(case.spec for case in LARGE)))

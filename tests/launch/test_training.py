@@ -49,9 +49,10 @@ def test_same_bits_on_every_backend(scenario: str, backend: str) -> None:
 
 
 def test_same_bits_whoever_divides() -> None:
-    for rank in jobs.once("fork", "torch", 2, [SCRIPT, "copies"], LIMIT).check().records:
+    alike = ["weighted", "error_feedback_bf16", "sync_batchnorm", "made_anew", "after_close"]
+    for rank in jobs.run("fork", "torch", 2, [SCRIPT, "copies", *LIKE_DDP, *alike], LIMIT).check().records:
         assert {name: rank[name] for name in LIKE_DDP} == {name: plain()[name] for name in LIKE_DDP}
-        assert {name: rank[name] for name in ALIKE} == {name: ours("torch")[0][name] for name in ALIKE}
+        assert {name: rank[name] for name in alike} == {name: ours("torch")[0][name] for name in alike}
 
 
 def test_same_bits_where_division_rounds() -> None:

@@ -26,7 +26,7 @@ from hvdbridge.helper.processes import SHM
 from hvdbridge.helper.start import HelperAddress, start_helper
 from hvdbridge.helper.wire import FrameError, length_of, pack, unpack
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None, reason="mpi4py is not installed")
 QUICK = Config(timeout_seconds=2.0, stall_seconds=1.0)
