@@ -1,9 +1,8 @@
 """What a test must not leave behind: a process, a thread, a process group, a file in /dev/shm, a changed default.
 
 The fixture :func:`leaves_nothing` compares before and after each test and fails the test by name. At the session's end
-no process of a job may be left, and no file in /dev/shm: a process is traced to its test by its environment, a file by
-its time of change. (A job elsewhere may be about to remove its files when a test ends, so these are looked for at the end
-only.)
+no process of a job may be left, and no file in /dev/shm; a process is traced to its test by its environment, a file by
+its time of change. (When a test ends, a job elsewhere may be about to remove its files.)
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ def defaults() -> dict[str, Any]:
         "multiprocessing's start method": multiprocessing.get_start_method(allow_none=True),
         "torch's float32 products": torch.get_float32_matmul_precision(),
         "hvdbridge is initialized": hb.is_initialized(),
-        "sys.excepthook": sys.excepthook,
         "sys.exit": sys.exit,
     }
     found |= {f"the handler of {s.name}": signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
