@@ -75,7 +75,7 @@ docs: $(STAMP)  ## the API's reference, in build/docs
 	@$(BIN)/python -m pdoc --docformat google -o build/docs hvdbridge
 	@echo "build/docs/index.html"
 
-ci: lint types test  ## what must pass before a commit
+ci: lint types test  ## what must pass before a change is handed in
 
 clean:  ## remove .venv and whatever was generated
 	@rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

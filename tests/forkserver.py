@@ -6,8 +6,8 @@ runs its script as ``python script.py`` would: as ``__main__``, up to the interp
 Rules:
 
 1. A server has one thread and has started no backend: it never imports ``mpi4py.MPI`` or ``horovod.torch``.
-2. A job's ranks come from two servers with different string hashes. Ranks therefore iterate over sets in different
-   orders, as they do under a launcher, and a collective whose order depends on a set still fails.
+2. A job's ranks come from two servers with different string hashes. Even and odd ranks therefore iterate over most sets
+   in different orders, as ranks do without a server, and a collective whose order depends on a set still fails.
 3. For each rank the server forks a keeper. The keeper forks the rank, passes on the signals that its client names,
    waits, reports the exit status and the processes that the rank left in its process group, and ends those. It ends the
    rank when the client is gone. The client is the test, or what a launcher has started (``forked.py``).
