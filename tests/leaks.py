@@ -151,7 +151,7 @@ def of_tests(names: set[str]) -> set[str]:
         with suppress(OSError):
             status = (SHARED / name).stat()
             made = status.st_mtime
-            if status.st_uid != os.getuid():  # nor can it be told who maps it
+            if status.st_uid != os.getuid():  # whether another user's process maps a file cannot be read
                 continue
             tests = sorted(test for began, ended, test in ran if float(began) - TICK <= made <= float(ended))
             found.add(f"{' or '.join(tests)}: {SHARED / name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +36,6 @@ class Torch:
 
 class Horovod:
     def start(self) -> None:
-        os.environ["HOROVOD_CYCLE_TIME"] = "2.5"  # milliseconds; only for speed
         hb.init()  # no launcher of Horovod's is there
         import horovod.torch as hvd
 
