@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,10 @@ class Horovod:
         return int(self.hvd.size())
 
     def all_reduce(self, tensor: Tensor) -> None:
-        self.hvd.allreduce_(tensor, op=self.hvd.Sum, name="the user's own")
+        handle = self.hvd.allreduce_async_(tensor, op=self.hvd.Sum, name="the user's own")
+        while not self.hvd.poll(handle):  # synchronize() would spin and keep the GIL from the rank's other thread
+            time.sleep(1e-4)
+        self.hvd.synchronize(handle)
 
     def group(self, ranks: Sequence[int]) -> Any:
         if len(ranks) == self.hvd.size():
