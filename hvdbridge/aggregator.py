@@ -44,16 +44,11 @@ Deliver = Callable[[Tensor | None], None]
 
 @dataclass(eq=False)
 class Piece:
-    """A source's bucket: flat ``buffer`` in, its update out through ``deliver`` (None after a failure).
-
-    Attributes:
-        scaled: the buffer has this rank's share of the mean already (:attr:`Bucket.scaled`).
-    """
+    """A source's bucket: flat ``buffer`` in, its update out through ``deliver`` (None after a failure)."""
 
     layout: Layout
     buffer: Tensor
     deliver: Deliver
-    scaled: bool = False
 
 
 class After(Protocol):
@@ -93,6 +88,7 @@ class Aggregator:
         self.weights: tuple[float, ...] | None = None
         self.loss_scale = 1.0
         self.last_traffic = Traffic()
+        self.traffic_elsewhere: Callable[[], Traffic] | None = None  # where a step's gradients do not come here
         self.after: After | None = None
         self._held_scale = 1.0
         self._blocks = number_blocks({name: tensor.shape for name, tensor in params.items()})
@@ -223,12 +219,13 @@ class Aggregator:
     def stats(self) -> dict[str, float]:
         """See ``GradientSynchronizer.stats``."""
         self.settle()
+        traffic = self.last_traffic if self.traffic_elsewhere is None else self.traffic_elsewhere()
         return {
             "step": self.step,
-            "collectives": self.last_traffic.collectives,
-            "bytes_sent": self.last_traffic.bytes_sent,
-            "communication_seconds": self.last_traffic.seconds,
-            "compression_seconds": self.last_traffic.computing,
+            "collectives": traffic.collectives,
+            "bytes_sent": traffic.bytes_sent,
+            "communication_seconds": traffic.seconds,
+            "compression_seconds": traffic.computing,
             "state_bytes": self.store.nbytes,
             **self.policy.statistics(self.store.params, self.store.whole()),
         }
@@ -243,13 +240,13 @@ class Aggregator:
         return updates
 
     def bucket(
-        self, buffer: Tensor, layout: Layout, index: int, step: int, last: bool = True, scaled: bool = False
+        self, buffer: Tensor, layout: Layout, index: int, step: int, last: bool = True
     ) -> Bucket:
         """A bucket of this rank."""
         communicator = self.communicator
         return Bucket(
             buffer, layout, index, step, self.seed, communicator.rank, communicator.size, self.weights,
-            blocks=self._blocks, groups=communicator.places(), nodes=communicator.nodes, scaled=scaled,
+            blocks=self._blocks, groups=communicator.places(), nodes=communicator.nodes,
             dtypes=self._dtypes, last=last, memory=self.store.memory, rooms=self.store.rooms,
         )  # fmt: skip
 
@@ -290,8 +287,7 @@ class Aggregator:
         layout, buffer = self._join(pieces)
         if self.joined:
             buffer.zero_()
-        scaled = pieces[0].scaled  # as all are
-        flow = self.policy.aggregate(self.bucket(buffer, layout, index, step, last, scaled), self.store.part(layout))
+        flow = self.policy.aggregate(self.bucket(buffer, layout, index, step, last), self.store.part(layout))
         end = yield from advance(flow)
         if isinstance(end, Early):
             self._unfinished.append((index, flow, layout))

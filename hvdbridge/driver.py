@@ -127,6 +127,11 @@ class Driver:
         self._since = 0.0
         self._counting = threading.Lock()  # of what several threads add to
 
+    @property
+    def checks(self) -> bool:
+        """Whether signatures of collectives are compared across ranks."""
+        return self._check is not None
+
     def submit(self, pending: Pending[T]) -> Pending[T]:
         """Run a flow on its communicator after all that was submitted before; returns ``pending``.
 

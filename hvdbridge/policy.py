@@ -230,9 +230,8 @@ class Policy:
         return False
 
     @property
-    def takes_shares(self) -> bool:
-        """Whether a flow of :meth:`aggregate` wants nothing but :meth:`Bucket.weighted`'s buffer, and no names: so a
-        source may have weighted it already (:attr:`Bucket.scaled`), and ``layout`` may call all of it one parameter."""
+    def plain_mean(self) -> bool:
+        """Whether the update is what plain DDP makes of a gradient, if no weights are set: then DDP may make it."""
         return False
 
     @property

@@ -31,10 +31,10 @@ from torch import Tensor
 from hvdbridge import runtime
 from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.communicators.base import DTYPES, Communicator, Work
-from hvdbridge.driver import Driver, open_driver
+from hvdbridge.context import ReductionContext
+from hvdbridge.driver import Driver
 from hvdbridge.errors import CollectiveTimeout, ConfigurationError, Unsupported
 from hvdbridge.flows import Pending
-from hvdbridge.helper.client import Monitor
 from hvdbridge.memory import overlaps
 from hvdbridge.messages import TAGS, Messages, Receipt, open_messages
 
@@ -69,8 +69,7 @@ class Group:
     number: int
     timeout: timedelta | None = None
     description: str = ""
-    _driver: Driver | None = field(default=None, repr=False)
-    _monitor: Monitor | None = field(default=None, repr=False)
+    _context: ReductionContext | None = field(default=None, repr=False)
     _messages: Messages | None = field(default=None, repr=False)
 
     def size(self) -> int:
@@ -87,12 +86,11 @@ class Group:
 
     def close(self) -> None:
         """Free the channel. Harmless when repeated."""
-        if self._driver is not None and self._monitor is not None:
-            self._monitor.unguard(self._driver)
-            self._driver.close()
-        if self.communicator is not None:
+        if self._context is not None:
+            self._context.close()
+        elif self.communicator is not None:
             self.communicator.close()
-        self._driver = self._monitor = self.communicator = self._messages = None
+        self._context = self.communicator = self._messages = None
 
 
 class Handle:
@@ -309,12 +307,12 @@ def _start(
     if group.communicator is None and group.number == 0:
         group.communicator = session.channel("primitives")
     communicator = _still_open(group, what)
-    if group._driver is None:
+    if group._context is None:
         check = session.check() if group.number == 0 else None
-        group._driver, group._monitor = open_driver(communicator, session.device, check), session.monitor
-        group._monitor.guard(group._driver)
-    pending = group._driver.submit(Pending(steps(), communicator))
-    handle = _Collective(pending, group._driver, what, group.timeout if timeout is None else timeout, steps)
+        group._context = ReductionContext(session, [communicator], session.device, check)
+    driver = group._context.driver
+    pending = driver.submit(Pending(steps(), communicator))
+    handle = _Collective(pending, driver, what, group.timeout if timeout is None else timeout, steps)
     if async_op:
         return handle
     handle.wait()

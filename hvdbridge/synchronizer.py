@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -17,14 +18,14 @@ from hvdbridge import checkpoint, runtime
 from hvdbridge.after import AfterStep
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.agreement import agree, describe, open_group, trainable
-from hvdbridge.communicators.base import Communicator
-from hvdbridge.driver import Driver, drive, open_driver
+from hvdbridge.context import ReductionContext
+from hvdbridge.driver import drive
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
 from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors, shards_state
 from hvdbridge.sources import attach
-from hvdbridge.sources.base import Options, usual_bucket_mb, views_pay
+from hvdbridge.sources.base import Options, listed, usual_bucket_mb, views_pay
 from hvdbridge.sources.hooks import HookSource
 from hvdbridge.sources.wrapper import Wrapper, unwrapped
 from hvdbridge.state import OnResize
@@ -98,8 +99,7 @@ class GradientSynchronizer:
         bucket_mb = session.config.bucket_mb if bucket_mb is None else bucket_mb
         if not (bucket_mb is None or bucket_mb == "auto" or (not isinstance(bucket_mb, str) and bucket_mb > 0)):
             raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
-        self._communicator, self._control, ranks = open_group(session.communicator, group)
-        communicator = self._communicator
+        communicator, control, ranks = open_group(session.communicator, group)
         usual = usual_bucket_mb(
             self.policy, communicator.nodes, communicator.capabilities.blocks_host, static_graph
         )
@@ -111,23 +111,20 @@ class GradientSynchronizer:
         )  # fmt: skip
         given = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}
         given |= {"bucket_mb": bucket_mb, "optimizers": len(originals)}
-        agree(self._control, describe(model, params, given))
-        self.policy.check_size(self._communicator.size, len(set(self._communicator.nodes)) or None)
+        agree(control, describe(model, params, given))
+        self.policy.check_size(communicator.size, len(set(communicator.nodes)) or None)
         tensors = [*model.parameters(), *model.buffers()]
-        drive(broadcast_tensors(tensors), self._communicator.execute)
+        drive(broadcast_tensors(tensors), communicator.execute)
         for each in originals:
-            broadcast_optimizer(each, self._control)
+            broadcast_optimizer(each, control)
         if bucket_mb == "auto":
             from hvdbridge.bench.predict import best_bucket_mb
 
-            options = replace(options, bucket_mb=best_bucket_mb(self.policy, params, self._communicator))
+            options = replace(options, bucket_mb=best_bucket_mb(self.policy, params, communicator))
         self.bucket_mb = options.bucket_mb
-        device = device_of(params)
-        self._monitor = session.monitor
-        self._driver = open_driver(self._communicator, device, session.check(ranks))
-        self._monitor.guard(self._driver)
+        self._context = ReductionContext(session, (communicator, control), device_of(params), session.check(ranks))
         self._aggregator = Aggregator(
-            self.policy, params, self._communicator, self._control, self._driver, seed, weighted
+            self.policy, params, communicator, control, self._context.driver, seed, weighted
         )
         self._source, self.model, wrapped = attach[session.backend](
             model, originals, params, self._aggregator, ranks, options
@@ -143,7 +140,7 @@ class GradientSynchronizer:
         self._closed = False
         self._norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
         for norm in self._norms:
-            norm.communicator = self._communicator.split([range(self._communicator.size)])
+            norm.communicator = communicator.split([range(communicator.size)])
             norm.synchronizer = self
         runtime.at_shutdown(self.close)
 
@@ -175,7 +172,8 @@ class GradientSynchronizer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients accumulate locally; the next backward outside aggregates them. Wrap forward and backward."""
+        """Gradients of forwards within accumulate locally; the next backward of one outside aggregates them. As in DDP
+        the forward decides: a backward within, of a forward before, aggregates."""
         before = self._source.synchronizing
         self._source.synchronizing = False
         try:
@@ -210,12 +208,12 @@ class GradientSynchronizer:
                 yield
             self._after.catch_up()
             self._aggregator.settle()
-            steps = self._control.all_gather_object(self._source.steps - before)
+            steps = self._context.control.all_gather_object(self._source.steps - before)
             last = steps.index(max(steps))
             tensors = [*self._params.values(), *self.model.buffers()]
-            self._driver.run(broadcast_tensors(tensors, last), self._communicator)
+            self._context.driver.run(broadcast_tensors(tensors, last), self._context.communicator)
             for each in self._optimizers:
-                broadcast_optimizer(each, self._control, last)
+                broadcast_optimizer(each, self._context.control, last)
         finally:
             aggregator.joining = aggregator.joined = False
 
@@ -225,8 +223,8 @@ class GradientSynchronizer:
         Raises:
             HvdbridgeError: the cause, if an aggregation failed.
         """
-        if self._driver.failure is not None:
-            raise self._driver.failure
+        if self._context.driver.failure is not None:
+            raise self._context.driver.failure
 
     def flush(self) -> bool:
         """Finish what a policy left for later; collective, and harmless where nothing is left. Call it at the end of
@@ -303,16 +301,11 @@ class GradientSynchronizer:
         self._after.remove()
         self._source.remove()
         for norm in self._norms:
-            if norm.communicator is not None and self._driver.failure is None:
+            if norm.communicator is not None and self._context.driver.failure is None:
                 norm.communicator.close()
             norm.communicator = norm.synchronizer = None
         runtime.forget_at_shutdown(self.close)
-        self._monitor.unguard(self._driver)
-        failed = self._driver.failure is not None
-        self._driver.close()
-        if not failed:  # else a rank may be gone, and freeing what it shares may wait for it
-            self._control.close()
-            self._communicator.close()
+        self._context.close()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -341,27 +334,33 @@ class GradientSynchronizer:
     def _check_step(self, optimizer: Optimizer) -> None:
         self.synchronize()
         self._after.adopt()
-        where = f"rank {self._control.rank}: optimizer.step()"
+        where = f"rank {self._context.control.rank}: optimizer.step()"
         if self._source.steps == 0:
             raise StepError(f"{where} before any synchronizing backward(): there are no aggregated gradients.")
         held = [p for group in optimizer.param_groups for p in group["params"]]
         strange = [p for p in held if id(p) not in self._known and p.grad is not None]
         if strange:
             raise StepError(
-                f"{where} with gradients of {len(strange)} parameters that nobody aggregates: unfrozen or added since, "
-                "or not the model's. Construct the synchronizer anew, with a model that holds them; each synchronizer "
-                "needs an optimizer of its own."
+                f"{where} with gradients of {len(strange)} parameters that nobody aggregates: "
+                f"{listed(self._names_of(strange))}: unfrozen or added since, or not the model's. Construct the "
+                "synchronizer anew, with a model that holds them; each synchronizer needs an optimizer of its own."
             )
-        lost = [p for p in self._source.touched if p.grad is not None]
+        lost = [p for p in dict.fromkeys(self._source.touched) if p.grad is not None]
         if lost:
             raise StepError(
-                f"{where} with gradients of {len(lost)} parameters that were never aggregated. Call it after a "
-                "backward() outside of no_sync(); under DDP run one forward and one backward in turn, and where some "
-                "parameters get no gradient give find_unused_parameters=True."
+                f"{where} with gradients of {len(lost)} parameters that were never aggregated: "
+                f"{listed(self._names_of(lost))}. A backward aggregates if it is the first one after a forward of "
+                "sync.model, outside of no_sync(): call sync.model itself, and no other method of the module; run "
+                "one forward and one backward in turn."
             )
         if self.skipped:
             for parameter in held:
                 parameter.grad = None
+
+
+    def _names_of(self, parameters: Sequence[Tensor]) -> list[str]:
+        names = {p: name for name, p in self.model.named_parameters()} | self._source.names
+        return [names.get(p, f"of shape {list(p.shape)}, not in the model") for p in parameters]
 
 
 def average_gradients(
@@ -389,11 +388,12 @@ def average_gradients(
         raise ConfigurationError(
             f"average_gradients: {label(chosen)} acts after the optimizer's step. Use a GradientSynchronizer."
         )
-    communicator, control, driver, calls = averaging(session, group, device_of(params))
+    context, calls = averaging(session, group, device_of(params))
+    communicator = context.communicator
     usual = usual_bucket_mb(chosen, communicator.nodes, communicator.capabilities.blocks_host)
     bucket_mb = session.config.fixed_bucket_mb(usual, "average_gradients")
     chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
-    aggregator = Aggregator(chosen, params, communicator, control, driver)
+    aggregator = Aggregator(chosen, params, communicator, context.control, context.driver)
     aggregator.weight = weight
     aggregator.step = next(calls)  # random policies throw other dice in each
     aggregator.ended = aggregator.step  # this process has made as many, with aggregators of their own
@@ -403,19 +403,14 @@ def average_gradients(
 
 def averaging(
     session: runtime.Session, group: Any, device: torch.device
-) -> tuple[Communicator, Communicator, Driver, Iterator[int]]:
-    """The channels and the driver of :func:`average_gradients` for one group, opened once, closed with the session;
-    and the number of its next call."""
+) -> tuple[ReductionContext, Iterator[int]]:
+    """The context of :func:`average_gradients` for one group, which lives as long as the session; and the number of
+    its next call."""
     ranks = None if group is None else session.communicator.ranks_of(group)
     key = f"average_gradients {ranks} {device}"
     if key not in session.opened:
-        communicator, control, ranks = open_group(session.communicator, group)
-        driver = open_driver(communicator, device, session.check(ranks))
-        session.monitor.guard(driver)
-        session.opened[key] = (communicator, control, driver, itertools.count())
-        for close in (communicator.close, control.close, driver.close):
-            runtime.at_shutdown(close)
-    opened: tuple[Communicator, Communicator, Driver, Iterator[int]] = session.opened[key]
+        session.opened[key] = ReductionContext.among(session, group, device), itertools.count()
+    opened: tuple[ReductionContext, Iterator[int]] = session.opened[key]
     return opened
 
 

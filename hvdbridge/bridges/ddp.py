@@ -202,8 +202,17 @@ class _Elsewhere(Wrapper, DistributedDataParallel):
         """Whether nobody aggregates its gradients."""
         return "synchronizer" not in self.__dict__ or self.synchronizer._closed
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the backward of the next forward aggregates; ``no_sync()`` sets it."""
+        return self.synchronizer._source.synchronizing
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.synchronizer._source.synchronizing = value
+
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients accumulate locally; the next backward outside aggregates them."""
+        """Gradients of forwards within accumulate locally; the next backward of one outside aggregates them."""
         return self.synchronizer.no_sync()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hvdbridge import checkpoint, runtime
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.agreement import agree, describe, open_group
-from hvdbridge.driver import open_driver
+from hvdbridge.context import ReductionContext
 from hvdbridge.errors import ConfigurationError, StepError
 from hvdbridge.policies import label
 from hvdbridge.policy import Policy
@@ -42,7 +42,7 @@ class HookState:
         self._aggregator: Aggregator | None = None
         self._saved: tuple[Mapping[str, Any], OnResize] | None = None
         self._loss_scale = 1.0
-        self._closed = False
+        self._context: ReductionContext | None = None
 
     @property
     def loss_scale(self) -> float:
@@ -94,17 +94,9 @@ class HookState:
 
     def close(self) -> None:
         """Free the channels; a later step fails. Harmless when repeated; ``hb.shutdown`` does it, too."""
-        if self._aggregator is None or self._closed:
-            return
-        self._closed = True
-        aggregator, driver = self._aggregator, self._aggregator.driver
-        runtime.forget_at_shutdown(self.close)
-        self._monitor.unguard(driver)
-        failed = driver.failure is not None
-        driver.close()
-        if not failed:  # else a rank may be gone, and freeing what it shares may wait for it
-            aggregator.control.close()
-            aggregator.communicator.close()
+        if self._context is not None:
+            runtime.forget_at_shutdown(self.close)
+            self._context.close()
 
     def _opened(self) -> Aggregator:
         if self._aggregator is None:
@@ -128,11 +120,11 @@ class HookState:
         given = {"policy": label(self.policy), "weighted": self._weighted, "seed": self._seed, **options}
         agree(control, describe(torch.nn.Module(), params, given))
         self.policy.check_size(communicator.size, len(set(communicator.nodes)) or None)
-        driver = open_driver(communicator, device, session.check(ranks))
-        self._monitor = session.monitor
-        self._monitor.guard(driver)
+        self._context = ReductionContext(session, (communicator, control), device, session.check(ranks))
         runtime.at_shutdown(self.close)
-        self._aggregator = Aggregator(self.policy, params, communicator, control, driver, self._seed, self._weighted)
+        self._aggregator = Aggregator(
+            self.policy, params, communicator, control, self._context.driver, self._seed, self._weighted
+        )
         self._aggregator.loss_scale = self._aggregator._held_scale = self._loss_scale
         if self._saved is not None:
             (saved, on_resize), self._saved = self._saved, None

@@ -53,7 +53,7 @@ class Mean(Policy):
         return self.exact
 
     @property
-    def takes_shares(self) -> bool:
+    def plain_mean(self) -> bool:
         return type(self) is Mean and not self.exact
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:

@@ -30,8 +30,8 @@ def attach_torch(
     ranks: list[int] | None,
     options: Options,
 ) -> Attached:
-    """DistributedDataParallel with our communication hook, or in its place our all-reduce for its reducer; what DDP
-    sends itself (buffers, the used-map) goes through the default process group, or one over ``ranks``."""
+    """DistributedDataParallel, with our communication hook where its own mean is not enough; what DDP sends itself
+    goes through the default process group, or one over ``ranks``."""
     from inspect import signature
 
     import torch
@@ -57,17 +57,8 @@ def attach_torch(
         and not (options.said and aggregator.policy.bucket_mb == DDP_MB)
     ):
         given["bucket_cap_mb_list"] = [min(FIRST_BUCKET_BYTES / 2**20, options.bucket_mb), options.bucket_mb]
-    shares = (
-        aggregator.policy.takes_shares
-        and not (aggregator.weighted or options.find_unused_parameters or options.static_graph)
-        and not options.gradient_as_bucket_view  # DDP divides them by a pass of its own, and not by a product
-        # Elements tell which bucket is a step's last
-        and all(p.numel() for p in params.values())
-        and not hasattr(model, "_ddp_params_and_buffers_to_ignore")
-    )
     wrapped = DistributedDataParallel(
         model,
-        shares,
         aggregator.communicator.watch,
         process_group=own_group,
         init_sync=False,
@@ -76,7 +67,8 @@ def attach_torch(
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         **given,
     )
-    return DdpSource(wrapped, params, aggregator, own_group), wrapped, optimizers
+    plain = aggregator.policy.plain_mean and not aggregator.weighted and not aggregator.driver.checks
+    return DdpSource(wrapped, params, aggregator, options, plain, own_group), wrapped, optimizers
 
 
 def attach_horovod(

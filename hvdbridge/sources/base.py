@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature
@@ -16,7 +16,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import CheckpointFunction
 
 from hvdbridge.aggregator import Aggregator
-from hvdbridge.errors import Unsupported
+from hvdbridge.errors import StepError, Unsupported
 from hvdbridge.policy import BYTEWISE_MB, CODED_MB, Policy
 
 
@@ -100,10 +100,15 @@ class Source:
         running: a synchronizing backward has begun and not ended.
         touched: parameters whose local gradient changed since the last aggregation.
         steps: synchronizing backwards of this rank that ended.
+        names: of the parameters.
     """
 
-    def __init__(self, aggregator: Aggregator) -> None:
+    def __init__(self, aggregator: Aggregator, names: Mapping[Tensor, str], options: Options) -> None:
         self.aggregator = aggregator
+        self.names = dict(names)
+        self.find_unused = options.find_unused_parameters and not options.static_graph
+        self.static_graph = options.static_graph
+        self._static: Set[Tensor] | None = None  # the parameters that got gradients in the first step
         self.synchronizing = True
         self.running = False
         self.touched: list[Tensor] = []
@@ -121,6 +126,42 @@ class Source:
             self.steps += not self.aggregator.joined
             self.touched.clear()
 
+    def check_static(self, arrived: Set[Tensor]) -> None:
+        """The parameters that got gradients in a backward of a static graph.
+
+        Raises:
+            StepError: they are not those of the first one.
+        """
+        if self._static is None:
+            self._static = arrived
+        elif arrived != self._static:
+            changed = [name for p, name in self.names.items() if p in arrived ^ self._static]
+            raise self.refused(f"the graph has changed for {listed(changed)}. Leave out static_graph=True")
+
+    def incomplete(self, arrived: Set[Tensor]) -> StepError:
+        """The error of a backward that made gradients for these parameters alone."""
+        missing = [name for p, name in self.names.items() if p not in arrived]
+        return self.refused(
+            f"{len(missing)} parameters got no gradient: {listed(missing)}. Where a step may leave parameters out, "
+            "give find_unused_parameters=True. Freeze what is never trained by requires_grad_(False) before the "
+            "synchronizer is constructed"
+        )
+
+    def refused(self, what: str) -> StepError:
+        """The error of a backward that cannot be aggregated. It poisons the driver: no step follows."""
+        rank = self.aggregator.communicator.rank
+        error = StepError(f"rank {rank}: in the backward that has ended {what}. Construct the synchronizer anew.")
+        self.aggregator.driver.fail(error)
+        return error
+
+    def left_open(self) -> StepError:
+        """The error of what follows a backward that was left in the middle."""
+        return StepError(
+            f"rank {self.aggregator.communicator.rank}: a backward began before the end of another. Either an "
+            "exception left that one when some gradients had been sent, and other ranks wait for the rest: end the "
+            "job. Or a Function calls backward() within its own, whose gradients are not complete by then."
+        )
+
     def join(self) -> AbstractContextManager[None]:
         """A block that ranks leave after unequal numbers of steps; its end shadows the others."""
         raise NotImplementedError
@@ -128,6 +169,15 @@ class Source:
     def remove(self) -> None:
         """Take the hooks off."""
         raise NotImplementedError
+
+
+def listed(names: Sequence[str]) -> str:
+    """Up to eight names, and how many more there are.
+
+    >>> listed(["a", "b"]), listed([str(i) for i in range(10)])
+    ("'a', 'b'", "'0', '1', '2', '3', '4', '5', '6', '7' and 2 more")
+    """
+    return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

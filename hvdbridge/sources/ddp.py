@@ -1,25 +1,28 @@
-"""Gradients from DistributedDataParallel, through its communication hook.
+"""Gradients from DistributedDataParallel.
 
 Rules:
 
-1. DDP calls hooks strictly in bucket-index order, so they are handed on as they come.
-2. The first step is one bucket, or cut in registered order, and rebuilt after it: layouts are looked up by the
+1. Where the policy is plain DDP's own mean, and nothing needs more, DDP's reducer aggregates by itself, and this module
+   only sees steps begin and end. Weights, ``join()`` and HVDBRIDGE_DEBUG need more: then DDP gets a communication hook.
+   A hook can be registered at any time, but not given back.
+2. The first gradients that a forward's backward makes decide, on all ranks alike: only then weights are set, and
+   nothing was copied into a bucket yet.
+3. As in DDP the forward decides whether its backward aggregates, and one backward follows it that does.
+4. DDP calls hooks strictly in bucket-index order, so they are handed on as they come.
+5. The first step is one bucket, or cut in registered order, and rebuilt after it: layouts are looked up by the
    bucket's parameters.
-3. DDP's engine callback takes over what has arrived while the rest travels, so ours, which waits for all, follows it.
+6. DDP's engine callback takes over what has arrived while the rest travels, so ours, which waits for all, follows it.
    A failure leaves backward() through ours; DDP's futures get the buckets as they came then, for it would make another
    error of them. Where DDP waits for traffic of its own, too, which ranks that failed never send, ours comes first.
-4. The driver is flushed with the last bucket: in the first step of a static graph DDP waits where it submits them.
-5. DDP divides by the number of ranks while it copies gradients into its buckets, unless it has a hook, which takes
-   another pass over memory. Where a policy needs no more (:attr:`~hvdbridge.policy.Policy.takes_shares`) and there are
-   no weights, it gets none: its reducer is given a process group whose all-reduce comes here. A hook can be registered
-   at any time, but not given back.
-6. DDP lays a dense parameter into its bucket as it lies in memory (channels_last), and a policy reads by index: such
-   buckets are put in order and back, unless the policy treats every element alike.
-7. DDP without its source is its module alone: autograd's hooks are off, and no forward sends anything.
+7. The driver is flushed with the last bucket: in the first step of a static graph DDP waits where it submits them.
+8. DDP copies a dense parameter into its bucket in the order of its memory (channels_last), and a policy reads by index:
+   such buckets are put in order and back, unless the policy treats every element alike.
+9. DDP without its source is its module alone: autograd's hooks are off, and no forward sends anything.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,68 +31,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join
 from torch.nn import Parameter
+from torch.nn.parallel.distributed import _find_tensors
 
 from hvdbridge.aggregator import Aggregator, Piece
 from hvdbridge.bucket import Layout
+from hvdbridge.driver import Traffic
 from hvdbridge.errors import Unsupported
 from hvdbridge.policy import Policy
-from hvdbridge.sources.base import Source, at_end_of_backward, inside_backward, refuse_reentrant
+from hvdbridge.sources.base import Options, Source, at_end_of_backward, inside_backward, refuse_reentrant
 from hvdbridge.sources.wrapper import Wrapper
 
 Watch = Callable[[str], AbstractContextManager[None]]
-
-
-class ReducerGroup(dist.ProcessGroup):
-    """What DDP's reducer takes for its process group: ``shares`` gets buckets that it divided, ``group`` the rest."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        self._group = group
-        self.shares: Callable[[Tensor], torch.futures.Future[Tensor]] | None = None
-
-    def getBackendName(self) -> str:  # DDP's logger asks, and looks into backends that it knows
-        return "hvdbridge"
-
-    # Of all operations a reducer asks for these two.
-
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        if self.shares is None:
-            return self._group.allreduce(tensors, opts)
-        return _create_work_from_future(self.shares(tensors[0]))
-
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
-        return self._group.broadcast(tensors, opts)
 
 
 class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel):
     """DDP whose ``state_dict()`` has the bare module's keys; once closed, and in copies, it is its module alone.
 
     Attributes:
-        reducer_group: its reducer's process group, where that is not DDP's own.
-        expects_backward: the last forward told the reducer to aggregate in the next backward, whatever is said there.
+        source: is told of every forward whose backward the reducer will aggregate.
     """
 
-    reducer_group: ReducerGroup | None = None
-    expects_backward = False
+    source: DdpSource | None = None
 
     _closed = False
     _watch: Watch
 
-    def __init__(self, module: torch.nn.Module, shares: bool, watch: Watch, **options: Any) -> None:
-        self.__dict__.update(_shares=shares, _watch=watch)
+    def __init__(self, module: torch.nn.Module, watch: Watch, **options: Any) -> None:
+        self.__dict__["_watch"] = watch
         super().__init__(module, **options)
-
-    def _ddp_init_helper(self, *args: Any, **options: Any) -> Any:
-        group = self.process_group
-        if self._shares:
-            self.process_group = self.reducer_group = ReducerGroup(group)
-        try:
-            return super()._ddp_init_helper(*args, **options)  # type: ignore[no-untyped-call]
-        finally:
-            self.process_group = group
 
     @property
     def closed(self) -> bool:
@@ -107,12 +79,16 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.source is not None:
+            self.source.before_forward()
         with self._watch("what DDP itself sends before a forward (buffers, the order of buckets)"):
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, output: Any) -> Any:
-        self.expects_backward = torch.is_grad_enabled() and self.require_backward_grad_sync
-        return super()._post_forward(output)  # type: ignore[no-untyped-call]
+        output = super()._post_forward(output)  # type: ignore[no-untyped-call]
+        if self.source is not None and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.source.after_forward(output)
+        return output
 
     def register_comm_hook(self, state: object, hook: object) -> None:
         """Refused: what aggregates here is a policy.
@@ -128,7 +104,7 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
     def __getstate__(self) -> dict[str, Any]:
         """As torch's, without our hook, and closed: a copy belongs to no synchronizer."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        ours: dict[str, Any] = {"_comm_hooks": [], "reducer_group": None, "_shares": False, "_closed": True}
+        ours: dict[str, Any] = {"_comm_hooks": [], "source": None, "_closed": True}
         return state | ours | {"_watch": nullcontext}
 
 
@@ -169,7 +145,7 @@ class Layouts:
         if known is None:
             known = self._known[key] = self.look(parameters)
         layout, strided = known
-        return piece_of(layout, buffer, future, () if policy.takes_shares else strided)
+        return piece_of(layout, buffer, future, () if policy.plain_mean else strided)
 
     def clear(self) -> None:
         self._known.clear()
@@ -190,7 +166,6 @@ def piece_of(
     buffer: Tensor,
     future: torch.futures.Future[Tensor],
     strided: Sequence[Strided] = (),
-    scaled: bool = False,
 ) -> Piece:
     """DDP's bucket for an aggregator; ``future`` gets what DDP waits for."""
     for each in strided:
@@ -206,7 +181,7 @@ def piece_of(
         if not future.done():  # by an update, and then another piece of its flow failed
             future.set_result(buffer if update is None else update)
 
-    return Piece(layout, buffer, deliver, scaled)
+    return Piece(layout, buffer, deliver)
 
 
 def future_of(buffer: Tensor) -> torch.futures.Future[Tensor]:
@@ -215,66 +190,86 @@ def future_of(buffer: Tensor) -> torch.futures.Future[Tensor]:
 
 
 class DdpSource(Source):
-    """Feeds an :class:`Aggregator` from a DDP module."""
+    """Feeds an :class:`Aggregator` from a DDP module, or lets DDP's reducer do its work.
+
+    Args:
+        plain: DDP's reducer may aggregate by itself (rule 1).
+        own_group: a process group that was made for this model alone.
+    """
 
     def __init__(
         self,
         model: DistributedDataParallel,
         params: Mapping[str, Parameter],
         aggregator: Aggregator,
+        options: Options,
+        plain: bool,
         own_group: Any = None,
     ) -> None:
-        super().__init__(aggregator)
-        self._own_group = own_group  # made for this model alone
+        super().__init__(aggregator, {parameter: name for name, parameter in params.items()}, options)
+        self._own_group = own_group
         self._model: DistributedDataParallel | None = model
-        self._names: dict[Tensor, str] = {parameter: name for name, parameter in params.items()}
-        self._layouts = Layouts(self._names)
-        self._divided_layouts: dict[tuple[int, int], Layout] = {}  # by place and size
-        self._complete = True  # the step's last bucket came
-        self._numel = sum(p.numel() for p in params.values())
-        self._divided = 0  # elements of this step that came divided
-        self._begun = False  # a step whose first bucket has not come
-        self._hook(self._touch)
+        self._layouts = Layouts(self.names)
+        self._expected = False  # the next backward is one that DDP's reducer aggregates
+        self._outside = False  # the step that runs began outside of a backward, within join()
+        self._whole = False  # the step's last bucket came
         self._first_step = True
-        self._undecided = model.reducer_group is not None
-        if model.reducer_group is None:
-            self._register()
+        self._hidden = False  # a step began without a gradient of a tensor that a forward returned
+        self._waiting: AbstractContextManager[None] | None = None
+        self._since = 0.0
+        self._plain = self._undecided = plain
+        self._seconds = 0.0
+        self._before = 0  # parameters that were touched before the step began
+        model.source = self
+        self._hook(self._first_gradient)
+        if plain:
+            aggregator.traffic_elsewhere = self._ddp_traffic
         else:
-            model.reducer_group.shares = self._share
+            self._register()
 
     def _hook(self, hook: Callable[[Tensor], None]) -> None:
-        self._handles = [p.register_post_accumulate_grad_hook(hook) for p in self._names]
+        self._handles = [p.register_post_accumulate_grad_hook(hook) for p in self.names]
 
     def _register(self) -> None:
-        """From now on buckets come raw, through a hook."""
+        """From now on buckets come through a hook."""
         assert self._model is not None
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with its own types
             return self._bucket(bucket)
 
-        self._undecided = False
-        if self._model.reducer_group is not None:
-            self._model.reducer_group.shares = None
+        self._plain = self._undecided = False
+        self.aggregator.traffic_elsewhere = None
         torch.nn.parallel.DistributedDataParallel.register_comm_hook(self._model, None, hook)  # a subclass has its own
 
-    def _decide(self) -> None:
-        """The first gradient of the first step that is aggregated: nothing was copied yet, and weights are set."""
-        self.begin()
-        self._undecided, self._begun = False, True
-        if inside_backward():
-            at_end_of_backward(self._without_buckets)
-        self.aggregator.wait()  # for the weights
-        if self.aggregator.weights is not None or not self.aggregator.policy.takes_shares:
-            self._register()
+    def before_forward(self) -> None:
+        """
+        Raises:
+            StepError: the last backward that aggregated did not end.
+        """
+        if self.running and not self._outside and not inside_backward():
+            raise self.left_open()
+
+    def after_forward(self, output: Any) -> None:
+        """A forward has told the reducer to aggregate in the backward that follows."""
+        self._expected = True
+        found = [t for t in _find_tensors(output) if t.grad_fn is not None]
+        for tensor in found:
+            tensor.register_hook(self._begin_backward)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         # DDP cannot give a hook back, and its reducer, unseen by the garbage collector, holds the hook and so this.
+        self._expected = False  # a forward's backward may follow
         if self._model is not None:
+            if self._plain:
+                self.aggregator.last_traffic, self.aggregator.traffic_elsewhere = self._ddp_traffic(), None
+            self._model.source = None
             self._model.close()
         self._model = None
-        self._names.clear()
+        if self._waiting is not None:
+            self._waiting.__exit__(None, None, None)
+        self.names.clear()
         self._layouts.clear()
         self.touched.clear()
         if self._own_group is not None:
@@ -283,95 +278,148 @@ class DdpSource(Source):
     @contextmanager
     def join(self) -> Iterator[None]:
         assert self._model is not None, "hooks are on"
-        if self._model.reducer_group is not None and self._model.reducer_group.shares is not None:
+        if self._plain:
             self._register()  # a rank that is through weighs nothing
         with Join([self._model]):  # DDP shadows its own traffic and calls our hook with zeros
             yield
             self.aggregator.catch_up()
             self.aggregator.joined = True
-        if self.running:
-            self._finish()
+        self._end_outside()
 
-    def _without_buckets(self) -> None:
-        """The end of a backward that was taken for the first step's: there is none where DDP's forward was told so."""
-        if self._begun:
-            self.running = self._begun = False
+    # -- A step ----------------------------------------------------------------------------------------------------
 
-    def _touch(self, parameter: Tensor) -> None:
+    def _begin_backward(self, _: Tensor) -> None:
+        """The gradient of a tensor that a forward returned."""
+        if self._expected:
+            self._begin_step()
+
+    def _first_gradient(self, parameter: Tensor) -> None:
+        """A parameter's gradient, in the first step."""
         self.touched.append(parameter)
-        refuse_reentrant()  # DDP's first hook may come too late to tell
-        if self._undecided and self._model is not None and self._model.expects_backward:
-            self._decide()
+        refuse_reentrant()  # later ones are made by the same script
+        if self._expected:
+            self._hidden = True
+            self._begin_step()
+            self._before -= 1
+
+    def _begin_step(self) -> None:
+        """Within backward, before its first gradient comes to DDP's reducer."""
+        self._expected = False
+        self._before = len(self.touched)
+        at_end_of_backward(self._end_of_backward)
+        self.begin()
+        if self._undecided:
+            self._undecided = False
+            self.aggregator.wait()  # for the weights
+            if self.aggregator.weights is not None or not self.aggregator.policy.plain_mean:
+                self._register()
 
     def _bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """DDP's hook."""
         if bucket.index() == 0:
             self._first()
-        buffer = bucket.buffer()
-        if buffer.layout != torch.strided:
-            raise Unsupported(
-                f"rank {self.aggregator.communicator.rank}: sparse gradients are taken by no policy. "
-                "Use sparse=False in the Embedding."
-            )
+        buffer = dense(bucket.buffer(), self.aggregator.communicator.rank)
         future = future_of(buffer)
         piece = self._layouts.piece(bucket.parameters(), buffer, future, self.aggregator.policy)
-        self._submit(piece, bucket.is_last())
-        return future
-
-    def _share(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """The all-reduce of DDP's reducer: a bucket that it has divided, the next one in order."""
-        if self._undecided:  # this rank shadows the others, by torch's own join
-            self._decide()
-        if self._divided == 0:
-            self._first()
-        key = (self._divided, buffer.numel())
-        layout = self._divided_layouts.get(key)
-        if layout is None:  # the reducer does not say which parameters these are
-            layout = self._divided_layouts[key] = Layout({f"elements from {self._divided}": buffer.shape})
-        self._divided += buffer.numel()
-        last = self._divided == self._numel
-        if last:
-            self._divided = 0
-        future = future_of(buffer)
-        self._submit(piece_of(layout, buffer, future, scaled=True), last)
+        self._whole = bucket.is_last()
+        self.aggregator.submit(piece, self._whole)
+        if self._whole:
+            self.aggregator.driver.flush()
+            if self._outside:
+                self.aggregator.end_ahead()
         return future
 
     def _first(self) -> None:
         """A step's first bucket is here."""
-        if inside_backward():
-            finds_unused = self._model is not None and self._model.find_unused_parameters
-            at_end_of_backward(self._finish if finds_unused else self._finish_after_ddp)
-        elif self.running and not self._begun:
-            self._finish()  # within join() buckets come outside of backward: the step before ends here
-        if not self._begun:
+        if not inside_backward():
+            self._end_outside()
+            self._outside = True
             self.begin()
-        self._begun = False
+        elif not self.running:
+            self._begin_step()
 
-    def _submit(self, piece: Piece, last: bool) -> None:
-        self._complete = last
-        self.aggregator.submit(piece, last)
-        if last:
-            self.aggregator.driver.flush()
-            if self.aggregator.joined:
-                self.aggregator.end_ahead()
+    def _end_outside(self) -> None:
+        """End a step of ``join()``, after whose buckets no backward ends."""
+        if self.running and self._outside:
+            self._outside = False
+            self._finish()
+
+    def _end_of_backward(self) -> None:
+        """All gradients are there. DDP's own callback, which follows, takes over what has arrived, and waits."""
+        if self._whole and self.find_unused:
+            self._finish()
+            return
+        if self._plain:
+            self._wait_for_ddp()
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        try:
+            if self._waiting is not None:
+                self._ddp_is_through()
+            if not self._outside:
+                self._check_complete()
+            self.aggregator.end()
+        finally:
+            self._outside = self._whole = False
+            self.finished()
+
+    def _check_complete(self) -> None:
+        """
+        Raises:
+            StepError: DDP's reducer waits for gradients that this backward did not make.
+        """
+        if self.static_graph and (self._static is None or not self._whole):
+            self.check_static(set(self.touched[self._before :]))
+        if not self._whole:
+            raise self.incomplete(set(self.touched[self._before :]))
+
+    def _wait_for_ddp(self) -> None:
+        waiting = self.aggregator.communicator.watch("DDP's all-reduces of gradients")
+        waiting.__enter__()
+        self._waiting, self._since = waiting, time.perf_counter()
+
+    def _ddp_is_through(self) -> None:
+        """DDP's callback is over."""
+        waiting, self._waiting = self._waiting, None
+        assert self._model is not None
+        assert waiting is not None
+        waiting.__exit__(None, None, None)
+        try:
+            self._model.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return
+        self._whole = True
+        self._seconds = time.perf_counter() - self._since
+
+    def _ddp_traffic(self) -> Traffic:
+        """What DDP's own all-reduces of the last step sent; the seconds are those that backward waited for them."""
+        assert self._model is not None
+        assert self._model.logger is not None
+        if self.steps == 0:
+            return Traffic()
+        self._model.logger.set_runtime_stats_and_log()  # else it tells of rebuilt buckets one step later
+        data = self._model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        sizes = [int(size) for size in data.get("rebuilt_bucket_sizes", data["bucket_sizes"]).split(",")]
+        ranks = self.aggregator.communicator.size
+        return Traffic(len(sizes), sum(2 * size * (ranks - 1) // ranks for size in sizes), self._seconds)
 
     def finished(self) -> None:
-        # A parameter without a gradient keeps the last bucket back, and DDP hands nothing out before that comes.
-        local = [] if self._complete else self.touched[:]
         super().finished()
-        self.touched += local
-        takes_hooks = self._first_step and all(p.requires_grad for p in self._names)  # a frozen one does not
-        if takes_hooks and self.steps and not self._undecided:
+        takes_hooks = self._first_step and all(p.requires_grad for p in self.names)  # a frozen one does not
+        if takes_hooks and self.steps and not self._hidden:
             self._first_step = False  # so there is no more to it, and of many small parameters this is a cost
             for handle in self._handles:
                 handle.remove()
             self._hook(self.touched.append)
 
-    def _finish_after_ddp(self) -> None:
-        at_end_of_backward(self._finish)  # DDP's callback stands already
 
-    def _finish(self) -> None:
-        try:
-            self.aggregator.end()
-        finally:
-            self.finished()
+def dense(buffer: Tensor, rank: int) -> Tensor:
+    """``buffer`` of a bucket.
+
+    Raises:
+        Unsupported: it is sparse.
+    """
+    if buffer.layout != torch.strided:
+        raise Unsupported(f"rank {rank}: sparse gradients are taken by no policy. Use sparse=False in the Embedding.")
+    return buffer

@@ -1,22 +1,18 @@
-"""Our own reducer: gradients are gathered by autograd hooks into flat buckets; for MPI and Horovod.
+"""Gradients from autograd's hooks, through our own reducer; for MPI and Horovod.
 
 Rules:
 
-1. Buckets are fixed, in reverse order of registration, as backward produces gradients; one dtype and device each.
-2. Handed in strictly in index order: a bucket that is ready early waits.
-3. The end of backward closes what is incomplete: a parameter without a new gradient counts as the gradient it
-   holds, or zeros.
-4. Results stand in ``p.grad`` when backward returns: an engine callback, queued by the first gradient, waits.
-   With ``gradient_as_bucket_view`` they are views of the buckets, as in DDP, and are not copied.
-5. With ``find_unused`` a used-map ends the step: a parameter unused on every rank keeps its old gradient. So does one
-   that was frozen since, as no optimizer may move it; without the map all ranks must have frozen it.
+1. Results are in ``p.grad`` when backward returns: an engine callback, queued by the first gradient, waits.
+2. As in DDP the forward decides whether its backward aggregates, and one backward follows it that does.
+3. As in DDP every parameter gets a gradient in a backward that aggregates, unless ``find_unused_parameters`` is set.
+   Then a used-map ends the step: a parameter that no rank used keeps its old gradient. With ``static_graph`` the first
+   step's map counts for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,57 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from hvdbridge.aggregator import Aggregator, Piece
-from hvdbridge.bucket import Layout, Views, cut_layouts
-from hvdbridge.collectives import AllGather, AllReduce, Collective, used_here
-from hvdbridge.errors import StepError, Unsupported
+from hvdbridge.aggregator import Aggregator
+from hvdbridge.collectives import AllGather, AllReduce, Collective
 from hvdbridge.flows import Pending
 from hvdbridge.module_hook import BeforeForward
+from hvdbridge.reducer import BucketEntry, Reducer, make_buckets
 from hvdbridge.replicate import broadcast_tensors
 from hvdbridge.sources.base import Options, Source, at_end_of_backward, refuse_reentrant
-
-
-@dataclass(eq=False)
-class Slot:
-    """Where one parameter's gradient goes."""
-
-    name: str
-    parameter: Parameter
-    view: Tensor
-    bucket: FlatBucket
-    stays: bool  # the result is not copied: p.grad becomes the view
-    arrived: bool = False
-    kept: Tensor | None = None  # the gradient to put back if no rank used the parameter
-
-
-@dataclass(eq=False)
-class FlatBucket:
-    layout: Layout
-    buffer: Tensor
-    slots: list[Slot] = field(default_factory=list)
-    stays: bool = True  # all its slots do
-    missing: int = 0
-    update: Tensor | None = None
-
-    def deliver(self, update: Tensor | None) -> None:
-        self.update = update
-
-
-def make_buckets(params: Mapping[str, Parameter], options: Options) -> list[FlatBucket]:
-    """The flat buckets of :func:`~hvdbridge.bucket.cut_layouts`, and where in them each gradient goes."""
-    buckets = []
-    for layout in cut_layouts(params, options.bucket_bytes):
-        first = params[layout.names[0]]
-        bucket = FlatBucket(layout, layout.empty(first.dtype, first.device))
-        views = Views(layout, bucket.buffer)
-        for name, p in ((name, params[name]) for name in layout.names):
-            # An optimizer that runs over many parameters at once wants gradients that lie in memory as they do.
-            stays = options.gradient_as_bucket_view and p.is_contiguous()
-            bucket.slots.append(Slot(name, p, views[name], bucket, stays))
-            bucket.stays &= stays
-        bucket.missing = len(bucket.slots)
-        buckets.append(bucket)
-    return buckets
 
 
 class HookSource(Source):
@@ -87,41 +39,37 @@ class HookSource(Source):
         options: Options,
         hooked: Iterable[Parameter] | None = None,
     ) -> None:
-        super().__init__(aggregator)
-        self.find_unused = options.find_unused_parameters
-        self.buckets = make_buckets(params, options)
-        self._slots = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
-        self._next = 0
-        self._frozen: set[Tensor] = set()
+        super().__init__(aggregator, {p: name for name, p in params.items()}, options)
+        self._static_used: list[int] | None = None  # the first step's map
+        self._expected = False  # the next backward is one that aggregates
+        self.reducer = Reducer(make_buckets(params, options), aggregator)
         self._backward = -1
         self._buffers: list[Mapping[str, Tensor | None]] = []  # each module's own, which may be given new ones
         self.root = 0  # whose buffers count
         self._handles: list[Any] = [
-            p.register_post_accumulate_grad_hook(partial(self.ready, self._slots[p]))
+            p.register_post_accumulate_grad_hook(partial(self.ready, self.reducer.entries[p]))
             for p in (params.values() if hooked is None else hooked)
         ]
 
-    def ready(self, slot: Slot, _: Tensor | None = None) -> None:
+    def begin(self) -> None:
+        self.running = True
+        self.reducer.begin()
+
+    def ready(self, entry: BucketEntry, _: Tensor | None = None) -> None:
         """A gradient has arrived (called by autograd, once per parameter and backward)."""
-        self.touched.append(slot.parameter)
-        if not self.synchronizing:
+        self.touched.append(entry.parameter)
+        if not (self.running or self._expected):
             return
         backward = torch._C._current_graph_task_id()
         if not self.running:
             at_end_of_backward(self._finish)
             self._backward = backward
+            self._expected = False
             self.begin()
         elif backward != self._backward:
             refuse_reentrant()
-            raise StepError(
-                f"rank {self.aggregator.communicator.rank}: a backward began before the end of another. Either an "
-                "exception left that one when some gradients had been sent, and other ranks wait for the rest: end the "
-                "job. Or a Function calls backward() within its own, whose gradients are not complete by then."
-            )
-        slot.arrived = True
-        slot.bucket.missing -= 1
-        if slot.bucket.missing == 0:
-            self._advance()
+            raise self.left_open()
+        self.reducer.arrive(entry)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -134,14 +82,17 @@ class HookSource(Source):
     def _shadow(self) -> None:
         """Take part in one step with weight 0, so it does not matter what the buckets hold."""
         self.begin()
-        self._close()
+        self.reducer.submit_rest()
+        used = self._start_used_map()
         buffers = self._send_buffers()
         self.aggregator.end()
+        self._take_used_map(used)
         self._await(buffers)
         self._reset()
         self.aggregator.catch_up()
 
     def remove(self) -> None:
+        self._expected = False
         for handle in self._handles:
             handle.remove()
 
@@ -155,8 +106,10 @@ class HookSource(Source):
         self._handles.append(model.register_forward_pre_hook(BeforeForward(self._before_forward)))
 
     def _before_forward(self) -> None:
-        if self.aggregator.joining and torch.is_grad_enabled() and self.synchronizing:
-            self._announce()
+        if torch.is_grad_enabled() and self.synchronizing:
+            self._expected = True
+            if self.aggregator.joining:
+                self._announce()
 
     def _send_buffers(self) -> Pending[None] | None:
         """They go before ``end()``, which may start what runs on in the background: nobody waits for that here."""
@@ -183,103 +136,59 @@ class HookSource(Source):
     def run(self) -> None:
         """One step without a backward: aggregate what stands in ``p.grad`` now."""
         self.begin()
-        self._finish()
-
-    def _advance(self) -> None:
-        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
-            bucket = self.buckets[self._next]
-            self._next += 1
-            self._fill(bucket)
-            piece = Piece(bucket.layout, bucket.buffer, bucket.deliver)
-            self.aggregator.submit(piece, last=self._next == len(self.buckets))
-
-    @torch.no_grad()
-    def _fill(self, bucket: FlatBucket) -> None:
-        """Copy the gradients in, all at once: one call instead of one per parameter."""
-        views, grads = [], []
-        for slot in bucket.slots:
-            grad = slot.parameter.grad
-            if grad is None:
-                slot.view.zero_()
-                continue
-            if grad.is_sparse:
-                raise Unsupported(
-                    f"rank {self.aggregator.communicator.rank}: parameter {slot.name!r} has a sparse gradient, which "
-                    "no policy takes. Use sparse=False in its Embedding."
-                )
-            if not slot.arrived and (self.find_unused or slot.parameter in self._frozen):
-                slot.kept = grad.clone()
-            if grad is not slot.view:
-                views.append(slot.view)
-                grads.append(grad)
-        if views:
-            torch._foreach_copy_(views, grads)
-
-    def _close(self) -> Pending[Tensor] | None:
-        """Hand in what is incomplete, and start the used-map."""
-        incomplete = self.buckets[self._next :]
-        if incomplete:  # else nothing is frozen; of many small parameters looking at each is a cost
-            missing = {slot.parameter for bucket in incomplete for slot in bucket.slots}.difference(self.touched)
-            self._frozen = {parameter for parameter in missing if not parameter.requires_grad}
-        for bucket in incomplete:
-            bucket.missing = 0
-        self._advance()
-        if not self.find_unused:
-            return None
-        used = {id(p) for p in self.touched}
-        flags = torch.tensor([id(slot.parameter) in used for slot in self._slots.values()], dtype=torch.uint8)
-        control = self.aggregator.control
-        return self.aggregator.driver.submit(Pending(used_map(flags), control))
+        self.reducer.submit_rest()
+        try:
+            self.aggregator.end()
+            self.reducer.write_back()
+        finally:
+            self._reset()
 
     def _finish(self) -> None:
+        """All gradients of this backward are there."""
         try:
-            pending = self._close()
+            self._check_complete()
+            missing = [e.parameter for bucket in self.reducer.incomplete for e in bucket.entries if not e.arrived]
+            kept = {p: p.grad.clone() for p in missing if p.grad is not None}
+            self.reducer.submit_rest()
+            pending = self._start_used_map()
             buffers = self._send_buffers()
             self.aggregator.end()
-            used = None if pending is None else pending.wait().tolist()
-            self._write_back(used)
+            unused = self._take_used_map(pending)
+            self.reducer.write_back(unused)
+            with torch.no_grad():
+                for parameter, gradient in kept.items():
+                    if parameter in unused and parameter.grad is not None:
+                        parameter.grad.copy_(gradient)  # it may be a view of the bucket
             self._await(buffers)
         finally:
             self._reset()
 
-    @torch.no_grad()
-    def _write_back(self, used: list[int] | None) -> None:
-        # With a used-map what one rank has frozen and another uses is written on both
-        unused = self._frozen if used is None else {p for p, flag in zip(self._slots, used, strict=True) if not flag}
-        for bucket in self.buckets:
-            assert bucket.update is not None
-            used_here(bucket.update)
-            if bucket.update.data_ptr() != bucket.buffer.data_ptr():
-                bucket.buffer.copy_(bucket.update)
-            if bucket.stays and not unused:  # nothing to decide or to copy; of many small parameters this is the cost
-                for slot in bucket.slots:
-                    slot.parameter.grad = slot.view
-                continue
-            targets, views = [], []
-            for slot in bucket.slots:
-                parameter = slot.parameter
-                if parameter in unused:
-                    if parameter.grad is not None and slot.kept is not None:
-                        parameter.grad.copy_(slot.kept)
-                elif slot.stays:
-                    parameter.grad = slot.view
-                else:
-                    if parameter.grad is None:
-                        parameter.grad = torch.empty_like(parameter)
-                    targets.append(parameter.grad)
-                    views.append(slot.view)
-            if targets:
-                torch._foreach_copy_(targets, views)
+    def _check_complete(self) -> None:
+        """
+        Raises:
+            StepError: some parameters got no gradient although all, or those of the first step, must.
+        """
+        if self.static_graph:
+            self.check_static({p for p, entry in self.reducer.entries.items() if entry.arrived})
+        elif self.reducer.incomplete and not self.find_unused:
+            raise self.incomplete({p for p, entry in self.reducer.entries.items() if entry.arrived})
+
+    def _start_used_map(self) -> Pending[Tensor] | None:
+        if not (self.find_unused or (self.static_graph and self._static_used is None)):
+            return None
+        used = {id(p) for p in self.touched}
+        flags = torch.tensor([id(p) in used for p in self.reducer.entries], dtype=torch.uint8)
+        return self.aggregator.driver.submit(Pending(used_map(flags), self.aggregator.control))
+
+    def _take_used_map(self, pending: Pending[Tensor] | None) -> set[Tensor]:
+        """The parameters that no rank used."""
+        used = self._static_used if pending is None else pending.wait().tolist()
+        if self.static_graph:
+            self._static_used = used
+        return set() if used is None else {p for p, flag in zip(self.reducer.entries, used, strict=True) if not flag}
 
     def _reset(self) -> None:
-        for bucket in self.buckets:
-            bucket.missing = len(bucket.slots)
-            bucket.update = None
-            for slot in bucket.slots:
-                slot.arrived = False
-                slot.kept = None
-        self._next = 0
-        self._frozen = set()
+        self.reducer.reset()
         self.finished()
 
 

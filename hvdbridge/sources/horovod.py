@@ -47,7 +47,7 @@ class HorovodSource(HookSource):
             fed |= share
             shares.append(share)
         super().__init__(params, aggregator, options, hooked=[p for p in params.values() if p not in fed])
-        self._feeds = [{p: partial(self.ready, self._slots[p]) for p in share} for share in shares]
+        self._feeds = [{p: partial(self.ready, self.reducer.entries[p]) for p in share} for share in shares]
         for optimizer, feeds in zip(wrapped, self._feeds, strict=True):
             take_over(optimizer, feeds)
 

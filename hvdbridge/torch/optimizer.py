@@ -40,15 +40,15 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdbridge import runtime
-from hvdbridge.aggregator import Aggregator, Piece
+from hvdbridge.aggregator import Aggregator, Deliver
 from hvdbridge.bucket import Bucket, refuse_complex
 from hvdbridge.collectives import AllReduce
-from hvdbridge.driver import Driver, open_driver
+from hvdbridge.context import ReductionContext
 from hvdbridge.errors import CollectiveTimeout, RankFailed
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State
+from hvdbridge.reducer import BucketEntry, FlatBucket, Reducer, make_buckets
 from hvdbridge.sources.base import Options, usual_bucket_mb
-from hvdbridge.sources.hooks import FlatBucket, Slot, make_buckets
 from hvdbridge.torch import joining, mpi_ops
 from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.exceptions import DifferentParameters, internal_error
@@ -154,7 +154,7 @@ class Opening:
         self.arrived = list(arrived)
         self.settings = settings
         self.operations = mpi_ops._current()
-        self._reducer: Reducer | None = None
+        self._reducer: OptimizerReducer | None = None
         self._error: Exception | None = None
         first = next(iter(params.values()))
         self._ready = torch.cuda.current_stream(first.device).record_event() if first.is_cuda else None
@@ -186,13 +186,13 @@ class Opening:
                 raise internal_error(difference, DifferentParameters)
             if self._ready is not None:
                 torch.cuda.current_stream().wait_event(self._ready)
-            self._reducer = Reducer(self, channel)
+            self._reducer = OptimizerReducer(self, channel)
             for parameter in self.arrived:
-                self._reducer.arrive(parameter)
+                self._reducer.gradient_of(parameter)
         except Exception as error:
             self._error = error
 
-    def wait(self) -> Reducer:
+    def wait(self) -> OptimizerReducer:
         """What was opened.
 
         Raises:
@@ -231,63 +231,33 @@ def differences(offers: Sequence[tuple[dict[str, str], dict[str, int], list[str]
     return ""
 
 
-class Line:
-    """A channel and its driver, until the session ends or :meth:`close`: all that stays of an optimizer when another
-    has taken its place, since to free a channel takes all ranks, and each collects its memory in its own time."""
-
-    def __init__(self, operations: Operations, channel: Channel, device: torch.device) -> None:
-        self.driver: Driver = open_driver(channel.communicator, device, channel.check)
-        self._operations, self._channel = operations, channel
-        operations.session.monitor.guard(self.driver)
-        operations.on_failure.append(self.driver.fail)
-        self._closed = False
-        runtime.at_shutdown(self.close)
-
-    def close(self) -> None:
-        """Collective, but after a failure. Harmless when repeated."""
-        if self._closed:
-            return
-        self._closed = True
-        runtime.forget_at_shutdown(self.close)
-        self._operations.session.monitor.unguard(self.driver)
-        self._operations.on_failure.remove(self.driver.fail)
-        failed = self.driver.failure is not None
-        self.driver.close()
-        if not failed:
-            self._channel.close()
-
-
-class Reducer:
+class OptimizerReducer(Reducer):
     """Carries one optimizer's gradients through a policy, among the ranks of a process set, for one session.
 
     Attributes:
         sparse: the number of sparse dimensions of gradients that are; these travel as raw operations.
-        running: a step has begun and not ended.
-        begun: how many have begun.
+        begun: how many steps have begun.
     """
 
     def __init__(self, opening: Opening, channel: Channel) -> None:
         settings, params = opening.settings, opening.params
         self.operations: Operations = opening.operations
         self.key = opening.key
-        self.channel = channel
         self.names = list(channel.offers[0][0])  # in rank 0's order
         self.sparse = {name: dims for _, found, _ in channel.offers for name, dims in found.items()}  # on any rank
         self.params = {name: params[name] for name in self.names}
         self.dense = {name: p for name, p in self.params.items() if name not in self.sparse}
+        channels = channel.communicator, channel.control
         device = next(iter(params.values())).device
-        communicator = self.channel.communicator
-        self._line = Line(self.operations, channel, device)
-        self.driver = self._line.driver
-        self.aggregator = Aggregator(
-            settings.policy, self.dense, communicator, self.channel.control, self.driver, weighted=False
-        )
-        self.buckets = self._cut(settings, Options(opening.bucket_mb, whole=settings.policy.scope == "step"))
-        self.slots: dict[Tensor, Slot] = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
-        self.running = False
+        self._context = ReductionContext(self.operations.session, channels, device, channel.check)
+        self.driver = self._context.driver
+        self.operations.on_failure.append(self.driver.fail)
+        aggregator = Aggregator(settings.policy, self.dense, *channels, self.driver, weighted=False)
+        options = Options(opening.bucket_mb, whole=settings.policy.scope == "step")
+        super().__init__(self._cut(settings, options), aggregator)
         self.begun = 0
         self._follows = False  # the step that runs is one of other ranks
-        self._next = 0
+        self._densified: list[Parameter] = []  # whose sparse gradient became dense for this step
         self._since: dict[str, float] = {}  # for the timeline: when a gradient arrived
 
     def _cut(self, settings: Settings, options: Options) -> list[FlatBucket]:
@@ -313,39 +283,30 @@ class Reducer:
         operations = self.operations
         return operations is mpi_ops._operations and not operations.failure and self.driver.failure is None
 
-    @property
-    def complete(self) -> bool:
-        """Every bucket was handed in."""
-        return self._next == len(self.buckets)
-
-    def arrive(self, parameter: Tensor) -> None:
-        """The gradient of ``parameter`` is there; called once per step for each."""
-        slot = self.slots.get(parameter)
-        if slot is None:
+    def gradient_of(self, parameter: Tensor) -> None:
+        """The gradient of ``parameter`` is there. Called once per step for each."""
+        entry = self.entries.get(parameter)
+        if entry is None:
             return  # sparse
         if not self.running:
-            self._begin()
+            self.begin()
         if self.operations.timeline is not None:
-            self._since[slot.name] = time.monotonic()
-        slot.arrived = True
-        slot.bucket.missing -= 1
-        while not self.complete and self.buckets[self._next].missing == 0:
-            self._submit(self.buckets[self._next], gradients(self.buckets[self._next]))
+            self._since[entry.name] = time.monotonic()
+        self.arrive(entry)
 
     def hand_in(self) -> None:
-        """Hand in what is missing as what it holds, or zeros."""
+        """Submit what is missing as what it holds, or zeros."""
         if not self.running:
-            self._begin()
-        while not self.complete:
-            self._submit(self.buckets[self._next], gradients(self.buckets[self._next]))
+            self.begin()
+        self.submit_rest()
 
     def finish(self) -> None:
-        """Hand in what is missing; wait; write the results into ``p.grad``, unless the step is one of other ranks."""
+        """Submit what is missing; wait; write the results into ``p.grad``, unless the step is one of other ranks."""
         try:
             self.hand_in()
             self.aggregator.end()
             if not self._follows:
-                self._write_back()
+                self.write_back()
         finally:
             self.reset()
 
@@ -354,10 +315,10 @@ class Reducer:
         while self.begun < step:
             if self.running:  # others are beyond it, so it is complete, or will be
                 self.finish()
-            self._begin()
+            self.begin()
             self._follows = True
             for bucket in self.buckets:
-                self._submit(bucket, [None] * len(bucket.slots))
+                self.submit([None] * len(bucket.entries))
 
     def end_following(self) -> None:
         """Wait for what :meth:`follow` began."""
@@ -366,89 +327,60 @@ class Reducer:
 
     def combine(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``values`` by name through the policy: one step without gradients. Views that live until the next."""
-        self._begin()
+        self.begin()
         try:
-            while not self.complete:
-                bucket = self.buckets[self._next]
-                self._submit(bucket, [values[slot.name] for slot in bucket.slots])
+            for bucket in self.buckets:
+                self.submit([values[entry.name] for entry in bucket.entries])
             self.aggregator.end()
-            return {slot.name: view for bucket in self.buckets for slot, view in results(bucket)}
+            for bucket in self.buckets:
+                bucket.take_update()
+            return {entry.name: entry.view for entry in self.entries.values()}
         finally:
             self.reset()
 
-    def _begin(self) -> None:
-        self.running = True
+    def begin(self) -> None:
         self.begun += 1
         self.operations.begins(*self.key, self.begun)
-        self.aggregator.begin()
+        super().begin()
 
-    @torch.no_grad()
-    def _submit(self, bucket: FlatBucket, values: Sequence[Tensor | None]) -> None:
-        self._next += 1
-        for slot, value in zip(bucket.slots, values, strict=True):
-            if value is None:
-                slot.view.zero_()
-            elif value is not slot.view:
-                slot.view.copy_(value)
-        deliver, timeline = bucket.deliver, self.operations.timeline
-        if timeline is not None:
-            deliver = partial(self._trace, timeline, bucket, time.monotonic())
-        self.aggregator.submit(Piece(bucket.layout, bucket.buffer, deliver), last=self.complete)
-        if self.complete:
+    def submit(self, values: Sequence[Tensor | None] | None = None) -> None:
+        super().submit(values)
+        if not self.incomplete:
             self.driver.flush()  # nobody may wait for it for long; other ranks need all rounds of all flows
+
+    def gradient(self, entry: BucketEntry) -> Tensor | None:
+        parameter = entry.parameter
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+            self._densified.append(parameter)
+        return parameter.grad
+
+    def delivery(self, bucket: FlatBucket) -> Deliver:
+        timeline = self.operations.timeline
+        return bucket.deliver if timeline is None else partial(self._trace, timeline, bucket, time.monotonic())
 
     def _trace(self, timeline: Timeline, bucket: FlatBucket, handed_in: float, update: Tensor | None) -> None:
         """A bucket is through: rows of the timeline, called as Horovod calls them."""
         bucket.deliver(update)
-        for slot in bucket.slots if update is not None else ():
-            name = f"allreduce.{slot.name}"
-            timeline.queued(name, self._since.get(slot.name, handed_in), handed_in)
-            timeline.executed(name, "allreduce", handed_in, {"fused": len(bucket.slots)})
-
-    @torch.no_grad()
-    def _write_back(self) -> None:
-        targets, views = [], []
-        for bucket in self.buckets:
-            for slot, view in results(bucket):
-                parameter = slot.parameter
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    parameter.grad = view.to_sparse()  # in all dimensions, as Horovod's
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                targets.append(parameter.grad)
-                views.append(view)
-        if targets:
-            torch._foreach_copy_(targets, views)
+        for entry in bucket.entries if update is not None else ():
+            name = f"allreduce.{entry.name}"
+            timeline.queued(name, self._since.get(entry.name, handed_in), handed_in)
+            timeline.executed(name, "allreduce", handed_in, {"fused": len(bucket.entries)})
 
     def reset(self) -> None:
-        """What runs is over, or has failed."""
-        self.running = self._follows = False
-        self._next = 0
+        super().reset()
+        self._follows = False
         self._since.clear()
-        for bucket in self.buckets:
-            bucket.missing = len(bucket.slots)
-            bucket.update = None
-            for slot in bucket.slots:
-                slot.arrived = False
+        for parameter in self._densified:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to_sparse()  # in all dimensions, as Horovod's
+        self._densified.clear()
 
     def close(self) -> None:
         """Free the channel; harmless when repeated."""
-        self._line.close()
-
-
-def gradients(bucket: FlatBucket) -> list[Tensor | None]:
-    """What the parameters of ``bucket`` hold now; sparse ones as dense copies."""
-    found = [slot.parameter.grad for slot in bucket.slots]
-    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
-
-
-def results(bucket: FlatBucket) -> Iterator[tuple[Slot, Tensor]]:
-    assert bucket.update is not None, "the step ended without a failure"
-    if bucket.update.data_ptr() != bucket.buffer.data_ptr():
-        bucket.buffer.copy_(bucket.update)
-    for slot in bucket.slots:
-        yield slot, slot.view
+        if not self._context.closed:
+            self.operations.on_failure.remove(self.driver.fail)
+        self._context.close()
 
 
 class _Distributed(Optimizer):
@@ -463,7 +395,7 @@ class _Distributed(Optimizer):
         self._names = names
         self._settings = settings
         self._opening: Opening | None = None
-        self._reducer: Reducer | None = None
+        self._reducer: OptimizerReducer | None = None
         self._outgrown = False  # it lacks parameters: the next step opens another
         self._sparse: dict[str, Any] = {}  # handles of what was sent in this step
         self._named: tuple[Operations, int, str] | None = None
@@ -536,7 +468,7 @@ class _Distributed(Optimizer):
     def _complete(self, p: Tensor) -> None:
         """The last gradient of this step for ``p``."""
 
-    def _ready(self) -> Reducer | None:
+    def _ready(self) -> OptimizerReducer | None:
         """The reducer, if it is of the open session, for this step and whatever parameters came since."""
         reducer = self._reducer
         fits = reducer is not None and reducer.operations is mpi_ops._operations and not self._outgrown
@@ -550,7 +482,7 @@ class _Distributed(Optimizer):
             self._opening = Opening(params, arrived, self._settings, self.process_set, name, number)
         return self._opening
 
-    def _open(self, arrived: Iterable[Tensor] = ()) -> Reducer:
+    def _open(self, arrived: Iterable[Tensor] = ()) -> OptimizerReducer:
         """A reducer of the parameters that are followed now, with what ``arrived`` handed in; collective."""
         try:
             reducer = self._begin_opening(arrived).wait()
@@ -675,7 +607,7 @@ class _DistributedOptimizer(_Distributed):
         reducer = self._ready()
         if reducer is not None:
             with internal_errors():
-                reducer.arrive(p)
+                reducer.gradient_of(p)
             if self._names[p] in reducer.sparse:
                 self._sparse[self._names[p]] = self._send_sparse(reducer, self._names[p])
         elif len(self._handed) == len(self._delay):
@@ -716,13 +648,13 @@ class _DistributedOptimizer(_Distributed):
             alone.close()
             self._outgrown = True
 
-    def _finish(self, reducer: Reducer) -> None:
+    def _finish(self, reducer: OptimizerReducer) -> None:
         handles = {name: self._sparse.pop(name, None) or self._send_sparse(reducer, name) for name in reducer.sparse}
         reducer.finish()
         for name, handle in handles.items():
             reducer.params[name].grad = mpi_ops.synchronize(handle)
 
-    def _send_sparse(self, reducer: Reducer, name: str) -> Any:
+    def _send_sparse(self, reducer: OptimizerReducer, name: str) -> Any:
         p, dims = reducer.params[name], reducer.sparse[name]
         gradient = p.grad
         if gradient is None:  # this rank did not use it

@@ -13,14 +13,15 @@ LIKE_DDP = [
     "plain_training", "unused_on_some_ranks", "unused_on_all_ranks", "shared_and_frozen", "several_optimizers",
     "scheduler", "closure", "compiled", "checkpointing", "two_backwards", "accumulation", "grad_scaler", "clipping",
     "adamw_foreach", "buffers", "gan", "uneven_join", "carried_state", "bucket_by_measurement",
+    "never_used",
 ]  # fmt: skip
 ALIKE = [
     "broadcast_from_rank_0", "weighted", "weight_zero_hides_nan", "total_weight_zero_skips", "nan_travels",
-    "error_feedback_bf16", "step_scope", "average_gradients", "unaggregated_gradients", "unreduced_gradients",
+    "error_feedback_bf16", "step_scope", "average_gradients", "local_gradients", "unreduced_gradients",
     "sync_batchnorm", "misuse", "static_graph", "default_buckets", "unfrozen_later", "nothing_stays_alive",
     "compiled_names", "join_with_sync_batchnorm", "evaluation_by_one_rank", "sync_batchnorm_of_halves",
     "complex_parameters", "sharded_optimizer",
-    "divided_by_ddp", "backward_in_a_closed_block", "channels_last", "after_close",
+    "without_hook", "backward_in_a_closed_block", "channels_last", "after_close",
     "made_anew", "frozen_later", "optimizer_made_before",
 ]  # fmt: skip
 

@@ -43,9 +43,10 @@ hb.init()
 torch.manual_seed(0)
 model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-sync = hb.GradientSynchronizer(model, optimizer, bucket_mb=0.001, gradient_as_bucket_view=False)
+# With weights DDP has our communication hook, in the place of its own all-reduce
+sync = hb.GradientSynchronizer(model, optimizer, bucket_mb=0.001, gradient_as_bucket_view=False, weighted=True)
 torch.manual_seed(1 + hb.rank())  # whose gradients are not their mean
-answer = sync._communicator._answer
+answer = sync._context.communicator._answer
 
 
 def spy(request: Any) -> Any:
@@ -53,7 +54,7 @@ def spy(request: Any) -> Any:
     return answer(request)
 
 
-sync._communicator._answer = spy  # type: ignore[method-assign]
+sync._context.communicator._answer = spy  # type: ignore[method-assign]
 taken_over: list[torch.Tensor] = []
 if hb.backend() == "torch":
     source: Any = sync._source

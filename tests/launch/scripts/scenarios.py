@@ -14,6 +14,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -535,40 +536,106 @@ def average_gradients() -> str:
     return found + str(chosen)
 
 
-def unaggregated_gradients() -> str:
-    """fwd, fwd, bwd, bwd: aggregated twice by our reducer, an error where DDP would drop the second."""
+def refused(call: Callable[[], Any], *names: str) -> None:
+    """A StepError that names these parameters."""
+    with pytest.raises(hb.StepError) as caught:
+        call()
+    assert all(repr(name) in str(caught.value) for name in names), str(caught.value)
+
+
+def local_gradients() -> str:
+    """As under DDP one backward that aggregates follows a forward outside of no_sync(); DDP would say nothing."""
     model = mlp()
+    names = [name for name, _ in model.named_parameters()]
     sync = synchronize(model, sgd(model))
-    first, second = loss_of(sync.model, 0), loss_of(sync.model, 1)
-    first.backward()
-    second.backward()
-    if hb.backend() == "torch":
-        return expect("StepError", sync.optimizer.step)
-    sync.optimizer.step()
-    return "StepError"
+    bare = getattr(sync.model, "module", sync.model)
+
+    def two_forwards() -> None:
+        first, second = loss_of(sync.model, 0), loss_of(sync.model, 1)
+        first.backward()
+        second.backward()
+
+    def two_backwards() -> None:
+        loss = loss_of(sync.model, 0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def past_the_forward() -> None:
+        x, y = batch(0)
+        nn.functional.mse_loss(bare[4](torch.tanh(bare[2](torch.tanh(bare[0](x))))), y).backward()
+
+    def mixed() -> None:
+        loss_of(sync.model, 0).backward()
+        past_the_forward()
+
+    def forward_in_a_closed_block() -> None:
+        with sync.no_sync():
+            loss = loss_of(sync.model, 0)
+        loss.backward()
+
+    train(sync, 2)
+    for way in (two_forwards, two_backwards, past_the_forward, mixed, forward_in_a_closed_block):
+        sync.optimizer.zero_grad()
+        before = digest(model)
+        way()
+        refused(sync.optimizer.step, *names)
+        assert digest(model) == before, way.__name__
+        train(sync, 1)
+    return digest(model)
 
 
 def unreduced_gradients() -> str:
-    """A parameter without a gradient keeps DDP's buckets back, in the first step or later: the step is refused, as the
-    others' gradients are local. Our reducer takes zeros for what is missing."""
+    """Under DDP a parameter without a gradient keeps a bucket back, in the first step or later. The backward is refused
+    on every backend, by name."""
+
+    def some(sync: Any, heads: tuple[int, ...]) -> torch.Tensor:
+        return sum(sync.model(batch(0)[0], head).sum() for head in heads)
+
     for policy in ("mean", "ef(bf16)"):
         for good in (0, 2):
-            model = Branches()
-            sync = synchronize(model, sgd(model), policy=policy)
-            for _ in range(good):
+            for way in ("left out", "inputs"):
+                model = Branches()
+                sync = synchronize(model, sgd(model), policy=policy)
+                for _ in range(good):
+                    sync.optimizer.zero_grad()
+                    some(sync, (0, 1, 2)).backward()
+                    sync.optimizer.step()
                 sync.optimizer.zero_grad()
-                sum(sync.model(batch(0)[0], head).sum() for head in range(3)).backward()
-                sync.optimizer.step()
-            sync.optimizer.zero_grad()
-            before = digest(model)
-            sum(sync.model(batch(0)[0], head).sum() for head in (0, 2)).backward()
-            if hb.backend() == "torch":
-                assert expect("StepError", sync.optimizer.step), (policy, good)
+                before = digest(model)
+                names = ["heads.1.weight", "heads.1.bias", "find_unused_parameters=True"]
+                if way == "left out":
+                    call = some(sync, (0, 2)).backward
+                else:
+                    inputs = [p for p in model.parameters() if p is not model.body.weight]
+                    call, names = partial(some(sync, (0, 1, 2)).backward, inputs=inputs), ["body.weight"]
+                with pytest.raises(hb.StepError) as caught:
+                    call()
+                assert all(name in str(caught.value) for name in names), str(caught.value)
+                expect("StepError", sync.optimizer.step)
                 assert digest(model) == before
-            else:
-                sync.optimizer.step()
-                assert digest(model) != before
+                sync.close()
     return "no silent step"
+
+
+def never_used() -> str:
+    """What no rank uses has no gradient, and does not move, with find_unused_parameters and in a static graph."""
+    digests = []
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        model = Branches()
+        sync = synchronize(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), **options)
+        before = digest(model.heads[1])
+        for step in range(3):
+            sync.optimizer.zero_grad()
+            sync.model(batch(step)[0], 2 * (RANK % 2)).sum().backward()
+            sync.optimizer.step()
+        assert model.heads[1].weight.grad is None
+        assert digest(model.heads[1]) == before
+        digests.append(digest(model))
+    if not PLAIN:
+        sync.optimizer.zero_grad()
+        with pytest.raises((hb.StepError, RuntimeError), match="graph has changed"):  # on torch DDP's own
+            sync.model(batch(0)[0], 1).sum().backward()
+    return " ".join(digests)
 
 
 def misuse() -> str:
@@ -658,8 +725,8 @@ def compiled_names() -> str:
     return "bare"
 
 
-def divided_by_ddp() -> str:
-    """Where nobody needs raw gradients, DDP has no hook of ours; weights in the first step and a join give it one."""
+def without_hook() -> str:
+    """Plain DDP's own mean needs no hook of ours; weights in the first step and a join give it one."""
 
     def has_hook(sync: Any) -> bool:
         return bool(getattr(sync.model, "_comm_hooks", True))
@@ -668,20 +735,18 @@ def divided_by_ddp() -> str:
     for case in ("no weights", "weights", "no weights in a closed block", "weights after another backward", "views"):
         model = mlp()
         sync = synchronize(model, sgd(model), gradient_as_bucket_view=case == "views")
-        if case == "weights after another backward" and on_torch and RANK == 0:  # elsewhere it would be a step
+        if case == "weights after another backward" and RANK == 0:  # past the forward, so it aggregates nothing
             next(iter(model.children()))(batch(0)[0]).sum().backward()
-            for p in model.parameters():
-                p.grad = None
+            sync.optimizer.zero_grad()
         if case.startswith("weights"):
             sync.weight = RANK + 1.0
         if case == "no weights in a closed block":
             with sync.no_sync():
                 loss = sync.model(batch(0)[0]).sum()
-            loss.backward()  # aggregates nothing, says DDP, whose forward was told so; elsewhere it does
-            for p in model.parameters():
-                p.grad = None
+            loss.backward()  # aggregates nothing, says its forward
+            sync.optimizer.zero_grad()
         train(sync, 3)
-        assert has_hook(sync) == (not on_torch or case.startswith("weights") or case == "views"), case
+        assert has_hook(sync) == (not on_torch or case.startswith("weights")), case
         if case == "no weights":
             with sync.join():
                 train(sync, 1 + RANK)
@@ -693,9 +758,7 @@ def divided_by_ddp() -> str:
 
 
 def backward_in_a_closed_block() -> str:
-    """What DDP does in a backward is decided by its forward; weights of the first step count, whoever divides."""
-    if hb.backend() != "torch":
-        return "equal"
+    """What a backward does is decided by its forward; weights of the first step count, whoever divides."""
     digests = []
     for views in (False, True):
         model = mlp()
@@ -707,7 +770,7 @@ def backward_in_a_closed_block() -> str:
         digests.append(digest(nn.ParameterList(p.grad for p in model.parameters())))
         sync.close()
     assert digests[0] == digests[1]
-    return "equal"
+    return digests[0]
 
 
 def as_lists(state: Any) -> Any:
@@ -798,14 +861,12 @@ def made_anew() -> str:
 
 
 def frozen_later() -> str:
-    """What is frozen while training goes on stays where it is, whatever moments and weight decay would do."""
-    model = mlp()
-    for unused, steps in ((True, 0), (True, 2), (False, 2)):  # before it
-        if not unused and hb.backend() == "torch":  # DDP waits for gradients that it was told of
-            return digest(model)
+    """What is frozen while training goes on stays where it is, whatever moments and weight decay would do; without a
+    used-map it is refused by name."""
+    for steps in (0, 2):  # before it
         model = mlp()
         sync = synchronize(
-            model, torch.optim.AdamW(model.parameters(), weight_decay=0.1), find_unused_parameters=unused
+            model, torch.optim.AdamW(model.parameters(), weight_decay=0.1), find_unused_parameters=True
         )
         train(sync, steps)
         model[2].requires_grad_(False)
@@ -819,14 +880,19 @@ def frozen_later() -> str:
         loss_of(sync.model, 0).backward()
         assert model[2].weight.grad.eq(1).all()
         sync.optimizer.zero_grad()
-        if unused and hb.backend() != "torch":  # a rank that alone has frozen it goes with the others
-            model[2].requires_grad_(RANK > 0)
-            train(sync, 1)
-            assert hb.broadcast_object(digest(model)) == digest(model)
+        model[2].requires_grad_(RANK > 0)  # a rank that alone has frozen it goes with the others
+        train(sync, 1)
+        assert hb.broadcast_object(digest(model)) == digest(model)
         model[2].requires_grad_(True)
         train(sync, 1)
         assert digest(model[2]) != before
-    return digest(model)
+    found = digest(model)
+    model = mlp()
+    sync = synchronize(model, sgd(model))
+    train(sync, 1)
+    model[2].requires_grad_(False)
+    refused(lambda: train(sync, 1), "2.weight", "2.bias")
+    return found
 
 
 class Scaled(torch.optim.SGD):
@@ -946,14 +1012,14 @@ def complex_parameters() -> str:
 REFERENCED = [
     plain_training, unused_on_some_ranks, unused_on_all_ranks, shared_and_frozen, several_optimizers, scheduler,
     closure, compiled, checkpointing, two_backwards, accumulation, grad_scaler, clipping, adamw_foreach, buffers, gan,
-    uneven_join, carried_state, bucket_by_measurement,
+    uneven_join, carried_state, bucket_by_measurement, never_used,
 ]  # fmt: skip
 OWN = [
     broadcast_from_rank_0, weighted, weight_zero_hides_nan, total_weight_zero_skips, nan_travels, error_feedback_bf16,
-    step_scope, average_gradients, unaggregated_gradients, unreduced_gradients, sync_batchnorm, misuse,
+    step_scope, average_gradients, local_gradients, unreduced_gradients, sync_batchnorm, misuse,
     unfrozen_later, static_graph, default_buckets, nothing_stays_alive, compiled_names, join_with_sync_batchnorm,
     sync_batchnorm_of_halves, complex_parameters, sharded_optimizer,
-    evaluation_by_one_rank, divided_by_ddp, backward_in_a_closed_block, channels_last, after_close,
+    evaluation_by_one_rank, without_hook, backward_in_a_closed_block, channels_last, after_close,
     made_anew, frozen_later, optimizer_made_before,
 ]  # fmt: skip
 
