@@ -15,6 +15,7 @@ Rules:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -38,6 +39,8 @@ UNSET, SET, JOINED = 0.0, 1.0, 2.0
 SMALL = 1 << 22
 """Bytes of a step's only bucket up to which the thread that waits sees it through: threads keep memory of their own for
 what flows compute, and of more a hand-over is no large part."""
+
+ABANDON_SECONDS = 1.0
 
 Deliver = Callable[[Tensor | None], None]
 
@@ -174,6 +177,15 @@ class Aggregator:
             pending.wait()
         self.driver.order()
         self._pending.clear()
+
+    def abandon(self, error: Exception) -> None:
+        """The step cannot go on; all later ones fail with ``error``. What was submitted may end before, for a while:
+        other ranks have submitted it, too, and a thread within a library cannot be stopped."""
+        self.driver.flush()
+        end = time.monotonic() + ABANDON_SECONDS
+        while not all(pending.done for pending in self._pending) and time.monotonic() < end:
+            time.sleep(1e-3)
+        self.driver.fail(error)
 
     def end(self) -> None:
         """Wait for all flows of this step.

@@ -1,52 +1,27 @@
-"""What the ranks of a synchronizer have in common: the group, the parameters, and that they agree about them."""
+"""What the ranks of a synchronizer have in common: the group, and that they agree about parameters and options."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
-from hvdbridge.bucket import refuse_complex
 from hvdbridge.communicators.base import Communicator
-from hvdbridge.errors import ConfigurationError, RankMismatch, Unsupported
+from hvdbridge.errors import RankMismatch
+from hvdbridge.parameters import bare_name
 
 
-def bare_name(name: str) -> str:
-    """A parameter's name without what wrappers put in front.
-
-    >>> bare_name("_orig_mod.layer.module._orig_mod.weight")
-    'layer.module.weight'
-    """
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
-
-
-def trainable(model: Module) -> dict[str, Parameter]:
-    """The parameters that get gradients, by bare name, shared ones once.
-
-    Raises:
-        ConfigurationError: there is none.
-        Unsupported: an Embedding with ``sparse=True``, or a complex parameter.
-    """
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            shown = f"{type(module).__name__} {name!r}" if name else type(module).__name__
-            raise Unsupported(f"{shown} makes sparse gradients. Use sparse=False.")
-    params = {bare_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    if not params:
-        raise ConfigurationError(f"{type(model).__name__} has no parameter that requires a gradient")
-    refuse_complex(params)
-    return params
-
-
-def describe(model: Module, params: Mapping[str, Tensor], options: Mapping[str, object]) -> list[str]:
-    """What must be equal on all ranks, a line each."""
+def describe(
+    model: Module, params: Mapping[str, Tensor], options: Mapping[str, object], left_alone: Iterable[str] = ()
+) -> list[str]:
+    """What must be equal on all ranks, a line each. Buffers of the names in ``left_alone`` need not."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in set(left_alone)}
     return [
         *(f"parameter {name} {list(p.shape)} {p.dtype}" for name, p in params.items()),
-        *(f"buffer {bare_name(name)} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()),
+        *(f"buffer {bare_name(name)} {list(b.shape)} {b.dtype}" for name, b in buffers.items()),
         *(f"{name}={value}" for name, value in options.items()),
     ]
 

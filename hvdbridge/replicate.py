@@ -25,10 +25,13 @@ def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0) -> Generator[Col
             tensor.copy_(piece.view(tensor.shape))
 
 
-def broadcast_optimizer(optimizer: torch.optim.Optimizer, control: Communicator, root: int = 0) -> None:
+def broadcast_optimizer(
+    optimizer: torch.optim.Optimizer, control: Communicator, root: int = 0, left_alone: Iterable[Tensor] = ()
+) -> None:
     """Give all ranks rank ``root``'s optimizer state: hyperparameters, moments, step counts.
 
-    ``control`` is a host-side communicator. Nothing changes on ``root``, and groups stay the same objects anywhere.
+    ``control`` is a host-side communicator. The state of parameters that are ``left_alone`` stays as it is. Nothing
+    changes on ``root``, and groups stay the same objects anywhere.
     An optimizer that shards its state keeps it.
 
     Raises:
@@ -51,7 +54,12 @@ def broadcast_optimizer(optimizer: torch.optim.Optimizer, control: Communicator,
     if control.rank == root:
         return
     groups = list(optimizer.param_groups)
+    own = {p: optimizer.state.get(p) for p in left_alone}
     optimizer.load_state_dict(dict(theirs))
+    for p, state in own.items():
+        optimizer.state.pop(p, None)
+        if state is not None:
+            optimizer.state[p] = state
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
         if group is loaded:  # an optimizer that loads in its own way
             continue

@@ -17,15 +17,16 @@ from torch.optim import Optimizer
 from hvdbridge import checkpoint, runtime
 from hvdbridge.after import AfterStep
 from hvdbridge.aggregator import Aggregator
-from hvdbridge.agreement import agree, describe, open_group, trainable
+from hvdbridge.agreement import agree, describe, open_group
 from hvdbridge.context import ReductionContext
 from hvdbridge.driver import drive
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
+from hvdbridge.parameters import Ignore, ParameterWatch, ignored, listed, refuse_sharded, trainable
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
 from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors, shards_state
 from hvdbridge.sources import attach
-from hvdbridge.sources.base import Options, listed, usual_bucket_mb, views_pay
+from hvdbridge.sources.base import Options, usual_bucket_mb, views_pay
 from hvdbridge.sources.hooks import HookSource
 from hvdbridge.sources.wrapper import Wrapper, unwrapped
 from hvdbridge.state import OnResize
@@ -62,6 +63,9 @@ class GradientSynchronizer:
             ``zero_grad()`` finds the next step's in it: give False then. None: where that is faster,
             :func:`~hvdbridge.sources.base.views_pay`.
         seed: of the randomness that all ranks share.
+        ignore: names, patterns of names (``"head.*"``), parameters or buffers that are left alone: they are neither
+            copied from rank 0 nor compared nor aggregated, and need not have equal shapes. So are those that
+            ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`` was told.
 
     Attributes:
         model: what the backend's users know: a DistributedDataParallel on torch, else ``model`` itself.
@@ -89,13 +93,17 @@ class GradientSynchronizer:
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool | None = None,
         seed: int = 0,
+        ignore: Ignore = None,
     ) -> None:
         session = runtime.current()
         self.policy = from_spec(session.policy if policy is None else policy)
         originals = as_list(optimizer)
         model = unwrapped(model)
         refuse_ddp(model)
-        params = trainable(model)
+        left_alone = ignored(model, ignore)
+        params = trainable(model, left_alone)
+        refuse_sharded(params)
+        refuse_optimizers_within(params)
         bucket_mb = session.config.bucket_mb if bucket_mb is None else bucket_mb
         if not (bucket_mb is None or bucket_mb == "auto" or (not isinstance(bucket_mb, str) and bucket_mb > 0)):
             raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
@@ -107,16 +115,19 @@ class GradientSynchronizer:
             usual if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
             find_unused_parameters, static_graph, broadcast_buffers,
             views_pay(params.values()) if gradient_as_bucket_view is None else gradient_as_bucket_view,
-            said=bucket_mb not in (None, "auto"), whole=self.policy.scope == "step",
+            said=bucket_mb not in (None, "auto"), whole=self.policy.scope == "step", ignored=tuple(left_alone),
         )  # fmt: skip
         given = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}
         given |= {"bucket_mb": bucket_mb, "optimizers": len(originals)}
-        agree(control, describe(model, params, given))
+        agree(control, describe(model, params, given, left_alone))
         self.policy.check_size(communicator.size, len(set(communicator.nodes)) or None)
-        tensors = [*model.parameters(), *model.buffers()]
-        drive(broadcast_tensors(tensors), communicator.execute)
+        self._bare, self._left_alone = model, left_alone
+        named = itertools.chain(model.named_parameters(), model.named_buffers())
+        shared = [tensor for name, tensor in named if name not in left_alone]
+        self._alone = [p for name, p in model.named_parameters() if name in left_alone]
+        drive(broadcast_tensors(shared), communicator.execute)
         for each in originals:
-            broadcast_optimizer(each, control)
+            broadcast_optimizer(each, control, left_alone=self._alone)
         if bucket_mb == "auto":
             from hvdbridge.bench.predict import best_bucket_mb
 
@@ -131,7 +142,8 @@ class GradientSynchronizer:
         )
         self.optimizer = like(optimizer, wrapped)
         self._params = params
-        self._known = set(map(id, params.values()))
+        self._known = set(map(id, [*params.values(), *self._alone]))
+        self._source.parameters = self._watch = ParameterWatch(model, params, left_alone)
         self._optimizers = wrapped
         self._after = AfterStep(self._aggregator, params, wrapped, self.model)
         replaced = [before for before, after in zip(originals, wrapped, strict=True) if before is not after]
@@ -210,10 +222,11 @@ class GradientSynchronizer:
             self._aggregator.settle()
             steps = self._context.control.all_gather_object(self._source.steps - before)
             last = steps.index(max(steps))
-            tensors = [*self._params.values(), *self.model.buffers()]
+            buffers = {name: buffer for name, buffer in self._bare.named_buffers() if name not in self._left_alone}
+            tensors = [*self._params.values(), *buffers.values()]
             self._context.driver.run(broadcast_tensors(tensors, last), self._context.communicator)
             for each in self._optimizers:
-                broadcast_optimizer(each, self._context.control, last)
+                broadcast_optimizer(each, self._context.control, last, self._alone)
         finally:
             aggregator.joining = aggregator.joined = False
 
@@ -299,6 +312,7 @@ class GradientSynchronizer:
         for hook in self._hooks:
             hook.remove()
         self._after.remove()
+        self._watch.close()
         self._source.remove()
         for norm in self._norms:
             if norm.communicator is not None and self._context.driver.failure is None:
@@ -338,6 +352,11 @@ class GradientSynchronizer:
         if self._source.steps == 0:
             raise StepError(f"{where} before any synchronizing backward(): there are no aggregated gradients.")
         held = [p for group in optimizer.param_groups for p in group["params"]]
+        if held and not any(id(p) in self._known for p in held):
+            raise StepError(
+                f"{where} of an optimizer that holds none of the model's parameters: {listed(self._names_of(held))}. "
+                "Construct it over model.parameters(), after what replaces these."
+            )
         strange = [p for p in held if id(p) not in self._known and p.grad is not None]
         if strange:
             raise StepError(
@@ -345,14 +364,8 @@ class GradientSynchronizer:
                 f"{listed(self._names_of(strange))}: unfrozen or added since, or not the model's. Construct the "
                 "synchronizer anew, with a model that holds them; each synchronizer needs an optimizer of its own."
             )
-        lost = [p for p in dict.fromkeys(self._source.touched) if p.grad is not None]
-        if lost:
-            raise StepError(
-                f"{where} with gradients of {len(lost)} parameters that were never aggregated: "
-                f"{listed(self._names_of(lost))}. A backward aggregates if it is the first one after a forward of "
-                "sync.model, outside of no_sync(): call sync.model itself, and no other method of the module; run "
-                "one forward and one backward in turn."
-            )
+        if self._source.touched and (error := self._source.strays("optimizer.step()")) is not None:
+            raise error
         if self.skipped:
             for parameter in held:
                 parameter.grad = None
@@ -381,7 +394,8 @@ def average_gradients(
     """
     session = runtime.current()
     chosen = from_spec(policy)
-    params = trainable(model)
+    params = trainable(model, ignored(model))
+    refuse_sharded(params)
     if has_leaves(chosen.init(params)):
         raise ConfigurationError(f"average_gradients: {label(chosen)} keeps state. Use a GradientSynchronizer.")
     if chosen.acts_after_step:
@@ -423,6 +437,18 @@ def refuse(replaced: Optimizer, optimizer: Optimizer, args: object, kwargs: obje
     """Step pre-hook of an optimizer that was wrapped, and of what is around it, which has the same hooks."""
     if optimizer is replaced:
         raise StepError("step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated.")
+
+
+def refuse_optimizers_within(params: Mapping[str, Tensor]) -> None:
+    """
+    Raises:
+        Unsupported: some of ``params`` have optimizers that step within backward.
+    """
+    if held := [name for name, p in params.items() if hasattr(p, "_in_backward_optimizers")]:
+        raise Unsupported(
+            f"{listed(held)}: _apply_optimizer_in_backward makes optimizers step by gradients of this rank alone, "
+            "before they are aggregated. Let one optimizer step after backward()."
+        )
 
 
 def refuse_ddp(model: Module) -> None:

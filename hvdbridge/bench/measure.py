@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 
 import hvdbridge as hb
-from hvdbridge.agreement import trainable
 from hvdbridge.bench.arithmetic import SETTLED, kinds
 from hvdbridge.bench.models import Loss
 from hvdbridge.bench.models import model as named_model
@@ -21,6 +20,7 @@ from hvdbridge.bench.native import Way, alone, native
 from hvdbridge.bench.network import Network, ranks_per_node
 from hvdbridge.dry_run import Asked, dry_run
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.parameters import trainable
 from hvdbridge.policies import from_spec
 from hvdbridge.policy import Policy
 

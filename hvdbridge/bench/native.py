@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdbridge.agreement import trainable
 from hvdbridge.errors import ConfigurationError, nearest
+from hvdbridge.parameters import trainable
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from torch.nn import Module
 
 from hvdbridge import runtime
 from hvdbridge.aggregator import Aggregator
-from hvdbridge.agreement import trainable
 from hvdbridge.bridges.hook_state import HookState, join_torch
 from hvdbridge.bucket import Layout, refuse_complex
 from hvdbridge.errors import ConfigurationError, Unsupported
+from hvdbridge.parameters import trainable
 from hvdbridge.policies import from_spec
 from hvdbridge.policy import Policy
 from hvdbridge.sources.base import at_end_of_backward, inside_backward

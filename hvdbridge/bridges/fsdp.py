@@ -20,18 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module, Parameter
 
 from hvdbridge import runtime
 from hvdbridge.aggregator import Piece
-from hvdbridge.agreement import trainable
 from hvdbridge.bridges.hook_state import HookState, join_torch
 from hvdbridge.bucket import Layout
 from hvdbridge.collectives import used_here
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
+from hvdbridge.parameters import trainable
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
 from hvdbridge.sources.base import at_end_of_backward
@@ -177,8 +176,7 @@ def managed(modules: Iterable[Module]) -> Iterator[Parameter]:
 
 
 def ranks_of(group: Any) -> Any:
-    if isinstance(group, DeviceMesh):
-        group = group.get_group()
+    """The ranks of a process group, also where hvdbridge runs on another backend; anything else as it is."""
     return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else group
 
 

@@ -123,13 +123,13 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
     from torch.optim import SGD
 
-    from hvdbridge.agreement import trainable
     from hvdbridge.bench import report
     from hvdbridge.bench.arithmetic import measure_arithmetic, measure_copy
     from hvdbridge.bench.checks import check_file, check_policies
     from hvdbridge.bench.models import check_name, model
     from hvdbridge.bench.predict import Planner
     from hvdbridge.bucket import DDP_MB
+    from hvdbridge.parameters import trainable
     from hvdbridge.policies import from_spec
     from hvdbridge.sources.base import views_pay
 

@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -191,11 +192,13 @@ class Communicator(ABC):
         """
 
     def ranks_of(self, group: object) -> list[int]:
-        """The ranks, ascending, that a user means by ``group``: an iterable of ranks, or the backend's own group.
+        """The ranks, ascending, that a user means by ``group``: an iterable of ranks, a DeviceMesh of one dimension, or
+        the backend's own group.
 
         Raises:
-            ConfigurationError: it is neither, it is empty, or a rank is not one of this communicator's.
+            ConfigurationError: it is none of these, it is empty, or a rank is not one of this communicator's.
         """
+        group = ranks_of_mesh(group)
         ranks = sorted(group) if isinstance(group, Iterable) else []
         if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size)):
             raise ConfigurationError(
@@ -230,6 +233,20 @@ class Communicator(ABC):
         length = int(self.execute(Broadcast(torch.tensor([len(mine)]), root)).item())
         buffer = torch.frombuffer(bytearray(mine or length), dtype=torch.uint8)
         return pickle.loads(self.execute(Broadcast(buffer, root)).numpy().tobytes())
+
+
+def ranks_of_mesh(group: object) -> object:
+    """The ranks of a DeviceMesh; anything else as it is.
+
+    Raises:
+        ConfigurationError: it has several dimensions.
+    """
+    meshes = sys.modules.get("torch.distributed.device_mesh")  # to import it takes time, and who has a mesh has done it
+    if meshes is None or not isinstance(group, meshes.DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ConfigurationError(f"group={group} has {group.ndim} dimensions. Give one of them: mesh[name].")
+    return group.mesh.flatten().tolist()
 
 
 def node_groups(nodes: Sequence[int]) -> list[list[int]]:

@@ -7,7 +7,8 @@ group, None for all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module, Parameter
@@ -57,18 +58,35 @@ def attach_torch(
         and not (options.said and aggregator.policy.bucket_mb == DDP_MB)
     ):
         given["bucket_cap_mb_list"] = [min(FIRST_BUCKET_BYTES / 2**20, options.bucket_mb), options.bucket_mb]
-    wrapped = DistributedDataParallel(
-        model,
-        aggregator.communicator.watch,
-        process_group=own_group,
-        init_sync=False,
-        find_unused_parameters=options.find_unused_parameters,
-        static_graph=options.static_graph,
-        gradient_as_bucket_view=options.gradient_as_bucket_view,
-        **given,
-    )
+    with ddp_ignores(model, options.ignored):
+        wrapped = DistributedDataParallel(
+            model,
+            aggregator.communicator.watch,
+            process_group=own_group,
+            init_sync=False,
+            find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            **given,
+        )
     plain = aggregator.policy.plain_mean and not aggregator.weighted and not aggregator.driver.checks
     return DdpSource(wrapped, params, aggregator, options, plain, own_group), wrapped, optimizers
+
+
+@contextmanager
+def ddp_ignores(model: Module, names: Collection[str]) -> Iterator[None]:
+    """Within, DDP is constructed without the parameters and buffers of these names."""
+    key, attributes = "_ddp_params_and_buffers_to_ignore", vars(model)
+    before = attributes.get(key)
+    # It puts a dot before the names of the outermost module's own parameters, and not of its buffers
+    attributes[key] = [*names, *(f".{name}" for name in names)]
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes[key]
+        else:
+            attributes[key] = before
 
 
 def attach_horovod(
@@ -85,7 +103,7 @@ def attach_horovod(
     names = {parameter: name for name, parameter in params.items()}
     wrapped = [wrap_optimizer(optimizer, names) for optimizer in optimizers]
     source = HorovodSource(params, aggregator, options, wrapped)
-    source.broadcast_buffers(model, options.broadcast_buffers)
+    source.broadcast_buffers(model, options)
     return source, model, wrapped
 
 
@@ -101,7 +119,7 @@ def attach_hooks(
     from hvdbridge.sources.hooks import HookSource
 
     source = HookSource(params, aggregator, options)
-    source.broadcast_buffers(model, options.broadcast_buffers)
+    source.broadcast_buffers(model, options)
     return source, model, optimizers
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from itertools import pairwise
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.errors import StepError, Unsupported
+from hvdbridge.parameters import ParameterWatch, listed
 from hvdbridge.policy import BYTEWISE_MB, CODED_MB, Policy
 
 
@@ -28,6 +31,7 @@ class Options:
         said: the user said how large buckets are.
         whole: the policy waits for the last gradient anyway, so all of one type and device are one bucket, which need
             not be joined.
+        ignored: names of parameters and buffers that are left alone.
     """
 
     bucket_mb: float
@@ -37,6 +41,7 @@ class Options:
     gradient_as_bucket_view: bool = False
     said: bool = False
     whole: bool = False
+    ignored: tuple[str, ...] = field(default=(), repr=False)  # ranks may differ in what they leave alone
 
     @property
     def bucket_bytes(self) -> float:
@@ -92,6 +97,9 @@ def views_pay(params: Iterable[Tensor]) -> bool:
     return sum(sizes) <= LARGE * len(sizes)
 
 
+_version: Callable[[Any], int] = attrgetter("_version")
+
+
 class Source:
     """Base of the sources.
 
@@ -101,11 +109,16 @@ class Source:
         touched: parameters whose local gradient changed since the last aggregation.
         steps: synchronizing backwards of this rank that ended.
         names: of the parameters.
+        parameters: tells when the model has others; None: there is no model.
     """
 
     def __init__(self, aggregator: Aggregator, names: Mapping[Tensor, str], options: Options) -> None:
         self.aggregator = aggregator
         self.names = dict(names)
+        self.parameters: ParameterWatch | None = None
+        self._versions: list[int] = []  # of the parameters, when a backward begins
+        self._local = False  # the last forward was one within no_sync()
+        self._known_local = 0  # touched parameters that are known to be from such
         self.find_unused = options.find_unused_parameters and not options.static_graph
         self.static_graph = options.static_graph
         self._static: Set[Tensor] | None = None  # the parameters that got gradients in the first step
@@ -114,10 +127,59 @@ class Source:
         self.touched: list[Tensor] = []
         self.steps = 0
 
+    @property
+    def _where(self) -> str:
+        return f"rank {self.aggregator.communicator.rank}"
+
+    def forward_begins(self, synchronizing: bool) -> None:
+        """A forward that records gradients.
+
+        Raises:
+            StepError: the backward before did not end, the model has other parameters, or gradients came that no rank
+                aggregates.
+        """
+        if self.running and not inside_backward():
+            raise self.left_open()
+        if synchronizing and self.parameters is not None:
+            self.parameters.check(f"{self._where}: forward")
+        if len(self.touched) > self._known_local:
+            if not self._local and (error := self.strays("forward")) is not None:
+                raise error
+            self._known_local = len(self.touched)
+        self._local = not synchronizing
+
+    def strays(self, when: str) -> StepError | None:
+        """The error where parameters hold gradients that were never aggregated, if some do."""
+        touched = set(self.touched)
+        lost = [p for p in self.names if p in touched and p.grad is not None and p.grad.any()]
+        if not lost:
+            return None
+        return StepError(
+            f"{self._where}: {when} with gradients of {len(lost)} parameters that were never aggregated: "
+            f"{listed(self.names[p] for p in lost)}. A backward aggregates if it is the first one after a forward of "
+            "sync.model outside of no_sync(). Call sync.model itself and no other method of the module, and run one "
+            "forward and one backward in turn."
+        )
+
     def begin(self) -> None:
         """The first gradient of a synchronizing backward."""
         self.running = True
         self.aggregator.begin()
+        self._versions = list(map(_version, self.names))
+
+    def check_unchanged(self) -> None:
+        """
+        Raises:
+            StepError: parameters were changed within this backward.
+        """
+        now = list(map(_version, self.names))
+        if now != self._versions:
+            pairs = zip(now, self._versions, strict=True)
+            changed = [name for name, (one, other) in zip(self.names.values(), pairs, strict=True) if one != other]
+            raise self.refused(
+                f"{len(changed)} parameters were changed: {listed(changed)}. An optimizer that steps within backward "
+                "moves them by gradients of this rank alone; let it step after backward()"
+            )
 
     def finished(self) -> None:
         """The step is over, or failed."""
@@ -125,6 +187,7 @@ class Source:
         if self.aggregator.driver.failure is None:
             self.steps += not self.aggregator.joined
             self.touched.clear()
+            self._known_local = 0
 
     def check_static(self, arrived: Set[Tensor]) -> None:
         """The parameters that got gradients in a backward of a static graph.
@@ -149,15 +212,14 @@ class Source:
 
     def refused(self, what: str) -> StepError:
         """The error of a backward that cannot be aggregated. It poisons the driver: no step follows."""
-        rank = self.aggregator.communicator.rank
-        error = StepError(f"rank {rank}: in the backward that has ended {what}. Construct the synchronizer anew.")
-        self.aggregator.driver.fail(error)
+        error = StepError(f"{self._where}: in the backward that has ended {what}. Construct the synchronizer anew.")
+        self.aggregator.abandon(error)
         return error
 
     def left_open(self) -> StepError:
         """The error of what follows a backward that was left in the middle."""
         return StepError(
-            f"rank {self.aggregator.communicator.rank}: a backward began before the end of another. Either an "
+            f"{self._where}: a forward or a backward began before the end of another. Either an "
             "exception left that one when some gradients had been sent, and other ranks wait for the rest: end the "
             "job. Or a Function calls backward() within its own, whose gradients are not complete by then."
         )
@@ -169,15 +231,6 @@ class Source:
     def remove(self) -> None:
         """Take the hooks off."""
         raise NotImplementedError
-
-
-def listed(names: Sequence[str]) -> str:
-    """Up to eight names, and how many more there are.
-
-    >>> listed(["a", "b"]), listed([str(i) for i in range(10)])
-    ("'a', 'b'", "'0', '1', '2', '3', '4', '5', '6', '7' and 2 more")
-    """
-    return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -79,8 +79,8 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.source is not None:
-            self.source.before_forward()
+        if self.source is not None and torch.is_grad_enabled():
+            self.source.forward_begins(self.require_backward_grad_sync)
         with self._watch("what DDP itself sends before a forward (buffers, the order of buckets)"):
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -241,14 +241,6 @@ class DdpSource(Source):
         self.aggregator.traffic_elsewhere = None
         torch.nn.parallel.DistributedDataParallel.register_comm_hook(self._model, None, hook)  # a subclass has its own
 
-    def before_forward(self) -> None:
-        """
-        Raises:
-            StepError: the last backward that aggregated did not end.
-        """
-        if self.running and not self._outside and not inside_backward():
-            raise self.left_open()
-
     def after_forward(self, output: Any) -> None:
         """A forward has told the reducer to aggregate in the backward that follows."""
         self._expected = True
@@ -341,7 +333,6 @@ class DdpSource(Source):
     def _end_outside(self) -> None:
         """End a step of ``join()``, after whose buckets no backward ends."""
         if self.running and self._outside:
-            self._outside = False
             self._finish()
 
     def _end_of_backward(self) -> None:
@@ -359,6 +350,7 @@ class DdpSource(Source):
                 self._ddp_is_through()
             if not self._outside:
                 self._check_complete()
+                self.check_unchanged()
             self.aggregator.end()
         finally:
             self._outside = self._whole = False
@@ -371,7 +363,7 @@ class DdpSource(Source):
         """
         if self.static_graph and (self._static is None or not self._whole):
             self.check_static(set(self.touched[self._before :]))
-        if not self._whole:
+        if not self._whole or len(self.touched) == self._before:
             raise self.incomplete(set(self.touched[self._before :]))
 
     def _wait_for_ddp(self) -> None:

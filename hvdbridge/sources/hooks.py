@@ -24,9 +24,9 @@ from hvdbridge.aggregator import Aggregator
 from hvdbridge.collectives import AllGather, AllReduce, Collective
 from hvdbridge.flows import Pending
 from hvdbridge.module_hook import BeforeForward
-from hvdbridge.reducer import BucketEntry, Reducer, make_buckets
 from hvdbridge.replicate import broadcast_tensors
 from hvdbridge.sources.base import Options, Source, at_end_of_backward, refuse_reentrant
+from hvdbridge.sources.reducer import BucketEntry, Reducer, make_buckets
 
 
 class HookSource(Source):
@@ -44,16 +44,13 @@ class HookSource(Source):
         self._expected = False  # the next backward is one that aggregates
         self.reducer = Reducer(make_buckets(params, options), aggregator)
         self._backward = -1
-        self._buffers: list[Mapping[str, Tensor | None]] = []  # each module's own, which may be given new ones
+        self._buffers: dict[str, Module] = {}  # the modules whose buffers are sent: they may be given new ones
+        self._ignored: frozenset[str] = frozenset()
         self.root = 0  # whose buffers count
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(partial(self.ready, self.reducer.entries[p]))
             for p in (params.values() if hooked is None else hooked)
         ]
-
-    def begin(self) -> None:
-        self.running = True
-        self.reducer.begin()
 
     def ready(self, entry: BucketEntry, _: Tensor | None = None) -> None:
         """A gradient has arrived (called by autograd, once per parameter and backward)."""
@@ -96,24 +93,33 @@ class HookSource(Source):
         for handle in self._handles:
             handle.remove()
 
-    def broadcast_buffers(self, model: Module, wanted: bool) -> None:
+    def broadcast_buffers(self, model: Module, options: Options) -> None:
         """At the end of each step give all ranks the buffers of the first rank with data.
 
         What a forward sees is what DDP, which sends them at the beginning of the next one, lets it see; but no
         forward starts a collective, so one rank may evaluate alone: the module is the user's own.
         """
-        self._buffers = [module._buffers for module in model.modules()] if wanted else []
+        self._ignored = frozenset(options.ignored)
+        self._buffers = dict(model.named_modules()) if options.broadcast_buffers else {}
         self._handles.append(model.register_forward_pre_hook(BeforeForward(self._before_forward)))
 
     def _before_forward(self) -> None:
-        if torch.is_grad_enabled() and self.synchronizing:
+        if not torch.is_grad_enabled():
+            return
+        self.forward_begins(self.synchronizing)
+        if self.synchronizing:
             self._expected = True
             if self.aggregator.joining:
                 self._announce()
 
     def _send_buffers(self) -> Pending[None] | None:
         """They go before ``end()``, which may start what runs on in the background: nobody waits for that here."""
-        found = {id(buffer): buffer for own in self._buffers for buffer in own.values() if buffer is not None}
+        found = {
+            id(buffer): buffer
+            for prefix, module in self._buffers.items()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and f"{prefix}.{name}".removeprefix(".") not in self._ignored
+        }
         if not found:
             return None
         aggregator = self.aggregator
@@ -147,6 +153,7 @@ class HookSource(Source):
         """All gradients of this backward are there."""
         try:
             self._check_complete()
+            self.check_unchanged()
             missing = [e.parameter for bucket in self.reducer.incomplete for e in bucket.entries if not e.arrived]
             kept = {p: p.grad.clone() for p in missing if p.grad is not None}
             self.reducer.submit_rest()

@@ -47,8 +47,8 @@ from hvdbridge.context import ReductionContext
 from hvdbridge.errors import CollectiveTimeout, RankFailed
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State
-from hvdbridge.reducer import BucketEntry, FlatBucket, Reducer, make_buckets
 from hvdbridge.sources.base import Options, usual_bucket_mb
+from hvdbridge.sources.reducer import BucketEntry, FlatBucket, Reducer, make_buckets
 from hvdbridge.torch import joining, mpi_ops
 from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.exceptions import DifferentParameters, internal_error

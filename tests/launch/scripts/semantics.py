@@ -1,0 +1,264 @@
+"""What people do to a data-parallel model: per case what came out, the same on every backend and rank.
+
+What is refused is recorded as the error's type and words, without the number of the rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jobs import record
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.utils import parametrizations, parametrize
+
+import hvdbridge as hb
+
+hb.init()
+torch.set_num_threads(1)
+RANK, SIZE = hb.rank(), hb.size()
+
+
+class Mlp(nn.Sequential):
+    """Parts that are put into it later take no part in the forward."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[2](self[1](self[0](x)))
+
+
+def mlp() -> Any:
+    return Mlp()
+
+
+def data(step: int = 0, rows: int = 3) -> torch.Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(100 * step + RANK))
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def train(sync: Any, steps: int = 2) -> None:
+    for step in range(steps):
+        sync.optimizer.zero_grad()
+        sync.model(data(step)).square().mean().backward()
+        sync.optimizer.step()
+
+
+def digest(*tensors: torch.Tensor | None) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(b"none" if tensor is None else tensor.detach().contiguous().numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return re.sub(r"rank \d+", "rank", f"{type(error).__name__}: {error}")
+    return "nothing"
+
+
+def mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        path = hb.broadcast_object(tempfile.mktemp())
+        dist.init_process_group("gloo", store=dist.FileStore(path, SIZE), rank=RANK, world_size=SIZE)
+    return init_device_mesh("cpu", (SIZE,), mesh_dim_names=("dp",))
+
+
+def ignored_parameters() -> str:
+    """They keep their values and shapes, and their gradients and moments stay local."""
+    found = []
+    for way in ("name", "pattern", "parameter", "DDP's list", "of the module itself"):
+        model = mlp()
+        model.own = nn.Parameter(torch.full((2 + RANK,), 1.0 + RANK))
+        model.register_buffer("count", torch.full((1 + RANK,), float(RANK)))
+        model.head = nn.Linear(2, 2 + RANK)
+        with torch.no_grad():
+            model.head.weight.fill_(1.0 + RANK)
+        names = ["own", "count", "head.weight", "head.bias"]
+        optimizer, ignore = sgd(model), None
+        if way == "name":
+            ignore = names
+        elif way == "pattern":
+            ignore = ["own", "coun?", "head.*"]
+        elif way == "parameter":
+            ignore = [model.own, model.count, *model.head.parameters()]
+        elif way == "DDP's list":
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        else:
+            model._ddp_params_and_buffers_to_ignore = [".own", "count", "head.weight", "head.bias"]
+        optimizer.state[model.head.weight]["momentum_buffer"] = torch.ones_like(model.head.weight)
+        sync = hb.GradientSynchronizer(model, optimizer, ignore=ignore)
+        assert model.head.weight.eq(1.0 + RANK).all()
+        assert model.own.shape == (2 + RANK,)
+        assert optimizer.state[model.head.weight]["momentum_buffer"].shape == model.head.weight.shape
+        for step in range(2):
+            sync.optimizer.zero_grad()
+            (sync.model(data(step))[:, :2].square().mean() + model.own.sum()).backward()
+            if step == 0:
+                assert model.own.grad.eq(1).all()
+            sync.optimizer.step()
+        assert model.count.eq(RANK).all()
+        sync.close()
+        found.append(digest(*model[0].parameters(), *model[2].parameters()))
+    assert len(set(found)) == 1, found
+    return found[0] + said(lambda: hb.GradientSynchronizer(mlp(), ignore="nothing.*"))
+
+
+def group_is_a_mesh() -> str:
+    model = mlp()
+    sync = hb.GradientSynchronizer(model, sgd(model), group=mesh()["dp"])
+    train(sync)
+    sync.close()
+    wrapped = hb.DistributedDataParallel(mlp(), process_group=mesh())
+    wrapped(data()).sum().backward()
+    hb.average_gradients(model, group=mesh())
+    square = DeviceMesh("cpu", torch.arange(SIZE).reshape(1, SIZE))
+    return digest(*model.parameters(), *(p.grad for p in wrapped.parameters())) + re.sub(
+        "DeviceMesh.*?has", "mesh has", said(lambda: hb.GradientSynchronizer(mlp(), group=square))
+    )
+
+
+def optimizers_within_backward() -> str:
+    found = []
+    for policy in ("mean", "ef(bf16)"):
+        model = mlp()
+        sync = hb.GradientSynchronizer(model, policy=policy)
+        for p in model.parameters():
+            own = torch.optim.SGD([p], lr=0.1)
+            p.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+        found.append(said(lambda sync=sync: sync.model(data()).square().mean().backward()))
+        sync.close()
+    model = mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    return " ".join([*found, said(lambda: hb.DistributedDataParallel(model))])
+
+
+def other_parameters() -> str:
+    """The next forward tells, whoever made them and whatever optimizer holds them."""
+
+    def assigned(model: nn.Module) -> None:
+        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+    def halved(model: nn.Module) -> None:
+        parametrizations.weight_norm(model[2])
+
+    def parametrized(model: nn.Module) -> None:
+        parametrize.register_parametrization(model[0], "weight", nn.Identity())  # it holds the same object
+
+    def adapted(model: nn.Module) -> None:
+        model[2] = nn.Sequential(model[2], nn.Linear(2, 2))
+
+    def tied(model: nn.Module) -> None:
+        model[2].weight = nn.Parameter(model[2].weight.clone())
+
+    def unfrozen(model: nn.Module) -> None:
+        model.frozen.requires_grad_(True)
+
+    def cast(model: nn.Module) -> None:
+        model.double()
+
+    found = []
+    for change in (assigned, halved, parametrized, adapted, tied, unfrozen, cast):
+        model = mlp()
+        model.frozen = nn.Linear(1, 1).requires_grad_(False)
+        sync = hb.GradientSynchronizer(model)
+        sync.model(data()).sum().backward()
+        change(model)
+        dtype = model[0].weight.dtype
+        found.append(f"{change.__name__}: {said(lambda sync=sync, dtype=dtype: sync.model(data().to(dtype)))}")
+        sync.close()
+    return "\n".join(found)
+
+
+def the_same_parameters() -> str:
+    """Modules may change as long as all parameters stay where they are."""
+    model = mlp()
+    sync = hb.GradientSynchronizer(model, sgd(model))
+    train(sync)
+    model[1] = nn.Tanh()
+    model.frozen = nn.Linear(1, 1).requires_grad_(False)
+    train(sync)
+    return digest(*model.state_dict().values())
+
+
+def without_a_forward() -> str:
+    """Without an optimizer the next forward tells of gradients that nobody aggregated."""
+    model = mlp()
+    wrapped = hb.DistributedDataParallel(model)
+    wrapped(data()).sum().backward()
+    model[2](model[0](data())).sum().backward()
+    return said(lambda: wrapped(data()))
+
+
+def optimizer_of_others() -> str:
+    model = mlp()
+    sync = hb.GradientSynchronizer(model, sgd(mlp()))
+    sync.model(data()).sum().backward()
+    return said(sync.optimizer.step)
+
+
+def refused_at_construction() -> str:
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    sharded = mlp()
+    parallelize_module(sharded, mesh(), {"0": ColwiseParallel()})
+    sparse = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    found = []
+    for model in (lazy, sharded, sparse):
+        found += [said(lambda model=model: hb.GradientSynchronizer(model))]
+        found += [said(lambda model=model: hb.DistributedDataParallel(model))]
+        found += [said(lambda model=model: hb.average_gradients(model))]
+    return "\n".join(found)
+
+
+def the_forward_decides() -> str:
+    found = []
+    for inside in ("forward", "backward"):
+        model = mlp()
+        wrapped = hb.DistributedDataParallel(model)
+        wrapped.require_backward_grad_sync = inside != "forward"
+        loss = wrapped(data()).mean()
+        wrapped.require_backward_grad_sync = inside == "forward"
+        loss.backward()
+        everyone = hb.current().control.all_gather_object([p.grad.tolist() for p in model.parameters()])
+        assert (everyone[0] == everyone[1]) == (inside == "backward"), inside
+        found.append(str(everyone))
+    return " ".join(found)
+
+
+CASES = [
+    ignored_parameters, group_is_a_mesh, optimizers_within_backward, other_parameters, the_same_parameters,
+    without_a_forward, optimizer_of_others, refused_at_construction, the_forward_decides,
+]  # fmt: skip
+
+if __name__ == "__main__":
+    results = {}
+    for case in CASES:
+        if sys.argv[1:] and case.__name__ not in sys.argv[1:]:
+            continue
+        try:
+            results[case.__name__] = case()
+        except Exception:
+            results[case.__name__] = traceback.format_exc()
+        record(RANK, results)
+        if sys.argv[1:] and RANK == 0:
+            sys.stdout.write(f"{case.__name__}: {results[case.__name__]}\n")
+    if dist.is_initialized() and hb.backend() != "torch":
+        dist.destroy_process_group()
+    hb.shutdown()

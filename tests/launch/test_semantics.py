@@ -1,0 +1,36 @@
+"""What people do to a data-parallel model has the same end on every backend and rank: equal numbers, or one error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jobs
+import pytest
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "semantics.py")
+LIMIT = 120.0
+CASES = {
+    "ignored_parameters": "ConfigurationError: ignore='nothing.*' is no parameter",
+    "group_is_a_mesh": "ConfigurationError: group=mesh has 2 dimensions",
+    "optimizers_within_backward": "4 parameters were changed: '0.weight', '0.bias', '2.weight', '2.bias'",
+    "other_parameters": "assigned: StepError: rank: forward: the model has other parameters",
+    "the_same_parameters": "",
+    "without_a_forward": "forward with gradients of 4 parameters that were never aggregated: '0.weight'",
+    "optimizer_of_others": "optimizer.step() of an optimizer that holds none of the model's parameters",
+    "refused_at_construction": "Unsupported: parameters of lazy modules have no shape yet: '0.weight'",
+    "the_forward_decides": "",
+}
+"""What the record has in it."""
+
+
+def found(backend: str) -> list[dict[str, str]]:
+    return jobs.once("fork", backend, 2, [SCRIPT], LIMIT).check().records
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_one_end_on_every_backend(case: str, backend: str) -> None:
+    ranks = [rank[case] for rank in found(backend)]
+    assert "Traceback" not in ranks[0], ranks[0]
+    assert CASES[case] in ranks[0]
+    assert ranks == [found("torch")[0][case]] * 2
