@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,17 +12,54 @@ from hvdbridge.collectives import Broadcast, Collective
 from hvdbridge.communicators.base import Communicator
 from hvdbridge.errors import Unsupported
 
+PIECE_BYTES = 8 << 20
+"""Of one message of :func:`broadcast_tensors`. Copying in pieces needs no second model in memory."""
+
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0) -> Generator[Collective, Tensor, None]:
-    """Copy rank ``root``'s values into ``tensors`` in place: one flat message per dtype and device."""
+    """Copy rank ``root``'s values into ``tensors`` in place, bit by bit: flat messages of a few MiB, of one dtype and
+    device each. Of tensor subclasses with inner tensors (quantised weights) those are copied."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+        for each in inner_tensors(tensor):
+            kinds.setdefault((each.dtype, each.device), []).append(each)
     for group in kinds.values():
-        flat = yield Broadcast(torch.cat([tensor.reshape(-1) for tensor in group]), root)
-        for tensor, piece in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
-            tensor.copy_(piece.view(tensor.shape))
+        for parts in packed(group, PIECE_BYTES):
+            flat = yield Broadcast(torch.cat([part.reshape(-1) for part in parts]), root)
+            for part, values in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                part.copy_(values.view(part.shape))
+
+
+def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a tensor consists of, without graphs; mostly itself."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor.detach().as_subclass(Tensor)
+        return
+    for name in flatten()[0]:
+        yield from inner_tensors(getattr(tensor, name))
+
+
+def packed(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """``tensors``, and slices of those that are larger, in lists of at most ``most`` bytes, a row at least.
+
+    >>> sizes = [[part.numel() for part in parts] for parts in packed([torch.zeros(3), torch.zeros(5, 2)], 16)]
+    >>> sizes
+    [[3], [4], [4], [2]]
+    """
+    parts: list[Tensor] = []
+    left = most
+    for tensor in tensors:
+        whole = tensor.view(-1) if tensor.is_contiguous() else tensor
+        for part in [tensor] if tensor.nbytes <= most else whole.split(max(1, most // whole[0].nbytes)):
+            if parts and part.nbytes > left:
+                yield parts
+                parts, left = [], most
+            parts.append(part)
+            left -= part.nbytes
+    if parts:
+        yield parts
 
 
 def broadcast_optimizer(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdbridge import checkpoint, runtime
 from hvdbridge.after import AfterStep
@@ -66,6 +67,9 @@ class GradientSynchronizer:
         ignore: names, patterns of names (``"head.*"``), parameters or buffers that are left alone: they are neither
             copied from rank 0 nor compared nor aggregated, and need not have equal shapes. So are those that
             ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`` was told.
+        broadcast: what is copied from rank 0: ``"all"`` parameters and buffers, or without parameters that are frozen
+            (``"trainable"``), which every rank has loaded alike.
+        wrapper: of hvdbridge's own use.
 
     Attributes:
         model: what the backend's users know: a DistributedDataParallel on torch, else ``model`` itself.
@@ -94,6 +98,9 @@ class GradientSynchronizer:
         gradient_as_bucket_view: bool | None = None,
         seed: int = 0,
         ignore: Ignore = None,
+        broadcast: Literal["all", "trainable"] = "all",
+        *,
+        wrapper: Module | None = None,
     ) -> None:
         session = runtime.current()
         self.policy = from_spec(session.policy if policy is None else policy)
@@ -102,11 +109,16 @@ class GradientSynchronizer:
         refuse_ddp(model)
         left_alone = ignored(model, ignore)
         params = trainable(model, left_alone)
-        refuse_sharded(params)
+        refuse_sharded({name: p for name, p in model.named_parameters() if name not in left_alone})
         refuse_optimizers_within(params)
+        if broadcast not in ("all", "trainable"):
+            raise ConfigurationError(f"broadcast={broadcast!r} must be 'all' or 'trainable'")
         bucket_mb = session.config.bucket_mb if bucket_mb is None else bucket_mb
         if not (bucket_mb is None or bucket_mb == "auto" or (not isinstance(bucket_mb, str) and bucket_mb > 0)):
             raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
+        self._wrapper, self._replaced = wrapper is not None, False
+        owners: WeakIdKeyDictionary = session.opened.setdefault("synchronizers", WeakIdKeyDictionary())
+        replace_owners(owners, params)
         communicator, control, ranks = open_group(session.communicator, group)
         usual = usual_bucket_mb(
             self.policy, communicator.nodes, communicator.capabilities.blocks_host, static_graph
@@ -116,14 +128,19 @@ class GradientSynchronizer:
             find_unused_parameters, static_graph, broadcast_buffers,
             views_pay(params.values()) if gradient_as_bucket_view is None else gradient_as_bucket_view,
             said=bucket_mb not in (None, "auto"), whole=self.policy.scope == "step", ignored=tuple(left_alone),
+            wrapper=wrapper,
         )  # fmt: skip
         given = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}
-        given |= {"bucket_mb": bucket_mb, "optimizers": len(originals)}
+        given |= {"bucket_mb": bucket_mb, "optimizers": len(originals), "broadcast": broadcast}
         agree(control, describe(model, params, given, left_alone))
         self.policy.check_size(communicator.size, len(set(communicator.nodes)) or None)
         self._bare, self._left_alone = model, left_alone
         named = itertools.chain(model.named_parameters(), model.named_buffers())
-        shared = [tensor for name, tensor in named if name not in left_alone]
+        shared = [
+            tensor for name, tensor in named
+            if name not in left_alone
+            and (broadcast == "all" or tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter))
+        ]  # fmt: skip
         self._alone = [p for name, p in model.named_parameters() if name in left_alone]
         drive(broadcast_tensors(shared), communicator.execute)
         for each in originals:
@@ -154,7 +171,19 @@ class GradientSynchronizer:
         for norm in self._norms:
             norm.communicator = communicator.split([range(communicator.size)])
             norm.synchronizer = self
+        owners.update((p, self) for p in params.values())
         runtime.at_shutdown(self.close)
+
+    def check_in_use(self) -> None:
+        """
+        Raises:
+            StepError: a forward that records gradients, although another wrapper has taken this one's place.
+        """
+        if self._replaced and torch.is_grad_enabled():
+            raise StepError(
+                f"rank {self._context.control.rank}: forward of a DistributedDataParallel whose module was wrapped "
+                "again since. Use the last wrapper."
+            )
 
     @property
     def weight(self) -> float | None:
@@ -437,6 +466,24 @@ def refuse(replaced: Optimizer, optimizer: Optimizer, args: object, kwargs: obje
     """Step pre-hook of an optimizer that was wrapped, and of what is around it, which has the same hooks."""
     if optimizer is replaced:
         raise StepError("step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated.")
+
+
+def replace_owners(owners: WeakIdKeyDictionary, params: Mapping[str, Tensor]) -> None:
+    """Close the synchronizers of wrappers around some of ``params``, the same on all ranks: two would aggregate them.
+
+    Raises:
+        StepError: a synchronizer that was not made by a wrapper has some.
+    """
+    for owner in dict.fromkeys(owners[p] for p in params.values() if p in owners):
+        if owner._closed:
+            continue
+        if not owner._wrapper:
+            names = [name for name, p in params.items() if owners.get(p) is owner]
+            raise StepError(
+                f"{listed(names)}: a GradientSynchronizer aggregates them already. Use it, or close() it first."
+            )
+        owner.close()
+        owner._replaced = True
 
 
 def refuse_optimizers_within(params: Mapping[str, Tensor]) -> None:

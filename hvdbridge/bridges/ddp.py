@@ -11,17 +11,19 @@ Rules:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import Module
 
+from hvdbridge import runtime
 from hvdbridge.bridges.foreign_hook import from_comm_hook
 from hvdbridge.errors import StepError, Unsupported
-from hvdbridge.policies import from_spec, label
+from hvdbridge.parameters import Ignore
+from hvdbridge.policies import label
 from hvdbridge.policy import Policy
 from hvdbridge.sources.ddp import DistributedDataParallel as TorchDDP
 from hvdbridge.sources.wrapper import Wrapper
@@ -60,6 +62,7 @@ class DistributedDataParallel(Module):
             skip_all_reduce_unused_params, bucket_cap_mb_list: None or False; another value is refused.
         policy: a spec string, a policy, or None for what ``hb.init`` was given.
         weighted: as for ``GradientSynchronizer``; the weights are set by :attr:`weight`.
+        ignore, broadcast: as for ``GradientSynchronizer``.
 
     Attributes:
         module: the user's module.
@@ -69,28 +72,17 @@ class DistributedDataParallel(Module):
         NotInitialized: ``hb.init()`` is missing.
         RankMismatch: ranks differ in model, policy or options.
         Unsupported: an option that has no meaning here.
+
+    A second wrapper around a module takes the place of the first, which refuses to be trained from then on.
     """
 
     synchronizer: GradientSynchronizer
 
-    def __new__(cls, module: Module | None = None, *args: Any, **options: Any) -> DistributedDataParallel:
-        if module is None or cls not in (DistributedDataParallel, _OnTorch, _Elsewhere):  # pickle, or a subclass
+    def __new__(cls: Any, *args: Any, **options: Any) -> Any:
+        if issubclass(cls, Wrapper):
             return super().__new__(cls)
-        try:
-            given = SIGNATURE.bind(None, module, *args, **options)
-        except TypeError as error:
-            raise TypeError(f"DistributedDataParallel: {error}") from None
-        given.apply_defaults()
-        del given.arguments["self"]
-        synchronizer = _synchronizer(**given.arguments)
-        made: Any = synchronizer.model
-        if issubclass(type(made), TorchDDP):
-            made.__class__ = _OnTorch
-            made.__dict__["synchronizer"] = synchronizer
-            return made  # type: ignore[no-any-return]
-        made = super().__new__(_Elsewhere)
-        made.__dict__["synchronizer"] = synchronizer
-        return made  # type: ignore[no-any-return]
+        kind = _OnTorch if runtime.current().backend == "torch" else _Elsewhere
+        return super().__new__(kind if cls is DistributedDataParallel else _subclass(cls, kind))
 
     def __init__(
         self,
@@ -117,8 +109,32 @@ class DistributedDataParallel(Module):
         *,
         policy: str | Policy | None = None,
         weighted: bool | None = None,
+        ignore: Ignore = None,
+        broadcast: Literal["all", "trainable"] = "all",
     ) -> None:
-        """See the class; ``__new__`` has done it."""
+        if not isinstance(module, Module):
+            raise Unsupported(f"DistributedDataParallel wraps a module, got {type(module).__name__}")
+        if dim != 0 or not init_sync:
+            raise Unsupported(
+                f"DistributedDataParallel(dim={dim}, init_sync={init_sync}): only dim=0 and init_sync=True"
+            )
+        check_devices(module, device_ids, output_device)
+        given = {
+            "bucket_cap_mb_list": bucket_cap_mb_list,
+            "delay_all_reduce_named_params": delay_all_reduce_named_params,
+            "device_mesh": device_mesh,
+            "mixed_precision": mixed_precision,
+            "param_to_hook_all_reduce": param_to_hook_all_reduce,
+            "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+        }
+        for name, value in given.items():
+            if value is not None and value is not False:
+                raise Unsupported(f"DistributedDataParallel({name}=...) has no meaning here. {REFUSED[name]}")
+        wanted = next(value for value in (forward_sync_buffers, broadcast_buffers, True) if value is not None)
+        self.__dict__["synchronizer"] = GradientSynchronizer(
+            module, None, policy, bucket_cap_mb, process_group, find_unused_parameters, weighted, static_graph, wanted,
+            gradient_as_bucket_view, ignore=ignore, broadcast=broadcast, wrapper=self,
+        )  # fmt: skip
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _Copy, (self.module,)
@@ -148,6 +164,14 @@ class DistributedDataParallel(Module):
         chosen = from_comm_hook(state, hook)
         synchronizer._aggregator.use(chosen, synchronizer._params)
         synchronizer.policy = chosen
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Refused: see :meth:`register_comm_hook`, and the policies ``mean`` and ``fp16``.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported("_register_builtin_comm_hook: give policy='mean' or policy='fp16', which do the same.")
 
     @contextmanager
     def join(
@@ -183,19 +207,26 @@ class _OnTorch(DistributedDataParallel, TorchDDP):
 
     join: Any = DistributedDataParallel.join
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's DistributedDataParallel's."""
+        self.synchronizer.check_in_use()
+        return super().forward(*args, **kwargs)
+
 
 class _Elsewhere(Wrapper, DistributedDataParallel):
     """A module around the user's."""
 
-    def __init__(self, module: Module, *args: Any, **options: Any) -> None:
-        synchronizer = self.__dict__["synchronizer"]
+    def adopt(self, module: Module) -> None:
+        """Called by the synchronizer: ``module`` is what it aggregates."""
         Module.__init__(self)
-        self.__dict__["synchronizer"] = synchronizer
-        self.module = synchronizer.model  # not a wrapper that was given
+        self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's module's."""
-        return self.synchronizer.model(*args, **kwargs)
+        self.synchronizer.check_in_use()
+        if not self.closed:
+            self.synchronizer._source.before_forward()
+        return self.module(*args, **kwargs)
 
     @property
     def closed(self) -> bool:
@@ -238,44 +269,26 @@ class _Copy(_Elsewhere):
         return self.module(*args, **kwargs)
 
 
-def _synchronizer(
-    module: Module,
-    device_ids: list[Any] | None,
-    dim: int,
-    broadcast_buffers: bool | None,
-    init_sync: bool,
-    process_group: Any,
-    bucket_cap_mb: float | None,
-    find_unused_parameters: bool,
-    gradient_as_bucket_view: bool | None,
-    static_graph: bool,
-    forward_sync_buffers: bool | None,
-    policy: str | Policy | None,
-    weighted: bool | None,
-    **others: Any,
-) -> GradientSynchronizer:
-    if not isinstance(module, Module):
-        raise Unsupported(f"DistributedDataParallel wraps a module, got {type(module).__name__}")
-    if dim != 0 or not init_sync:
-        raise Unsupported(f"DistributedDataParallel(dim={dim}, init_sync={init_sync}): only dim=0 and init_sync=True")
+@functools.cache
+def _subclass(cls: Any, kind: Any) -> Any:
+    """The user's subclass ``cls`` on a backend."""
+    return type(cls.__name__, (cls, kind), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def check_devices(module: Module, device_ids: list[Any] | None, output_device: Any) -> None:
+    """
+    Raises:
+        Unsupported: several devices, or others than the module's.
+    """
     if device_ids is not None and len(device_ids) > 1:
         raise Unsupported(f"device_ids={device_ids}: one process drives one device. Start a process for each.")
-    for name, remedy in REFUSED.items():
-        if others[name] is not None and others[name] is not False:
-            raise Unsupported(f"DistributedDataParallel({name}=...) has no meaning here. {remedy}")
-    wanted = next(given for given in (forward_sync_buffers, broadcast_buffers, True) if given is not None)
-    return GradientSynchronizer(
-        module,
-        None,
-        None if policy is None else from_spec(policy),
-        bucket_mb=bucket_cap_mb,
-        group=process_group,
-        find_unused_parameters=find_unused_parameters,
-        weighted=weighted,
-        static_graph=static_graph,
-        broadcast_buffers=wanted,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-    )
-
-
-SIGNATURE = signature(DistributedDataParallel.__init__)
+    found = {p.device for p in module.parameters()}
+    for what, wanted in (("device_ids", (device_ids or [None])[0]), ("output_device", output_device)):
+        if wanted is None:
+            continue
+        device = torch.device("cuda", wanted) if isinstance(wanted, int) else torch.device(wanted)
+        if found and found != {device}:
+            raise Unsupported(
+                f"{what} says {device}, and the module is on {', '.join(sorted(map(str, found)))}. Move it there "
+                f"first, or leave {what} out."
+            )

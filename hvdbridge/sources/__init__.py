@@ -58,8 +58,10 @@ def attach_torch(
         and not (options.said and aggregator.policy.bucket_mb == DDP_MB)
     ):
         given["bucket_cap_mb_list"] = [min(FIRST_BUCKET_BYTES / 2**20, options.bucket_mb), options.bucket_mb]
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel) if options.wrapper is None else options.wrapper
     with ddp_ignores(model, options.ignored):
-        wrapped = DistributedDataParallel(
+        DistributedDataParallel.__init__(
+            wrapped,
             model,
             aggregator.communicator.watch,
             process_group=own_group,
@@ -103,7 +105,7 @@ def attach_horovod(
     names = {parameter: name for name, parameter in params.items()}
     wrapped = [wrap_optimizer(optimizer, names) for optimizer in optimizers]
     source = HorovodSource(params, aggregator, options, wrapped)
-    source.broadcast_buffers(model, options)
+    source.watch_forwards(model, options)
     return source, model, wrapped
 
 
@@ -119,7 +121,7 @@ def attach_hooks(
     from hvdbridge.sources.hooks import HookSource
 
     source = HookSource(params, aggregator, options)
-    source.broadcast_buffers(model, options)
+    source.watch_forwards(model, options)
     return source, model, optimizers
 
 

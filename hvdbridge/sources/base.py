@@ -32,6 +32,7 @@ class Options:
         whole: the policy waits for the last gradient anyway, so all of one type and device are one bucket, which need
             not be joined.
         ignored: names of parameters and buffers that are left alone.
+        wrapper: the user's module is trained through this one (``hb.DistributedDataParallel``).
     """
 
     bucket_mb: float
@@ -42,6 +43,7 @@ class Options:
     said: bool = False
     whole: bool = False
     ignored: tuple[str, ...] = field(default=(), repr=False)  # ranks may differ in what they leave alone
+    wrapper: Any = field(default=None, repr=False)
 
     @property
     def bucket_bytes(self) -> float:
@@ -130,6 +132,9 @@ class Source:
     @property
     def _where(self) -> str:
         return f"rank {self.aggregator.communicator.rank}"
+
+    def before_forward(self) -> None:
+        """A forward begins of a wrapper's module, which has no hook that would tell."""
 
     def forward_begins(self, synchronizing: bool) -> None:
         """A forward that records gradients.

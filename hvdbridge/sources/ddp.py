@@ -90,7 +90,7 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
             self.source.after_forward(output)
         return output
 
-    def register_comm_hook(self, state: object, hook: object) -> None:
+    def register_comm_hook(self, *hook: object) -> None:
         """Refused: what aggregates here is a policy.
 
         Raises:
@@ -100,6 +100,8 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
             "register_comm_hook on the model of a GradientSynchronizer, whose gradients its policy aggregates. Give it "
             "policy=hb.from_comm_hook(state, hook)."
         )
+
+    _register_builtin_comm_hook: Any = register_comm_hook
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's, without our hook, and closed: a copy belongs to no synchronizer."""
@@ -266,6 +268,7 @@ class DdpSource(Source):
         self.touched.clear()
         if self._own_group is not None:
             dist.destroy_process_group(self._own_group)
+            self._own_group = None
 
     @contextmanager
     def join(self) -> Iterator[None]:

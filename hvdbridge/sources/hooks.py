@@ -93,17 +93,21 @@ class HookSource(Source):
         for handle in self._handles:
             handle.remove()
 
-    def broadcast_buffers(self, model: Module, options: Options) -> None:
-        """At the end of each step give all ranks the buffers of the first rank with data.
+    def watch_forwards(self, model: Module, options: Options) -> None:
+        """Hear of forwards; at the end of each step give all ranks the buffers of the first rank with data.
 
         What a forward sees is what DDP, which sends them at the beginning of the next one, lets it see; but no
         forward starts a collective, so one rank may evaluate alone: the module is the user's own.
         """
         self._ignored = frozenset(options.ignored)
         self._buffers = dict(model.named_modules()) if options.broadcast_buffers else {}
-        self._handles.append(model.register_forward_pre_hook(BeforeForward(self._before_forward)))
+        if options.wrapper is None:
+            self._handles.append(model.register_forward_pre_hook(BeforeForward(self.before_forward)))
+        else:
+            options.wrapper.adopt(model)
 
-    def _before_forward(self) -> None:
+    def before_forward(self) -> None:
+        """A forward of the model begins."""
         if not torch.is_grad_enabled():
             return
         self.forward_begins(self.synchronizing)

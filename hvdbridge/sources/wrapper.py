@@ -70,7 +70,7 @@ def _bare_keys(module: Wrapper, incompatible: Any) -> None:
 
 
 def unwrapped(model: Module) -> Module:
-    """The user's module, where ``model`` is what a synchronizer that is closed put around it."""
-    while isinstance(model, Wrapper) and model.closed:
+    """The user's module, where ``model`` is what a synchronizer put around it."""
+    while isinstance(model, Wrapper):
         model = model.module
     return model

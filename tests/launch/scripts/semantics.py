@@ -242,9 +242,74 @@ def the_forward_decides() -> str:
     return " ".join(found)
 
 
+class Subclass(hb.DistributedDataParallel):
+    """With a constructor and a forward of its own."""
+
+    def __init__(self, module: nn.Module, scale: float) -> None:
+        super().__init__(module)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * super().forward(x)
+
+
+def wrappers() -> str:
+    """A second wrapper takes the place of the first, dropped or not; a second synchronizer is refused."""
+    found = []
+    model = mlp()
+    first = hb.DistributedDataParallel(model)
+    optimizer = sgd(model)
+
+    def steps(wrapped: nn.Module, count: int) -> None:
+        for step in range(count):
+            optimizer.zero_grad()
+            wrapped(data(step)).square().mean().backward()
+            optimizer.step()
+
+    steps(first, 1)
+    del first
+    second = hb.DistributedDataParallel(model)
+    with second.join():
+        steps(second, 1 + RANK)
+    third = Subclass(second, 0.5)
+    steps(third, 2)
+    assert isinstance(third, hb.DistributedDataParallel)
+    assert third.module is model
+    found.append(digest(*model.parameters()))
+    found.append(said(lambda: second(data())))
+    with torch.no_grad():
+        second(data())
+    found.append(said(lambda: third._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)))
+    model = mlp()
+    sync = hb.GradientSynchronizer(model, sgd(model))
+    train(sync)
+    found.append(said(lambda: hb.GradientSynchronizer(model)))
+    found.append(said(lambda: hb.DistributedDataParallel(model)))
+    train(sync)
+    sync.close()
+    train(hb.GradientSynchronizer(model, sgd(model)))
+    return "\n".join([*found, digest(*model.parameters()), said(lambda: hb.DistributedDataParallel(mlp(), [0]))])
+
+
+def large_copies() -> str:
+    """Weights that are copied in several messages, whatever they consist of; those that are frozen may be left out."""
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Linear(3000, 1500), nn.Linear(2, 2).to(torch.float8_e4m3fn))
+    model.to(memory_format=torch.channels_last)
+    model[2].requires_grad_(False)
+    with torch.no_grad():
+        for index, p in enumerate(model.parameters()):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * RANK + index)))
+    for broadcast in ("trainable", "all"):
+        hb.GradientSynchronizer(model, broadcast=broadcast).close()
+        everyone = hb.current().control.all_gather_object(digest(*(p.view(torch.uint8) for p in model[2].parameters())))
+        assert (everyone[0] == everyone[1]) == (broadcast == "all"), broadcast
+    return digest(*(p.float() for p in model.parameters()))
+
+
 CASES = [
     ignored_parameters, group_is_a_mesh, optimizers_within_backward, other_parameters, the_same_parameters,
     without_a_forward, optimizer_of_others, refused_at_construction, the_forward_decides,
+    wrappers, large_copies,
 ]  # fmt: skip
 
 if __name__ == "__main__":
