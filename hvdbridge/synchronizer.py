@@ -250,7 +250,7 @@ class GradientSynchronizer:
             self._after.catch_up()
             self._aggregator.settle()
             steps = self._context.control.all_gather_object(self._source.steps - before)
-            last = steps.index(max(steps))
+            last = max(rank for rank, count in enumerate(steps) if count == max(steps))  # as DDP
             buffers = {name: buffer for name, buffer in self._bare.named_buffers() if name not in self._left_alone}
             tensors = [*self._params.values(), *buffers.values()]
             self._context.driver.run(broadcast_tensors(tensors, last), self._context.communicator)

@@ -90,7 +90,7 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
             self.source.after_forward(output)
         return output
 
-    def register_comm_hook(self, *hook: object) -> None:
+    def register_comm_hook(self, state: object, hook: object) -> None:
         """Refused: what aggregates here is a policy.
 
         Raises:
@@ -101,7 +101,8 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
             "policy=hb.from_comm_hook(state, hook)."
         )
 
-    _register_builtin_comm_hook: Any = register_comm_hook
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        self.register_comm_hook(None, comm_hook_type)
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's, without our hook, and closed: a copy belongs to no synchronizer."""

@@ -75,16 +75,16 @@ class HookSource(Source):
         self.aggregator.joined = True
         while self._announce():
             self._shadow()
+        self.root = 0
 
     def _shadow(self) -> None:
         """Take part in one step with weight 0, so it does not matter what the buckets hold."""
+        self._await(self._send_buffers())
         self.begin()
         self.reducer.submit_rest()
         used = self._start_used_map()
-        buffers = self._send_buffers()
         self.aggregator.end()
         self._take_used_map(used)
-        self._await(buffers)
         self._reset()
         self.aggregator.catch_up()
 
@@ -94,10 +94,11 @@ class HookSource(Source):
             handle.remove()
 
     def watch_forwards(self, model: Module, options: Options) -> None:
-        """Hear of forwards; at the end of each step give all ranks the buffers of the first rank with data.
+        """Hear of forwards; at the end of each step give all ranks the buffers of rank 0.
 
         What a forward sees is what DDP, which sends them at the beginning of the next one, lets it see; but no
-        forward starts a collective, so one rank may evaluate alone: the module is the user's own.
+        forward starts a collective, so one rank may evaluate alone: the module is the user's own. Within ``join()``,
+        whose forwards start one anyway, they are sent as by DDP: from the last rank that still has data.
         """
         self._ignored = frozenset(options.ignored)
         self._buffers = dict(model.named_modules()) if options.broadcast_buffers else {}
@@ -115,6 +116,7 @@ class HookSource(Source):
             self._expected = True
             if self.aggregator.joining:
                 self._announce()
+                self._await(self._send_buffers())
 
     def _send_buffers(self) -> Pending[None] | None:
         """They go before ``end()``, which may start what runs on in the background: nobody waits for that here."""
@@ -140,7 +142,7 @@ class HookSource(Source):
         rows = aggregator.driver.run(gather_flag(not aggregator.joined), aggregator.control)
         active = [rank for rank, flag in enumerate(rows) if flag]
         if active:
-            self.root = active[0]
+            self.root = active[-1]
         return bool(active)
 
     def run(self) -> None:
@@ -162,7 +164,7 @@ class HookSource(Source):
             kept = {p: p.grad.clone() for p in missing if p.grad is not None}
             self.reducer.submit_rest()
             pending = self._start_used_map()
-            buffers = self._send_buffers()
+            buffers = None if self.aggregator.joining else self._send_buffers()
             self.aggregator.end()
             unused = self._take_used_map(pending)
             self.reducer.write_back(unused)

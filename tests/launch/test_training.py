@@ -13,7 +13,7 @@ LIKE_DDP = [
     "plain_training", "unused_on_some_ranks", "unused_on_all_ranks", "shared_and_frozen", "several_optimizers",
     "scheduler", "closure", "compiled", "checkpointing", "two_backwards", "accumulation", "grad_scaler", "clipping",
     "adamw_foreach", "buffers", "gan", "uneven_join", "carried_state", "bucket_by_measurement",
-    "never_used",
+    "never_used", "uneven_batchnorm",
 ]  # fmt: skip
 ALIKE = [
     "broadcast_from_rank_0", "weighted", "weight_zero_hides_nan", "total_weight_zero_skips", "nan_travels",

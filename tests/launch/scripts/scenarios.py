@@ -364,6 +364,20 @@ def uneven_join() -> str:
     return digest(model)
 
 
+def uneven_batchnorm() -> str:
+    """Statistics within join() are those of the last rank that has data."""
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    sync = synchronize(model, sgd(model, momentum=0.0))
+    for steps in ((1, 2, 2, 1), (3, 1, 2, 3)):
+        with sync.join():
+            for step in range(steps[RANK]):
+                sync.optimizer.zero_grad()
+                loss_of(sync.model, step).backward()
+                sync.optimizer.step()
+    return digest(model)
+
+
 def carried_state() -> str:
     model = mlp()
     optimizer = sgd(model)
@@ -1012,7 +1026,7 @@ def complex_parameters() -> str:
 REFERENCED = [
     plain_training, unused_on_some_ranks, unused_on_all_ranks, shared_and_frozen, several_optimizers, scheduler,
     closure, compiled, checkpointing, two_backwards, accumulation, grad_scaler, clipping, adamw_foreach, buffers, gan,
-    uneven_join, carried_state, bucket_by_measurement, never_used,
+    uneven_join, uneven_batchnorm, carried_state, bucket_by_measurement, never_used,
 ]  # fmt: skip
 OWN = [
     broadcast_from_rank_0, weighted, weight_zero_hides_nan, total_weight_zero_skips, nan_travels, error_feedback_bf16,
