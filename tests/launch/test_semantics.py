@@ -19,6 +19,9 @@ CASES = {
     "optimizer_of_others": "optimizer.step() of an optimizer that holds none of the model's parameters",
     "refused_at_construction": "Unsupported: parameters of lazy modules have no shape yet: '0.weight'",
     "the_forward_decides": "",
+    "wrappers": "whose module was wrapped again since",
+    "large_copies": "",
+    "compiled": "",
 }
 """What the record has in it."""
 

@@ -306,10 +306,37 @@ def large_copies() -> str:
     return digest(*(p.float() for p in model.parameters()))
 
 
+def compiled() -> str:
+    """torch.compile around or inside of a wrapper, or in place, changes nothing."""
+    found = []
+    for way in ("not", "around", "inside", "around a synchronizer", "in place"):
+        torch._dynamo.reset()
+        model = mlp()
+        optimizer = sgd(model)
+        if way == "inside":
+            trained: Any = hb.DistributedDataParallel(torch.compile(model, backend="eager"))
+        elif "around" in way:
+            wrapped: Any = (
+                hb.DistributedDataParallel(model) if way == "around" else hb.GradientSynchronizer(model).model
+            )
+            trained = torch.compile(wrapped, backend="eager")
+        else:
+            trained = hb.DistributedDataParallel(model)
+            if way == "in place":
+                trained.compile(backend="eager")
+        for step in range(3):
+            optimizer.zero_grad()
+            trained(data(step)).square().mean().backward()
+            optimizer.step()
+        found.append(digest(*model.parameters()))
+    assert len(set(found)) == 1, found
+    return found[0]
+
+
 CASES = [
     ignored_parameters, group_is_a_mesh, optimizers_within_backward, other_parameters, the_same_parameters,
     without_a_forward, optimizer_of_others, refused_at_construction, the_forward_decides,
-    wrappers, large_copies,
+    wrappers, large_copies, compiled,
 ]  # fmt: skip
 
 if __name__ == "__main__":
