@@ -172,6 +172,7 @@ class GradientSynchronizer:
             norm.communicator = communicator.split([range(communicator.size)])
             norm.synchronizer = self
         owners.update((p, self) for p in params.values())
+        self._owners = owners
         runtime.at_shutdown(self.close)
 
     def check_in_use(self) -> None:
@@ -342,6 +343,8 @@ class GradientSynchronizer:
             hook.remove()
         self._after.remove()
         self._watch.close()
+        for p in [p for p in self._params.values() if self._owners.get(p) is self]:
+            del self._owners[p]
         self._source.remove()
         for norm in self._norms:
             if norm.communicator is not None and self._context.driver.failure is None:

@@ -249,6 +249,41 @@ def test_frozen_parameters_and_other_types(
     assert [row["bytes_sent"] for row in read(planned)] == [numel * 8]
 
 
+UNLIKE = """
+import torch
+import hvdbridge as hb
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    def forward(self, x):
+        found = self.always(x)
+        return self.sometimes(found) if hb.rank() == 0 else found
+def make(): return Net(), lambda module: module(torch.ones(2, 8)).sum()
+def not_on_mpi():
+    if hb.backend() == "mpi":
+        raise RuntimeError("this model does not like MPI")
+    return make()
+"""
+
+
+def test_what_one_rank_leaves_out(tmp_path: Path) -> None:
+    """Whether a parameter may be left out is told to all ranks."""
+    (tmp_path / "unlike.py").write_text(UNLIKE)
+    words = ["-m", "hvdbridge", "bench", "--models", f"{tmp_path}/unlike.py:make", "--policies", "mean", "--steps", "2"]
+    job = jobs.run("fork", "mpi", 2, words, env={"PYTHONPATH": str(Path(__file__).parents[1])})
+    assert job.status == 0, job.output
+
+
+def test_one_backend_that_fails_is_the_status_of_all(tmp_path: Path) -> None:
+    (tmp_path / "unlike.py").write_text(UNLIKE)
+    words = ["bench", "--models", f"{tmp_path}/unlike.py:not_on_mpi", "--policies", "mean", "--steps", "2"]
+    job = jobs.run(None, None, 1, ["-m", "hvdbridge", *words, "--backends", "mpi,torch"])
+    assert job.status != 0
+    assert "this model does not like MPI" in job.output
+    assert "torch" in job.output.splitlines()[-2], job.output  # whose rows came after it
+
+
 @pytest.mark.parametrize(("launcher", "backend"), [(None, "torch"), ("horovodrun", "torch"), ("mpiexec", "mpi")])
 def test_ctrl_c_leaves_the_rows_so_far(launcher: str | None, backend: str, tmp_path: Path) -> None:
     """Without a launcher bench starts torchrun."""

@@ -430,7 +430,7 @@ def ddp_misuse() -> str:
         hb.DistributedDataParallel(mlp(), device_ids=[0, 1])
     with pytest.raises(hb.ConfigurationError):
         hb.DistributedDataParallel(mlp().requires_grad_(False))
-    with pytest.raises(TypeError, match=r"^DistributedDataParallel: got an unexpected keyword argument 'bucket_mb'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_mb'"):
         hb.DistributedDataParallel(mlp(), bucket_mb=1)
     return "refused"
 

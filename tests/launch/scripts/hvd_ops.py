@@ -217,7 +217,9 @@ def check_grouped() -> None:
     hvd.synchronize(hvd.grouped_allreduce_async_(copies))
     compressed = hvd.grouped_allreduce(tensors[:2], compression=hvd.Compression.fp16, op=hvd.Sum)
     equal(compressed[1], expected[1])
-    rows = hvd.grouped_allgather([torch.full((rank + 1, 2), rank), torch.full((2 - rank % 2,), float(rank))])
+    third = torch.full((rank + 2, 3), 10 * rank)
+    rows = hvd.grouped_allgather([torch.full((rank + 1, 2), rank), torch.full((2 - rank % 2,), float(rank)), third])
+    equal(rows[2], torch.cat([torch.full((other + 2, 3), 10 * other) for other in range(size)]))
     equal(rows[0], torch.cat([torch.full((other + 1, 2), other) for other in range(size)]))
     equal(rows[1], torch.cat([torch.full((2 - other % 2,), float(other)) for other in range(size)]))
     parts = hvd.grouped_reducescatter([torch.ones(size * 2, 2), torch.ones(size)], op=hvd.Sum)
@@ -381,6 +383,9 @@ def check_process_sets() -> None:
     equal(hvd.alltoall(torch.full((len(members),), rank), process_set=mine), torch.tensor(members))
     equal(hvd.reducescatter(torch.ones(len(members)), op=hvd.Sum, process_set=mine), torch.tensor([1.0 * len(members)]))
     assert hvd.broadcast_object(rank, members[0], process_set=mine) == members[0]
+    leaf = torch.ones(2, requires_grad=True)
+    hvd.broadcast(leaf, members[0], process_set=mine).sum().backward()
+    equal(leaf.grad, torch.full((2,), float(rank == members[0])))  # the root's place in the set is not its rank
     assert hvd.allgather_object(rank, process_set=mine) == members
     hvd.barrier(process_set=mine)
     assert "not a member" in raises(ValueError, lambda: hvd.allreduce(torch.ones(1), process_set=others))

@@ -258,7 +258,7 @@ def wrappers() -> str:
     found = []
     model = mlp()
     first = hb.DistributedDataParallel(model)
-    optimizer = sgd(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # no momentum: as under DDP join() would leave it unequal
 
     def steps(wrapped: nn.Module, count: int) -> None:
         for step in range(count):
