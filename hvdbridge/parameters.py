@@ -129,7 +129,8 @@ class ParameterWatch:
         self._alone = set(left_alone)
         self._changed = False
         self._modules: WeakSet[Module] = WeakSet(model.modules())
-        self._kinds = {p: (p.dtype, p.device) for p in list(params.values())[:1]}
+        self._dtypes = list(map(_dtype, params.values()))
+        self._devices = list(map(_device, params.values()))
         known = set(map(id, params.values()))
         self._frozen = [p for name, p in model.named_parameters() if id(p) not in known and name not in self._alone]
         hook = partial(_registered, WeakMethod(self._register))
@@ -151,12 +152,14 @@ class ParameterWatch:
         """
         if self._changed or any(map(_requires_grad, self._frozen)):
             self._compare(where)
-        for p, kind in self._kinds.items():
-            if (p.dtype, p.device) != kind:
-                raise StepError(
-                    f"{where}: parameters are {p.dtype} on {p.device} and were {kind[0]} on {kind[1]} when the "
-                    "synchronizer was constructed. Cast or move the model before."
-                )
+        found = self._params.values()
+        if list(map(_dtype, found)) != self._dtypes or list(map(_device, found)) != self._devices:
+            kinds = zip(self._params.items(), self._dtypes, self._devices, strict=True)
+            moved = [name for (name, p), dtype, device in kinds if (p.dtype, p.device) != (dtype, device)]
+            raise StepError(
+                f"{where}: {listed(moved)} had another type or device when the synchronizer was constructed. Cast and "
+                "move the model before."
+            )
 
     def _compare(self, where: str) -> None:
         model = self._model()
@@ -186,6 +189,8 @@ class ParameterWatch:
 
 
 _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
+_dtype: Callable[[Any], torch.dtype] = attrgetter("dtype")
+_device: Callable[[Any], torch.device] = attrgetter("device")
 
 
 def _registered(method: WeakMethod[Callable[[Module], None]], module: Module, name: str, value: Any) -> None:

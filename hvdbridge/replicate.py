@@ -47,12 +47,16 @@ def packed(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
     >>> sizes = [[part.numel() for part in parts] for parts in packed([torch.zeros(3), torch.zeros(5, 2)], 16)]
     >>> sizes
     [[3], [4], [4], [2]]
+    >>> [len(parts) for parts in packed([torch.zeros(1, 100)], 40)]
+    [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
     """
     parts: list[Tensor] = []
     left = most
     for tensor in tensors:
-        whole = tensor.view(-1) if tensor.is_contiguous() else tensor
-        for part in [tensor] if tensor.nbytes <= most else whole.split(max(1, most // whole[0].nbytes)):
+        # By shape alone, since ranks may have other strides
+        dim = next((d for d, length in enumerate(tensor.shape) if length > 1), 0)
+        rows = max(1, most * tensor.shape[dim] // tensor.nbytes) if tensor.nbytes > most else 0
+        for part in tensor.split(rows, dim) if rows else [tensor]:
             if parts and part.nbytes > left:
                 yield parts
                 parts, left = [], most

@@ -56,8 +56,8 @@ class GradientSynchronizer:
             (:attr:`Policy.scope <hvdbridge.policy.Policy.scope>` ``"step"``) have one bucket, whatever it is.
         group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
             Every rank of the job takes part in the construction, each with the group it belongs to.
-        find_unused_parameters: a parameter that got no gradient on any rank keeps its old one. With False,
-            a missing gradient counts as zeros (Horovod, MPI) or is DDP's own error (torch).
+        find_unused_parameters: a parameter that got no gradient on any rank keeps its old one. With False, a
+            backward that makes no gradient for some parameter is an error.
         weighted: True: exchange :attr:`weight` in every step; False: never; None: the first step decides.
         static_graph, broadcast_buffers: as in DistributedDataParallel.
         gradient_as_bucket_view: as there: ``p.grad`` is a view of a bucket, without a copy, and what holds it over
@@ -118,7 +118,7 @@ class GradientSynchronizer:
             raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
         self._wrapper, self._replaced = wrapper is not None, False
         owners: WeakIdKeyDictionary = session.opened.setdefault("synchronizers", WeakIdKeyDictionary())
-        replace_owners(owners, params)
+        replace_owners(owners, model, params)
         communicator, control, ranks = open_group(session.communicator, group)
         usual = usual_bucket_mb(
             self.policy, communicator.nodes, communicator.capabilities.blocks_host, static_graph
@@ -161,6 +161,10 @@ class GradientSynchronizer:
         self._params = params
         self._known = set(map(id, [*params.values(), *self._alone]))
         self._source.parameters = self._watch = ParameterWatch(model, params, left_alone)
+        self._source.leave_out(
+            module.weight for module in model.modules()
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None
+        )  # fmt: skip
         self._optimizers = wrapped
         self._after = AfterStep(self._aggregator, params, wrapped, self.model)
         replaced = [before for before, after in zip(originals, wrapped, strict=True) if before is not after]
@@ -471,20 +475,20 @@ def refuse(replaced: Optimizer, optimizer: Optimizer, args: object, kwargs: obje
         raise StepError("step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated.")
 
 
-def replace_owners(owners: WeakIdKeyDictionary, params: Mapping[str, Tensor]) -> None:
-    """Close the synchronizers of wrappers around some of ``params``, the same on all ranks: two would aggregate them.
+def replace_owners(owners: WeakIdKeyDictionary, model: Module, params: Mapping[str, Tensor]) -> None:
+    """Close the synchronizer of an earlier wrapper around ``model``, the same on all ranks: two would aggregate.
 
     Raises:
-        StepError: a synchronizer that was not made by a wrapper has some.
+        StepError: a synchronizer that was not made by a wrapper aggregates the model.
     """
-    for owner in dict.fromkeys(owners[p] for p in params.values() if p in owners):
-        if owner._closed:
-            continue
+    found = dict.fromkeys(owners[p] for p in params.values() if p in owners)
+    same = [each for each in found if not each._closed and each._bare is model]
+    for owner in same:
         if not owner._wrapper:
-            names = [name for name, p in params.items() if owners.get(p) is owner]
             raise StepError(
-                f"{listed(names)}: a GradientSynchronizer aggregates them already. Use it, or close() it first."
+                f"{listed(params)}: a GradientSynchronizer aggregates them already. Use it, or close() it first."
             )
+    for owner in same:
         owner.close()
         owner._replaced = True
 

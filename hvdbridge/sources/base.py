@@ -11,10 +11,12 @@ from inspect import signature
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from hvdbridge.aggregator import Aggregator
@@ -100,6 +102,17 @@ def views_pay(params: Iterable[Tensor]) -> bool:
 
 
 _version: Callable[[Any], int] = attrgetter("_version")
+_sources: WeakSet[Source] = WeakSet()
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """torch calls it before each step of each optimizer. A step with a closure makes its gradients later."""
+    for source in [each for each in _sources if each.touched or each.running]:
+        if len(args) < 2 and kwargs.get("closure") is None:
+            source.before_step(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_any_step)
 
 
 class Source:
@@ -118,9 +131,13 @@ class Source:
         self.aggregator = aggregator
         self.names = dict(names)
         self.parameters: ParameterWatch | None = None
+        self._steady = list(self.names)
         self._versions: list[int] = []  # of the parameters, when a backward begins
         self._local = False  # the last forward was one within no_sync()
-        self._known_local = 0  # touched parameters that are known to be from such
+        self._sharing: WeakSet[Source] = WeakSet(each for each in _sources if each.names.keys() & self.names.keys())
+        for each in self._sharing:
+            each._sharing.add(self)
+        _sources.add(self)
         self.find_unused = options.find_unused_parameters and not options.static_graph
         self.static_graph = options.static_graph
         self._static: Set[Tensor] | None = None  # the parameters that got gradients in the first step
@@ -128,6 +145,15 @@ class Source:
         self.running = False
         self.touched: list[Tensor] = []
         self.steps = 0
+
+    def leave_out(self, renormalized: Iterable[Tensor]) -> None:
+        """Forwards change these parameters in place, and may be recomputed within backward."""
+        left_out = set(renormalized)
+        self._steady = [p for p in self.names if p not in left_out]
+
+    def stop(self) -> None:
+        """No step of an optimizer is looked at any more."""
+        _sources.discard(self)
 
     @property
     def _where(self) -> str:
@@ -140,22 +166,17 @@ class Source:
         """A forward that records gradients.
 
         Raises:
-            StepError: the backward before did not end, the model has other parameters, or gradients came that no rank
-                aggregates.
+            StepError: the backward before did not end, or the model has other parameters.
         """
         if self.running and not inside_backward():
             raise self.left_open()
         if synchronizing and self.parameters is not None:
             self.parameters.check(f"{self._where}: forward")
-        if len(self.touched) > self._known_local:
-            if not self._local and (error := self.strays("forward")) is not None:
-                raise error
-            self._known_local = len(self.touched)
         self._local = not synchronizing
 
-    def strays(self, when: str) -> StepError | None:
-        """The error where parameters hold gradients that were never aggregated, if some do."""
-        touched = set(self.touched)
+    def strays(self, when: str, held: set[Tensor] | None = None) -> StepError | None:
+        """The error where parameters (``held``; None: all) have gradients that were never aggregated, if some do."""
+        touched = set(self.touched) if held is None else held.intersection(self.touched)
         lost = [p for p in self.names if p in touched and p.grad is not None and p.grad.any()]
         if not lost:
             return None
@@ -166,21 +187,36 @@ class Source:
             "forward and one backward in turn."
         )
 
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer begins a step, whoever made it.
+
+        Raises:
+            StepError: within a backward, or with gradients that were never aggregated.
+        """
+        held = {p for group in optimizer.param_groups for p in group["params"] if p in self.names}
+        if self.running and inside_backward() and held:
+            raise self.refused(
+                f"{type(optimizer).__name__}.step() was called for {listed(self.names[p] for p in held)}, which moves "
+                "them by gradients of this rank alone. Let it step after backward()"
+            )
+        if not self._local and (error := self.strays(f"{type(optimizer).__name__}.step()", held)) is not None:
+            raise error
+
     def begin(self) -> None:
         """The first gradient of a synchronizing backward."""
         self.running = True
         self.aggregator.begin()
-        self._versions = list(map(_version, self.names))
+        self._versions = list(map(_version, self._steady))
 
     def check_unchanged(self) -> None:
         """
         Raises:
             StepError: parameters were changed within this backward.
         """
-        now = list(map(_version, self.names))
+        now = list(map(_version, self._steady))
         if now != self._versions:
-            pairs = zip(now, self._versions, strict=True)
-            changed = [name for name, (one, other) in zip(self.names.values(), pairs, strict=True) if one != other]
+            pairs = zip(self._steady, now, self._versions, strict=True)
+            changed = [self.names[p] for p, one, other in pairs if one != other]
             raise self.refused(
                 f"{len(changed)} parameters were changed: {listed(changed)}. An optimizer that steps within backward "
                 "moves them by gradients of this rank alone; let it step after backward()"
@@ -192,7 +228,8 @@ class Source:
         if self.aggregator.driver.failure is None:
             self.steps += not self.aggregator.joined
             self.touched.clear()
-            self._known_local = 0
+            for other in self._sharing:  # what it saw of these parameters has been aggregated here
+                other.touched = [p for p in other.touched if p not in self.names]
 
     def check_static(self, arrived: Set[Tensor]) -> None:
         """The parameters that got gradients in a backward of a static graph.

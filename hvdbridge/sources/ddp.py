@@ -34,7 +34,6 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join
 from torch.nn import Parameter
-from torch.nn.parallel.distributed import _find_tensors
 
 from hvdbridge.aggregator import Aggregator, Piece
 from hvdbridge.bucket import Layout
@@ -87,7 +86,7 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)  # type: ignore[no-untyped-call]
         if self.source is not None and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.source.after_forward(output)
+            self.source.after_forward()
         return output
 
     def register_comm_hook(self, state: object, hook: object) -> None:
@@ -217,7 +216,6 @@ class DdpSource(Source):
         self._outside = False  # the step that runs began outside of a backward, within join()
         self._whole = False  # the step's last bucket came
         self._first_step = True
-        self._hidden = False  # a step began without a gradient of a tensor that a forward returned
         self._waiting: AbstractContextManager[None] | None = None
         self._since = 0.0
         self._plain = self._undecided = plain
@@ -244,17 +242,15 @@ class DdpSource(Source):
         self.aggregator.traffic_elsewhere = None
         torch.nn.parallel.DistributedDataParallel.register_comm_hook(self._model, None, hook)  # a subclass has its own
 
-    def after_forward(self, output: Any) -> None:
+    def after_forward(self) -> None:
         """A forward has told the reducer to aggregate in the backward that follows."""
         self._expected = True
-        found = [t for t in _find_tensors(output) if t.grad_fn is not None]
-        for tensor in found:
-            tensor.register_hook(self._begin_backward)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         # DDP cannot give a hook back, and its reducer, unseen by the garbage collector, holds the hook and so this.
+        self.stop()
         self._expected = False  # a forward's backward may follow
         if self._model is not None:
             if self._plain:
@@ -284,19 +280,17 @@ class DdpSource(Source):
 
     # -- A step ----------------------------------------------------------------------------------------------------
 
-    def _begin_backward(self, _: Tensor) -> None:
-        """The gradient of a tensor that a forward returned."""
-        if self._expected:
-            self._begin_step()
-
-    def _first_gradient(self, parameter: Tensor) -> None:
-        """A parameter's gradient, in the first step."""
+    def _gradient(self, parameter: Tensor) -> None:
+        """A parameter's gradient is there, and comes to DDP's reducer next."""
         self.touched.append(parameter)
-        refuse_reentrant()  # later ones are made by the same script
         if self._expected:
-            self._hidden = True
             self._begin_step()
             self._before -= 1
+
+    def _first_gradient(self, parameter: Tensor) -> None:
+        """The same in the first step."""
+        refuse_reentrant()  # later ones are made by the same script
+        self._gradient(parameter)
 
     def _begin_step(self) -> None:
         """Within backward, before its first gradient comes to DDP's reducer."""
@@ -367,7 +361,7 @@ class DdpSource(Source):
         """
         if self.static_graph and (self._static is None or not self._whole):
             self.check_static(set(self.touched[self._before :]))
-        if not self._whole or len(self.touched) == self._before:
+        if not self._whole:
             raise self.incomplete(set(self.touched[self._before :]))
 
     def _wait_for_ddp(self) -> None:
@@ -403,11 +397,11 @@ class DdpSource(Source):
     def finished(self) -> None:
         super().finished()
         takes_hooks = self._first_step and all(p.requires_grad for p in self.names)  # a frozen one does not
-        if takes_hooks and self.steps and not self._hidden:
-            self._first_step = False  # so there is no more to it, and of many small parameters this is a cost
+        if takes_hooks and self.steps:
+            self._first_step = False
             for handle in self._handles:
                 handle.remove()
-            self._hook(self.touched.append)
+            self._hook(self._gradient)
 
 
 def dense(buffer: Tensor, rank: int) -> Tensor:

@@ -89,6 +89,7 @@ class HookSource(Source):
         self.aggregator.catch_up()
 
     def remove(self) -> None:
+        self.stop()
         self._expected = False
         for handle in self._handles:
             handle.remove()

@@ -12,16 +12,18 @@ LIMIT = 120.0
 CASES = {
     "ignored_parameters": "ConfigurationError: ignore='nothing.*' is no parameter",
     "group_is_a_mesh": "ConfigurationError: group=mesh has 2 dimensions",
-    "optimizers_within_backward": "4 parameters were changed: '0.weight', '0.bias', '2.weight', '2.bias'",
+    "optimizers_within_backward": "StepError: rank: in the backward that has ended SGD.step() was called for '2.bias'",
     "other_parameters": "assigned: StepError: rank: forward: the model has other parameters",
     "the_same_parameters": "",
-    "without_a_forward": "forward with gradients of 4 parameters that were never aggregated: '0.weight'",
+    "without_a_forward": "SGD.step() with gradients of 4 parameters that were never aggregated: '0.weight'",
     "optimizer_of_others": "optimizer.step() of an optimizer that holds none of the model's parameters",
     "refused_at_construction": "Unsupported: parameters of lazy modules have no shape yet: '0.weight'",
     "the_forward_decides": "",
     "wrappers": "whose module was wrapped again since",
     "large_copies": "",
     "compiled": "",
+    "backwards_of_all_kinds": "",
+    "shared_parts": "",
 }
 """What the record has in it."""
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 import hvdbridge as hb
 
@@ -172,7 +173,7 @@ def other_parameters() -> str:
         model.frozen.requires_grad_(True)
 
     def cast(model: nn.Module) -> None:
-        model.double()
+        model[2].double()
 
     found = []
     for change in (assigned, halved, parametrized, adapted, tied, unfrozen, cast):
@@ -181,8 +182,7 @@ def other_parameters() -> str:
         sync = hb.GradientSynchronizer(model)
         sync.model(data()).sum().backward()
         change(model)
-        dtype = model[0].weight.dtype
-        found.append(f"{change.__name__}: {said(lambda sync=sync, dtype=dtype: sync.model(data().to(dtype)))}")
+        found.append(f"{change.__name__}: {said(lambda sync=sync: sync.model(data()))}")
         sync.close()
     return "\n".join(found)
 
@@ -199,12 +199,17 @@ def the_same_parameters() -> str:
 
 
 def without_a_forward() -> str:
-    """Without an optimizer the next forward tells of gradients that nobody aggregated."""
+    """Any optimizer is told of gradients that nobody aggregated; those that are dropped before do no harm."""
     model = mlp()
-    wrapped = hb.DistributedDataParallel(model)
+    wrapped, optimizer = hb.DistributedDataParallel(model), sgd(model)
     wrapped(data()).sum().backward()
     model[2](model[0](data())).sum().backward()
-    return said(lambda: wrapped(data()))
+    loss = wrapped(data()).sum()
+    found = said(optimizer.step)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return found + digest(*model.parameters())
 
 
 def optimizer_of_others() -> str:
@@ -293,8 +298,9 @@ def wrappers() -> str:
 
 def large_copies() -> str:
     """Weights that are copied in several messages, whatever they consist of; those that are frozen may be left out."""
-    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Linear(3000, 1500), nn.Linear(2, 2).to(torch.float8_e4m3fn))
-    model.to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(512, 512, 3), nn.Linear(3000, 1500), nn.Linear(2, 2).to(torch.float8_e4m3fn))
+    if RANK == 0:  # the same shapes, in another order in memory
+        model.to(memory_format=torch.channels_last)
     model[2].requires_grad_(False)
     with torch.no_grad():
         for index, p in enumerate(model.parameters()):
@@ -304,6 +310,75 @@ def large_copies() -> str:
         everyone = hb.current().control.all_gather_object(digest(*(p.view(torch.uint8) for p in model[2].parameters())))
         assert (everyone[0] == everyone[1]) == (broadcast == "all"), broadcast
     return digest(*(p.float() for p in model.parameters()))
+
+
+class Either(nn.Module):
+    """Returns a tensor, or something that hides one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: torch.Tensor, hides: bool) -> Any:
+        found = self.body(x)
+        return torch.distributions.Categorical(logits=found) if hides else found
+
+
+def backwards_of_all_kinds() -> str:
+    """Gradients of inputs, of frozen models, of outputs that are hidden, of weights that a forward normalizes."""
+    found = []
+    for policy in ("mean", "ef(bf16)"):
+        model = mlp()
+        sync = hb.GradientSynchronizer(model, sgd(model), policy=policy)
+        for step in range(2):
+            x = data(step).requires_grad_()
+            sync.optimizer.zero_grad()
+            (slope,) = torch.autograd.grad(sync.model(x).sum(), x, create_graph=True)
+            (sync.model(x).square().mean() + slope.square().mean()).backward()
+            sync.optimizer.step()
+            sync.model(x).sum().backward(inputs=[x])
+            model.requires_grad_(False)
+            sync.model(x).sum().backward()
+            model.requires_grad_(True)
+        train(sync, 1)
+        found.append(digest(*model.parameters()))
+        sync.close()
+        either = Either()
+        sync = hb.GradientSynchronizer(either, sgd(either), policy=policy)
+        for step, hides in enumerate((False, False, True, False, True)):
+            sync.optimizer.zero_grad()
+            out = sync.model(data(step), hides)
+            (out.entropy().mean() if hides else out.square().mean()).backward()
+            sync.optimizer.step()
+        found.append(digest(*either.parameters()))
+        sync.close()
+        torch.manual_seed(7)
+        embedding = nn.Embedding(9, 4, max_norm=1.0)
+        model = nn.Sequential(embedding, nn.Linear(4, 2))
+        sync = hb.GradientSynchronizer(model, sgd(model), policy=policy)
+        model.forward = lambda x, m=model: m[1](checkpoint(m[0], x, use_reentrant=False))
+        for step in range(2):
+            sync.optimizer.zero_grad()
+            sync.model(torch.tensor([step, 3 + RANK])).square().mean().backward()
+            sync.optimizer.step()
+        found.append(digest(*model.parameters()))
+        sync.close()
+    return " ".join(found)
+
+
+def shared_parts() -> str:
+    """Two wrappers share a part, each trained by its own forward."""
+    torch.manual_seed(7)
+    shared = nn.Linear(4, 4)
+    first = hb.DistributedDataParallel(nn.Sequential(shared, nn.Linear(4, 2)))
+    second = hb.DistributedDataParallel(nn.Sequential(shared, nn.Linear(4, 3)))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
+    for step in range(4):
+        wrapped, optimizer = (first, second)[step % 2], optimizers[step % 2]
+        optimizer.zero_grad()
+        wrapped(data(step)).square().mean().backward()
+        optimizer.step()
+    return digest(*first.parameters(), *second.parameters())
 
 
 def compiled() -> str:
@@ -336,7 +411,7 @@ def compiled() -> str:
 CASES = [
     ignored_parameters, group_is_a_mesh, optimizers_within_backward, other_parameters, the_same_parameters,
     without_a_forward, optimizer_of_others, refused_at_construction, the_forward_decides,
-    wrappers, large_copies, compiled,
+    wrappers, large_copies, compiled, backwards_of_all_kinds, shared_parts,
 ]  # fmt: skip
 
 if __name__ == "__main__":
