@@ -5,8 +5,8 @@ Rules:
 1. Parameters are named as in the user's module, without what ``torch.compile`` puts in front; shared ones once.
 2. What is ignored, by the user or by DDP's own list, is neither broadcast nor compared nor aggregated.
 3. A synchronizer knows the parameter objects that it was made with. Objects that take their place, or come beside them,
-   get gradients of which it hears nothing, so the next forward refuses them by name. So it does where an object has
-   another name by now (parametrizations), for which DDP's reducer may have lost its hook.
+   get gradients that nobody aggregates, so the next forward raises an error that names them. So it does where an
+   object has another name by now (parametrizations): DDP's reducer may have lost its hook.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class ParameterWatch:
         self._changed = False
 
     def close(self) -> None:
-        """Hear of nothing any more. Harmless when repeated."""
+        """Take the hooks off. Harmless when repeated."""
         for handle in self._handles:
             handle.remove()
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdbridge import checkpoint, runtime
 from hvdbridge.after import AfterStep
@@ -27,7 +26,7 @@ from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
 from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors, shards_state
 from hvdbridge.sources import attach
-from hvdbridge.sources.base import Options, usual_bucket_mb, views_pay
+from hvdbridge.sources.base import Options, closure_of, usual_bucket_mb, views_pay
 from hvdbridge.sources.hooks import HookSource
 from hvdbridge.sources.wrapper import Wrapper, unwrapped
 from hvdbridge.state import OnResize
@@ -117,8 +116,8 @@ class GradientSynchronizer:
         if not (bucket_mb is None or bucket_mb == "auto" or (not isinstance(bucket_mb, str) and bucket_mb > 0)):
             raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
         self._wrapper, self._replaced = wrapper is not None, False
-        owners: WeakIdKeyDictionary = session.opened.setdefault("synchronizers", WeakIdKeyDictionary())
-        replace_owners(owners, model, params)
+        self._all: list[GradientSynchronizer] = session.opened.setdefault("synchronizers", [])
+        replace_earlier(self._all, model, params)
         communicator, control, ranks = open_group(session.communicator, group)
         usual = usual_bucket_mb(
             self.policy, communicator.nodes, communicator.capabilities.blocks_host, static_graph
@@ -175,8 +174,7 @@ class GradientSynchronizer:
         for norm in self._norms:
             norm.communicator = communicator.split([range(communicator.size)])
             norm.synchronizer = self
-        owners.update((p, self) for p in params.values())
-        self._owners = owners
+        self._all.append(self)
         runtime.at_shutdown(self.close)
 
     def check_in_use(self) -> None:
@@ -347,8 +345,7 @@ class GradientSynchronizer:
             hook.remove()
         self._after.remove()
         self._watch.close()
-        for p in [p for p in self._params.values() if self._owners.get(p) is self]:
-            del self._owners[p]
+        self._all.remove(self)
         self._source.remove()
         for norm in self._norms:
             if norm.communicator is not None and self._context.driver.failure is None:
@@ -360,7 +357,7 @@ class GradientSynchronizer:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         if closure is None:
             self._check_step(optimizer)
             return None
@@ -405,7 +402,6 @@ class GradientSynchronizer:
         if self.skipped:
             for parameter in held:
                 parameter.grad = None
-
 
     def _names_of(self, parameters: Sequence[Tensor]) -> list[str]:
         names = {p: name for name, p in self.model.named_parameters()} | self._source.names
@@ -475,22 +471,24 @@ def refuse(replaced: Optimizer, optimizer: Optimizer, args: object, kwargs: obje
         raise StepError("step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated.")
 
 
-def replace_owners(owners: WeakIdKeyDictionary, model: Module, params: Mapping[str, Tensor]) -> None:
+def replace_earlier(opened: list[GradientSynchronizer], model: Module, params: Mapping[str, Tensor]) -> None:
     """Close the synchronizer of an earlier wrapper around ``model``, the same on all ranks: two would aggregate.
 
     Raises:
-        StepError: a synchronizer that was not made by a wrapper aggregates the model.
+        StepError: a synchronizer that no wrapper made aggregates the model, a part of it, or what it is a part of. A
+            forward of one would be a forward of the other on the backends whose hooks are on the module.
     """
-    found = dict.fromkeys(owners[p] for p in params.values() if p in owners)
-    same = [each for each in found if not each._closed and each._bare is model]
-    for owner in same:
-        if not owner._wrapper:
+    modules = set(model.modules())
+    for each in opened:
+        if not each._wrapper and (each._bare in modules or model in set(each._bare.modules())):
+            theirs = set(each._params.values())
             raise StepError(
-                f"{listed(params)}: a GradientSynchronizer aggregates them already. Use it, or close() it first."
+                f"{listed(name for name, p in params.items() if p in theirs)}: a GradientSynchronizer aggregates them "
+                "already. Use it, or close() it first."
             )
-    for owner in same:
-        owner.close()
-        owner._replaced = True
+    for each in [each for each in opened if each._bare is model]:
+        each.close()
+        each._replaced = True
 
 
 def refuse_optimizers_within(params: Mapping[str, Tensor]) -> None:

@@ -24,12 +24,12 @@ from hvdbridge import runtime
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.bridges.hook_state import HookState, join_torch
 from hvdbridge.bucket import Layout, refuse_complex
-from hvdbridge.errors import ConfigurationError, Unsupported
+from hvdbridge.errors import ConfigurationError
 from hvdbridge.parameters import trainable
 from hvdbridge.policies import from_spec
 from hvdbridge.policy import Policy
 from hvdbridge.sources.base import at_end_of_backward, inside_backward
-from hvdbridge.sources.ddp import Layouts, Strided, future_of
+from hvdbridge.sources.ddp import Layouts, Strided, dense, future_of
 
 
 class HookLayouts(Layouts):
@@ -69,12 +69,7 @@ class CommHookState(HookState):
                 self._open_by_model(self._model)
             if self._aggregator is not None:
                 self._begin(self._aggregator)
-        buffer = bucket.buffer()
-        if buffer.layout != torch.strided:
-            raise Unsupported(
-                f"rank {runtime.rank() if runtime.is_initialized() else '?'}: sparse gradients are taken by no policy. "
-                "Use sparse=False in the Embedding."
-            )
+        buffer = dense(bucket.buffer(), runtime.rank() if runtime.is_initialized() else "?")
         future = future_of(buffer)
         if self._aggregator is not None:
             self._submit(self._aggregator, bucket.parameters(), buffer, future, bucket.is_last())

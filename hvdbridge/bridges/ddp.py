@@ -81,7 +81,7 @@ class DistributedDataParallel(Module):
     def __new__(cls: Any, *args: Any, **options: Any) -> Any:
         if issubclass(cls, Wrapper):
             return super().__new__(cls)
-        kind = _OnTorch if runtime.current().backend == "torch" else _Elsewhere
+        kind = KINDS.get(runtime.current().backend, _Elsewhere)
         return super().__new__(kind if cls is DistributedDataParallel else _subclass(cls, kind))
 
     def __init__(
@@ -245,6 +245,10 @@ class _Elsewhere(Wrapper, DistributedDataParallel):
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradients of forwards within accumulate locally; the next backward of one outside aggregates them."""
         return self.synchronizer.no_sync()
+
+
+KINDS: dict[str, Any] = {"torch": _OnTorch}
+"""By backend, what a wrapper is; elsewhere a module around the user's."""
 
 
 class _Copy(_Elsewhere):

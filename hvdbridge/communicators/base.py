@@ -241,7 +241,7 @@ def ranks_of_mesh(group: object) -> object:
     Raises:
         ConfigurationError: it has several dimensions.
     """
-    meshes = sys.modules.get("torch.distributed.device_mesh")  # to import it takes time, and who has a mesh has done it
+    meshes = sys.modules.get("torch.distributed.device_mesh")  # importing it is slow, and a mesh exists only after that
     if meshes is None or not isinstance(group, meshes.DeviceMesh):
         return group
     if group.ndim != 1:

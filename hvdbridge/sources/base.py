@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
 from inspect import signature
 from itertools import pairwise
 from operator import attrgetter
@@ -105,14 +106,21 @@ _version: Callable[[Any], int] = attrgetter("_version")
 _sources: WeakSet[Source] = WeakSet()
 
 
+def closure_of(args: Any, kwargs: Any) -> Any:
+    """The closure that ``optimizer.step`` was called with, by the arguments of a step hook; None: there is none."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """torch calls it before each step of each optimizer. A step with a closure makes its gradients later."""
-    for source in [each for each in _sources if each.touched or each.running]:
-        if len(args) < 2 and kwargs.get("closure") is None:
+    """torch calls this before each step of each optimizer. A step with a closure makes its gradients later."""
+    for source in [each for each in _sources if each.touched or each.running or each.expected]:
+        if closure_of(args, kwargs) is None:
             source.before_step(optimizer)
 
 
-register_optimizer_step_pre_hook(_before_any_step)
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_any_step)
 
 
 class Source:
@@ -120,6 +128,7 @@ class Source:
 
     Attributes:
         synchronizing: False within ``no_sync()``: gradients accumulate locally.
+        expected: the next backward that makes a gradient of a parameter aggregates.
         running: a synchronizing backward has begun and not ended.
         touched: parameters whose local gradient changed since the last aggregation.
         steps: synchronizing backwards of this rank that ended.
@@ -138,11 +147,12 @@ class Source:
         for each in self._sharing:
             each._sharing.add(self)
         _sources.add(self)
+        _watch_optimizers()
         self.find_unused = options.find_unused_parameters and not options.static_graph
         self.static_graph = options.static_graph
         self._static: Set[Tensor] | None = None  # the parameters that got gradients in the first step
         self.synchronizing = True
-        self.running = False
+        self.expected = self.running = False
         self.touched: list[Tensor] = []
         self.steps = 0
 
@@ -152,7 +162,8 @@ class Source:
         self._steady = [p for p in self.names if p not in left_out]
 
     def stop(self) -> None:
-        """No step of an optimizer is looked at any more."""
+        """Ignore optimizers' steps and backwards from now on."""
+        self.expected = False
         _sources.discard(self)
 
     @property
@@ -160,10 +171,10 @@ class Source:
         return f"rank {self.aggregator.communicator.rank}"
 
     def before_forward(self) -> None:
-        """A forward begins of a wrapper's module, which has no hook that would tell."""
+        """Called by a wrapper before each forward of its module, which has no hook of ours."""
 
-    def forward_begins(self, synchronizing: bool) -> None:
-        """A forward that records gradients.
+    def check_forward(self, synchronizing: bool) -> None:
+        """Called before each forward that records gradients.
 
         Raises:
             StepError: the backward before did not end, or the model has other parameters.
@@ -188,13 +199,13 @@ class Source:
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer begins a step, whoever made it.
+        """Called before each step of any optimizer in this process.
 
         Raises:
-            StepError: within a backward, or with gradients that were never aggregated.
+            StepError: the optimizer steps within a backward that aggregates, or with gradients that nobody aggregated.
         """
         held = {p for group in optimizer.param_groups for p in group["params"] if p in self.names}
-        if self.running and inside_backward() and held:
+        if (self.running or self.expected) and inside_backward() and held:
             raise self.refused(
                 f"{type(optimizer).__name__}.step() was called for {listed(self.names[p] for p in held)}, which moves "
                 "them by gradients of this rank alone. Let it step after backward()"
@@ -254,7 +265,7 @@ class Source:
 
     def refused(self, what: str) -> StepError:
         """The error of a backward that cannot be aggregated. It poisons the driver: no step follows."""
-        error = StepError(f"{self._where}: in the backward that has ended {what}. Construct the synchronizer anew.")
+        error = StepError(f"{self._where}: in this backward {what}. Construct the synchronizer anew.")
         self.aggregator.abandon(error)
         return error
 

@@ -79,7 +79,7 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.source is not None and torch.is_grad_enabled():
-            self.source.forward_begins(self.require_backward_grad_sync)
+            self.source.check_forward(self.require_backward_grad_sync)
         with self._watch("what DDP itself sends before a forward (buffers, the order of buckets)"):
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -212,7 +212,6 @@ class DdpSource(Source):
         self._own_group = own_group
         self._model: DistributedDataParallel | None = model
         self._layouts = Layouts(self.names)
-        self._expected = False  # the next backward is one that DDP's reducer aggregates
         self._outside = False  # the step that runs began outside of a backward, within join()
         self._whole = False  # the step's last bucket came
         self._first_step = True
@@ -244,14 +243,13 @@ class DdpSource(Source):
 
     def after_forward(self) -> None:
         """A forward has told the reducer to aggregate in the backward that follows."""
-        self._expected = True
+        self.expected = True
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        # DDP cannot give a hook back, and its reducer, unseen by the garbage collector, holds the hook and so this.
         self.stop()
-        self._expected = False  # a forward's backward may follow
+        # DDP cannot give a hook back, and its reducer, unseen by the garbage collector, holds the hook and so this.
         if self._model is not None:
             if self._plain:
                 self.aggregator.last_traffic, self.aggregator.traffic_elsewhere = self._ddp_traffic(), None
@@ -283,7 +281,7 @@ class DdpSource(Source):
     def _gradient(self, parameter: Tensor) -> None:
         """A parameter's gradient is there, and comes to DDP's reducer next."""
         self.touched.append(parameter)
-        if self._expected:
+        if self.expected:
             self._begin_step()
             self._before -= 1
 
@@ -294,7 +292,7 @@ class DdpSource(Source):
 
     def _begin_step(self) -> None:
         """Within backward, before its first gradient comes to DDP's reducer."""
-        self._expected = False
+        self.expected = False
         self._before = len(self.touched)
         at_end_of_backward(self._end_of_backward)
         self.begin()
@@ -404,7 +402,7 @@ class DdpSource(Source):
             self._hook(self._gradient)
 
 
-def dense(buffer: Tensor, rank: int) -> Tensor:
+def dense(buffer: Tensor, rank: int | str) -> Tensor:
     """``buffer`` of a bucket.
 
     Raises:

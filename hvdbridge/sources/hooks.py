@@ -41,7 +41,6 @@ class HookSource(Source):
     ) -> None:
         super().__init__(aggregator, {p: name for name, p in params.items()}, options)
         self._static_used: list[int] | None = None  # the first step's map
-        self._expected = False  # the next backward is one that aggregates
         self.reducer = Reducer(make_buckets(params, options), aggregator)
         self._backward = -1
         self._buffers: dict[str, Module] = {}  # the modules whose buffers are sent: they may be given new ones
@@ -55,13 +54,13 @@ class HookSource(Source):
     def ready(self, entry: BucketEntry, _: Tensor | None = None) -> None:
         """A gradient has arrived (called by autograd, once per parameter and backward)."""
         self.touched.append(entry.parameter)
-        if not (self.running or self._expected):
+        if not (self.running or self.expected):
             return
         backward = torch._C._current_graph_task_id()
         if not self.running:
             at_end_of_backward(self._finish)
             self._backward = backward
-            self._expected = False
+            self.expected = False
             self.begin()
         elif backward != self._backward:
             refuse_reentrant()
@@ -90,7 +89,6 @@ class HookSource(Source):
 
     def remove(self) -> None:
         self.stop()
-        self._expected = False
         for handle in self._handles:
             handle.remove()
 
@@ -112,9 +110,9 @@ class HookSource(Source):
         """A forward of the model begins."""
         if not torch.is_grad_enabled():
             return
-        self.forward_begins(self.synchronizing)
+        self.check_forward(self.synchronizing)
         if self.synchronizing:
-            self._expected = True
+            self.expected = True
             if self.aggregator.joining:
                 self._announce()
                 self._await(self._send_buffers())

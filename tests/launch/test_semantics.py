@@ -12,7 +12,7 @@ LIMIT = 120.0
 CASES = {
     "ignored_parameters": "ConfigurationError: ignore='nothing.*' is no parameter",
     "group_is_a_mesh": "ConfigurationError: group=mesh has 2 dimensions",
-    "optimizers_within_backward": "StepError: rank: in the backward that has ended SGD.step() was called for '2.bias'",
+    "optimizers_within_backward": "StepError: rank: in this backward SGD.step() was called for '2.bias'",
     "other_parameters": "assigned: StepError: rank: forward: the model has other parameters",
     "the_same_parameters": "",
     "without_a_forward": "SGD.step() with gradients of 4 parameters that were never aggregated: '0.weight'",

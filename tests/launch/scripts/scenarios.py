@@ -772,7 +772,7 @@ def without_hook() -> str:
 
 
 def backward_in_a_closed_block() -> str:
-    """What a backward does is decided by its forward; weights of the first step count, whoever divides."""
+    """What a backward does is decided by its forward; weights of the first step count, in views and in copies."""
     digests = []
     for views in (False, True):
         model = mlp()

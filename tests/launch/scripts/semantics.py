@@ -152,7 +152,7 @@ def optimizers_within_backward() -> str:
 
 
 def other_parameters() -> str:
-    """The next forward tells, whoever made them and whatever optimizer holds them."""
+    """The next forward refuses them by name, whatever optimizer holds them."""
 
     def assigned(model: nn.Module) -> None:
         model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
@@ -290,6 +290,8 @@ def wrappers() -> str:
     train(sync)
     found.append(said(lambda: hb.GradientSynchronizer(model)))
     found.append(said(lambda: hb.DistributedDataParallel(model)))
+    found.append(said(lambda: hb.GradientSynchronizer(nn.Sequential(model, nn.Linear(2, 2)))))
+    found.append(said(lambda: hb.GradientSynchronizer(model[2])))
     train(sync)
     sync.close()
     train(hb.GradientSynchronizer(model, sgd(model)))
