@@ -40,10 +40,11 @@ HOME = {
     ),
     "runtime": (
         "Session backend broadcast_object broadcast_parameters current device init "
-        "is_initialized launcher local_rank local_size node_rank num_nodes rank session shutdown size"
+        "is_initialized launcher local_rank local_size node_rank num_nodes patience rank session shutdown size"
     ),
     "sampler": "DistributedSampler",
     "simulation": "Simulation simulate",
+    "stopping": "stop stop_on_signals",
     "sync_batchnorm": "SyncBatchNorm",
     "synchronizer": "GradientSynchronizer average_gradients",
 }
@@ -119,6 +120,7 @@ if TYPE_CHECKING:
     from hvdbridge.runtime import local_size as local_size
     from hvdbridge.runtime import node_rank as node_rank
     from hvdbridge.runtime import num_nodes as num_nodes
+    from hvdbridge.runtime import patience as patience
     from hvdbridge.runtime import rank as rank
     from hvdbridge.runtime import session as session
     from hvdbridge.runtime import shutdown as shutdown
@@ -126,6 +128,8 @@ if TYPE_CHECKING:
     from hvdbridge.sampler import DistributedSampler as DistributedSampler
     from hvdbridge.simulation import Simulation as Simulation
     from hvdbridge.simulation import simulate as simulate
+    from hvdbridge.stopping import stop as stop
+    from hvdbridge.stopping import stop_on_signals as stop_on_signals
     from hvdbridge.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from hvdbridge.synchronizer import GradientSynchronizer as GradientSynchronizer
     from hvdbridge.synchronizer import average_gradients as average_gradients

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +14,19 @@ from typing import Literal
 from hvdbridge.errors import ConfigurationError, nearest
 
 PREFIX = "HVDBRIDGE_"
+LONGEST_SECONDS = 24 * 3600.0
+"""No ``hb.patience`` is longer. The limits that libraries keep themselves, and that nobody can move, come after it."""
+
 BACKENDS = ("auto", "torch", "horovod", "mpi")
 KERNELS = ("auto", "native", "torch")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+KNOWN = (
+    "BACKEND", "POLICY", "BUCKET_MB", "DEBUG", "LOG_LEVEL", "CACHE", "TIMEOUT_SECONDS", "STALL_SECONDS", "KERNELS",
+    "START_SECONDS", "PORTS", "IFACE",
+)  # fmt: skip
+INJECTED = re.compile(r"(?P<service>(\w+?_)??)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
+"""What Kubernetes sets in each pod for a service whose name begins with hvdbridge: HOST, and others beside it."""
+HOST = "SERVICE_HOST"
 Fold = Callable[[str], str]
 
 
@@ -29,10 +41,14 @@ class Config:
         debug: compare the signature of each collective across ranks before it starts (``HVDBRIDGE_DEBUG``).
         log_level: level of the ``hvdbridge`` logger (``HVDBRIDGE_LOG_LEVEL``).
         cache: directory for built wheels and kernels (``HVDBRIDGE_CACHE``).
-        timeout_seconds: a collective or a start-up that takes longer fails everywhere
-            (``HVDBRIDGE_TIMEOUT_SECONDS``).
+        timeout_seconds: a collective that takes longer fails everywhere (``HVDBRIDGE_TIMEOUT_SECONDS``).
+        start: the same for the start, and for a synchronizer until its first step is through
+            (``HVDBRIDGE_START_SECONDS``); None: as timeout_seconds.
         kernels: ``auto``, ``native`` or ``torch``: what computes codes (``HVDBRIDGE_KERNELS``).
         stall_seconds: report who is missing after this time (``HVDBRIDGE_STALL_SECONDS``).
+        ports: where hvdbridge and MPI listen (``HVDBRIDGE_PORTS=25000-25999``); None: wherever the system says.
+        iface: the network interface by which hosts talk (``HVDBRIDGE_IFACE``); None: one that all reach.
+        injected: variables that are Kubernetes' and mean nothing here.
     """
 
     backend: str = "auto"
@@ -42,8 +58,12 @@ class Config:
     log_level: str = "WARNING"
     cache: Path = Path("~/.cache/hvdbridge")
     timeout_seconds: float = 300.0
+    start: float | None = None
     stall_seconds: float = 30.0
     kernels: str = "auto"
+    ports: range | None = None
+    iface: str | None = None
+    injected: tuple[str, ...] = ()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
@@ -57,34 +77,31 @@ class Config:
         """
         env = os.environ if environ is None else environ
         given = {k[len(PREFIX) :]: v.strip() for k, v in env.items() if k.startswith(PREFIX) and v.strip()}
-        known = (
-            "BACKEND",
-            "POLICY",
-            "BUCKET_MB",
-            "DEBUG",
-            "LOG_LEVEL",
-            "CACHE",
-            "TIMEOUT_SECONDS",
-            "STALL_SECONDS",
-            "KERNELS",
-        )
+        injected = {name for name in given if (found := INJECTED.fullmatch(name)) and found["service"] + HOST in given}
         for name in given:
-            if name not in known and not name.startswith(
-                "INTERNAL_"
-            ):  # INTERNAL_: from one of our processes to another
-                raise ConfigurationError(f"Unknown environment variable {PREFIX}{name}. {nearest(name, known)}")
-        home = env.get("XDG_CACHE_HOME") or "~/.cache"
+            # INTERNAL_: from one of our processes to another
+            if name not in KNOWN and name not in injected and not name.startswith("INTERNAL_"):
+                raise ConfigurationError(f"Unknown environment variable {PREFIX}{name}. {nearest(name, KNOWN)}")
         return cls(
             backend=_choice(given, "BACKEND", "auto", BACKENDS),
             policy=given.get("POLICY", "mean"),
             bucket_mb=_bucket_mb(given),
             debug=_flag(given, "DEBUG"),
             log_level=_choice(given, "LOG_LEVEL", "WARNING", LOG_LEVELS, fold=str.upper),
-            cache=Path(given.get("CACHE") or Path(home) / "hvdbridge").expanduser(),
+            cache=_cache(given.get("CACHE"), env.get("XDG_CACHE_HOME")),
             timeout_seconds=_positive(given, "TIMEOUT_SECONDS", 300.0),
+            start=_positive(given, "START_SECONDS", 600.0) if "START_SECONDS" in given else None,
             stall_seconds=_positive(given, "STALL_SECONDS", 30.0),
             kernels=_choice(given, "KERNELS", "auto", KERNELS),
+            ports=_ports(given),
+            iface=given.get("IFACE"),
+            injected=tuple(sorted(PREFIX + name for name in injected)),
         )
+
+    @property
+    def start_seconds(self) -> float:
+        """How long the start may take, and a synchronizer until its first step is through."""
+        return self.start or self.timeout_seconds
 
     def fixed_bucket_mb(self, otherwise: float, where: str) -> float:
         """The size of a bucket in MiB where none is measured; ``otherwise`` if nothing is said.
@@ -98,6 +115,39 @@ class Config:
                 f"Set a number of MiB, or unset {PREFIX}BUCKET_MB."
             )
         return self.bucket_mb or otherwise
+
+
+def own_directory(path: Path | None = None) -> Path:
+    """``path`` (default: one in the system's temporary directory), made if need be so that only this user may enter.
+
+    Raises:
+        ConfigurationError: it exists, and is another user's.
+    """
+    found = path or Path(tempfile.gettempdir()) / f"hvdbridge-{os.getuid()}"
+    found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if found.stat().st_uid != os.getuid():
+        raise ConfigurationError(f"{found} belongs to another user: set HVDBRIDGE_CACHE to a directory of your own")
+    return found
+
+
+def _cache(given: str | None, home: str | None) -> Path:
+    try:
+        return Path(given or Path(home or "~/.cache") / "hvdbridge").expanduser()
+    except RuntimeError as error:  # a user whom the system does not know, and no HOME, as in a container
+        if given:
+            raise ConfigurationError(f"{PREFIX}CACHE={given}: {error}") from None
+        return own_directory()
+
+
+def _ports(given: Mapping[str, str]) -> range | None:
+    if "PORTS" not in given:
+        return None
+    found = re.fullmatch(r"(\d+)-(\d+)", given["PORTS"])
+    low, high = map(int, found.groups()) if found else (0, 0)
+    if not 0 < low <= high <= 65535:
+        text = f"{PREFIX}PORTS={given['PORTS']}"
+        raise ConfigurationError(f"{text} must be a range of ports, as in {PREFIX}PORTS=25000-25999")
+    return range(low, high + 1)
 
 
 def _bucket_mb(given: Mapping[str, str]) -> float | Literal["auto"] | None:

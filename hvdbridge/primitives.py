@@ -920,5 +920,6 @@ def _tcp(group: Group) -> tuple[Any, list[int]]:
             store.own_address(),
             lambda rank, text: store.store_set(f"{key}/{rank}", text.encode()),
             lambda rank: store.store_get(f"{key}/{rank}").decode(),
+            session.config.ports,
         )
     return groups.exchange, list(group.ranks)

@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from hvdbridge.communicators.base import Communicator
-from hvdbridge.config import Config
+from hvdbridge.config import LONGEST_SECONDS, Config
 from hvdbridge.driver import drive
 from hvdbridge.errors import ConfigurationError, NotInitialized
 from hvdbridge.helper.client import Monitor
 from hvdbridge.rendezvous.start import Started, start
-from hvdbridge.rendezvous.starter import LATER
 from hvdbridge.replicate import broadcast_tensors
 from hvdbridge.world import World
 
@@ -142,12 +141,15 @@ def init(
     config = Config.from_environment()
     config = replace(config, backend=config.backend if backend is None else backend)
     _configure_log(config)
+    if config.injected:
+        logging.getLogger("hvdbridge").debug("Kubernetes' variables, ignored: %s", ", ".join(config.injected))
     default, spelled = _policy(config.policy if policy is None else policy)
     world = _world(rank, size)
     if _starts == 0:
         atexit.register(_close_at_exit)  # first, so that it runs last: after the monitor's goodbye
     _starts += 1
-    settings = f"hvdbridge {_version()}, policy {spelled}, timeout {config.timeout_seconds:g} s"
+    settings = f"hvdbridge {_version()}, policy {spelled}, "
+    settings += f"timeouts {config.start_seconds:g} and {config.timeout_seconds:g} s"
     started = start(config, world, init_method, _starts, settings)
     try:
         _session = _open(started, config, default, arguments)
@@ -162,12 +164,12 @@ def _open(started: Started, config: Config, policy: str | Policy, arguments: tup
 
     meeting = started.meeting
     device = _device(meeting.world)
-    limit = config.timeout_seconds + LATER
     with meeting.monitor.phase("opening the communicators"):
-        communicator = communicators.load(started.backend).world(meeting.monitor.watch, limit)
+        communicator = communicators.load(started.backend).world(meeting.monitor.watch, LONGEST_SECONDS)
         control = communicator.control()
     for each in (communicator, control):
         each.set_nodes([world.node_rank for world in meeting.worlds])
+    meeting.monitor.starting = False
     return Session(
         meeting.world, meeting.worlds, started.backend, config, policy, device, communicator, control,
         meeting.monitor, arguments, started.stop,
@@ -217,6 +219,23 @@ def session(
         yield opened
     finally:
         shutdown()
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Within the block no limit passes on any rank, for at most so many seconds: around what one rank does alone while
+    others wait for it, such as preprocessing, a long evaluation or a checkpoint.
+
+    Waits that have begun go on afterwards where they were. Libraries' own limits are a day; a process group of torch
+    that the script itself started keeps the one that ``init_process_group`` was given.
+
+    Raises:
+        ConfigurationError: not a time from 0 to one day.
+    """
+    if not 0 < seconds <= LONGEST_SECONDS:
+        raise ConfigurationError(f"hb.patience({seconds}) must be a time in seconds, at most {LONGEST_SECONDS:g}")
+    with current().monitor.patience(seconds):
+        yield
 
 
 def current() -> Session:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from hvdbridge import checkpoint, runtime
+from hvdbridge import checkpoint, runtime, stopping
 from hvdbridge.after import AfterStep
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.agreement import agree, describe, open_group
@@ -102,6 +102,8 @@ class GradientSynchronizer:
         wrapper: Module | None = None,
     ) -> None:
         session = runtime.current()
+        self._monitor = session.monitor
+        self._monitor.starting = True
         self.policy = from_spec(session.policy if policy is None else policy)
         originals = as_list(optimizer)
         model = unwrapped(model)
@@ -174,6 +176,8 @@ class GradientSynchronizer:
         for norm in self._norms:
             norm.communicator = communicator.split([range(communicator.size)])
             norm.synchronizer = self
+        self._key = str(next(session.opened.setdefault("keys", itertools.count())))
+        self._source.started = self._settle
         self._all.append(self)
         runtime.at_shutdown(self.close)
 
@@ -262,6 +266,30 @@ class GradientSynchronizer:
         finally:
             aggregator.joining = aggregator.joined = False
 
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this is the last step: True on all ranks after the same step once any rank got SIGTERM or SIGUSR1 or
+        called :func:`hvdbridge.stop`, and from then on. Read it once per step, behind ``optimizer.step()``, on all
+        ranks; then save, and leave the loop::
+
+            if sync.stop_requested:
+                save()
+                break
+
+        The first read installs the handlers of the signals (:func:`hvdbridge.stop_on_signals`). Where replicas drift it
+        is True after the next average of all. A rank that is through within :meth:`join` answers for itself, and finds
+        it True afterwards. No collective is made; while a stop is under way a read may wait for a round trip.
+
+        Raises:
+            HvdbridgeError: the job fails meanwhile.
+        """
+        stopping.stop_on_signals()
+        step, policy = self._aggregator.step, self.policy
+        if not self._monitor.over(self._key, step):
+            return False
+        averages = policy.replicas == "drift" and policy.acts_after_step
+        return not averages or step == 0 or policy.due(step - 1)
+
     def synchronize(self) -> None:
         """Wait for what is outstanding; on every backend backward has waited already, so this finds nothing.
 
@@ -341,6 +369,7 @@ class GradientSynchronizer:
         if self._closed:
             return
         self._closed = True
+        self._settle()
         for hook in self._hooks:
             hook.remove()
         self._after.remove()
@@ -353,6 +382,10 @@ class GradientSynchronizer:
             norm.communicator = norm.synchronizer = None
         runtime.forget_at_shutdown(self.close)
         self._context.close()
+
+    def _settle(self) -> None:
+        """From now on waits may take as long as any step's."""
+        self._monitor.starting = False
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

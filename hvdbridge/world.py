@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from hvdbridge.errors import ConfigurationError, RendezvousError
 
@@ -161,7 +162,8 @@ def _pmi(env: Environ) -> World | None:
     if "MPI_LOCALRANKID" not in env:
         names = {"local_rank": "PMI_LOCAL_RANK", "local_size": "PMI_LOCAL_SIZE"}
     world = _place(env, "mpiexec", ("PMI_RANK", "PMI_SIZE"), names)
-    step = _slurm(env) if world else None
+    # Hydra's proxies may be tasks of a step of srun, with as many ranks as there are proxies.
+    step = _slurm(env) if world and "MPI_LOCALRANKID" not in env else None
     return step if step and world and (step.rank, step.size) == (world.rank, world.size) else world
 
 
@@ -175,9 +177,25 @@ def _slurm(env: Environ) -> World | None:
         {"local_rank": "SLURM_LOCALID", "node_rank": "SLURM_NODEID", "num_nodes": "SLURM_STEP_NUM_NODES"},
     )  # fmt: skip
     counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if world and world.size > 1 and "SLURM_PTY_PORT" in env and not _is_task():
+        if env.get("RANK") and env.get("WORLD_SIZE"):
+            return None
+        raise RendezvousError(
+            f"this is one process in a terminal of step {env.get('SLURM_JOB_ID')}.{step} (srun --pty), which has "
+            f"{world.size} tasks: the others will not come. Start ranks in it by srun --overlap -n {world.size}, "
+            "torchrun or mpiexec; for one process set RANK=0 WORLD_SIZE=1"
+        )
     if world and 0 <= world.node_rank < len(counts):
         return replace(world, local_size=counts[world.node_rank])
     return world
+
+
+def _is_task() -> bool:
+    """Whether Slurm itself started this process, rather than a shell in one of its terminals."""
+    try:
+        return Path(f"/proc/{os.getppid()}/comm").read_text().startswith("slurmstepd")
+    except OSError:
+        return True
 
 
 def _bare(env: Environ) -> World | None:

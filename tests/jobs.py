@@ -117,7 +117,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="hvdbridge-job-") as out:
         log, files = Path(out) / "log", [Path(out) / f"{rank}.json" for rank in range(size)]
         started = time.monotonic()
-        environ = environment(backend, JOB_RECORDS=out, **(env or {}))
+        environ = environment(backend, JOB_RECORDS=out, **({"TMPDIR": out} | dict(env or {})))
         if launcher == "fork":
             forking()
             ranks = [environ | rank for rank in bare(size)]

@@ -6,13 +6,10 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import platform
 import shutil
-import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,9 +19,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hvdbridge.cli import probe
-from hvdbridge.config import PREFIX, Config
+from hvdbridge.cli import probe, starts
+from hvdbridge.config import HOST, PREFIX, Config
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.rendezvous import network
 from hvdbridge.world import usable_cores
 
 LAUNCHERS = ("torchrun", "horovodrun", "mpiexec", "srun")
@@ -35,7 +33,6 @@ INSTALL_HOROVOD = "hvdbridge install-horovod"
 INSTALL_MPICH = "pip install 'hvdbridge[mpich]'"
 INSTALL_COMPILER = "install a C compiler, or name one in CC: compression takes a fraction of the time"
 INSTALL_MPI4PY = "pip install 'hvdbridge[mpi]'"
-SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,7 @@ class Facts:
     launchers: Mapping[str, Launcher] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    starts: Sequence[starts.Finding] = ()
 
 
 @dataclass(frozen=True)
@@ -104,8 +102,9 @@ def examine() -> Facts:
         mpi=probe.mpi(),
         kernels=probe.kernels(),
         launchers={name: found for name in LAUNCHERS if (found := _launcher(name))},
-        interfaces=_interfaces(),
+        interfaces={name: str(address.ip) for name, address in network.interfaces().items()},
         variables=_variables(os.environ),
+        starts=starts.findings(os.environ),
     )
 
 
@@ -139,30 +138,18 @@ def mpi_family(text: str) -> str:
     return ""
 
 
-def _interfaces() -> dict[str, str]:
-    """Network interfaces and their IPv4 addresses; an interface without one is left out."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe_socket.fileno(), SIOCGIFADDR, request)
-            except OSError:
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Each ``HVDBRIDGE_*`` that is set, with the value it parses to or what is wrong with it."""
     parsed = {}
+    kubernetes = {k: v for k, v in environ.items() if k.startswith(PREFIX) and k.endswith(HOST)}
     for name in sorted(k for k in environ if k.startswith(PREFIX)):
         try:
-            config = Config.from_environment({name: environ[name]})
+            config = Config.from_environment(kubernetes | {name: environ[name]})
         except ConfigurationError as error:
             parsed[name] = f"error: {error}"
         else:
-            parsed[name] = str(getattr(config, name.removeprefix(PREFIX).lower(), environ[name]))
+            value = str(getattr(config, name.removeprefix(PREFIX).lower(), environ[name]))
+            parsed[name] = "ignored: set by Kubernetes for a service" if name in config.injected else value
     return parsed
 
 
@@ -312,7 +299,15 @@ def report(facts: Facts, table: Sequence[Cell], console: Console) -> None:
         grid.add_row(cell.launcher, cell.backend, mark, cell.how, style=None if cell.works else "yellow")
     console.print(grid)
 
+    outlook = Table(title="A start from this shell", title_justify="left", show_header=False)
+    outlook.add_column(no_wrap=True)
+    outlook.add_column(overflow="fold")
+    for finding in facts.starts:
+        outlook.add_row(finding.what, finding.text, style="yellow" if finding.remedy else None)
+    console.print(outlook)
+
     remedies = dict.fromkeys(cell.remedy for cell in table if cell.remedy)
+    remedies |= dict.fromkeys(finding.remedy for finding in facts.starts if finding.remedy)
     if getattr(facts.kernels, "failure", ""):
         remedies[INSTALL_COMPILER] = None
     hidden = [name for name, launcher in facts.launchers.items() if not launcher.on_path]

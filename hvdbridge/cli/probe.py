@@ -44,11 +44,13 @@ answer = dict(version=horovod.__version__, location=horovod.__path__[0], gloo=bo
 """
 
 MPI = """
-import json, mpi4py
+import json, pathlib, mpi4py
 mpi4py.rc(initialize=False, finalize=False)
 from mpi4py import MPI
+maps = pathlib.Path("/proc/self/maps")
 library = MPI.Get_library_version().strip(" \\0\\n").splitlines()[0]
-answer = dict(mpi4py=mpi4py.__version__, implementation=" ".join(library.split()))
+answer = dict(mpi4py=mpi4py.__version__, implementation=" ".join(library.split()),
+              pmix=maps.exists() and "libpmix" in maps.read_text())
 """
 
 KERNELS = """
@@ -97,10 +99,11 @@ class Horovod:
 
 @dataclass(frozen=True)
 class Mpi:
-    """mpi4py and the MPI library that it loads."""
+    """mpi4py and the MPI library that it loads, which may have been built with PMIx."""
 
     mpi4py: str
     implementation: str
+    pmix: bool = False
 
     def __str__(self) -> str:
         return f"{self.mpi4py} with {self.implementation}"

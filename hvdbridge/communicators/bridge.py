@@ -151,8 +151,7 @@ class Bridged(Communicator):
         text = str(cause)
         what = f"rank {self.rank}: {request.signature()}"
         if _says(text, "timed out", "timeout"):
-            limit = f"{self.timeout_seconds:g} s (HVDBRIDGE_TIMEOUT_SECONDS)"
-            return CollectiveTimeout(f"{what} took longer than {limit}: some rank did not come to it. {text}")
+            return CollectiveTimeout(f"{what} took longer than its limit: some rank did not come to it. {text}")
         if _says(text, "connection", "peer", "broken pipe", "shut down", "socket", "remote", "aborted", "proc_failed"):
             return RankFailed(f"{what} failed: another rank, or the link to it, is gone. {text}")
         return None

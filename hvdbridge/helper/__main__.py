@@ -17,15 +17,13 @@ import sys
 from typing import Any
 
 from hvdbridge.helper.server import BACKLOG, Server
+from hvdbridge.ports import first_free, listening
 
 
-def listen(host: str) -> socket.socket:
-    """A socket on ``host`` and a port that the system chooses."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    sock = socket.socket(family, kind, protocol)
+def listen(host: str, ports: list[int] | None) -> socket.socket:
+    """A socket on ``host``, at one of ``ports`` (first and last) or where the system says."""
+    sock = first_free(lambda port: listening(host, port, BACKLOG), range(ports[0], ports[1] + 1) if ports else None)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)  # inherited: bounds what a guest can make us hold
-    sock.bind(address)
-    sock.listen(BACKLOG)
     return sock
 
 
@@ -43,7 +41,7 @@ def become_daemon(debug: bool) -> None:
 def main() -> None:
     settings: dict[str, Any] = json.loads(sys.stdin.buffer.read())
     try:
-        monitor, pmi = listen(settings["host"]), listen(settings["host"])
+        monitor, pmi = (listen(settings["host"], settings["ports"]) for _ in range(2))
     except OSError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return

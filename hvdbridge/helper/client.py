@@ -39,8 +39,10 @@ from hvdbridge.errors import (
     RankMismatch,
     RendezvousError,
 )
+from hvdbridge.helper.clock import Clock
 from hvdbridge.helper.exits import ExitHooks, end_process
 from hvdbridge.helper.job import ranks_text
+from hvdbridge.helper.last_step import LastStep, latest
 from hvdbridge.helper.link import Link, LocalLink, SocketLink, join
 from hvdbridge.helper.processes import identity
 from hvdbridge.helper.start import HelperAddress
@@ -118,6 +120,9 @@ class Monitor:
         size: number of ranks in the job.
         host: an address of rank 0's host that every rank reaches.
         failure: why the job ends (the same first cause on every rank), or None while all is well.
+        starting: what has no limit of its own may take HVDBRIDGE_START_SECONDS: until the session is open, and until
+            the first step of a synchronizer is through.
+        last_step: this rank's part in the agreement on a last step.
     """
 
     def __init__(self, rank: int, size: int, config: Config) -> None:
@@ -126,6 +131,10 @@ class Monitor:
         self.host = "127.0.0.1"
         self.failure: HvdbridgeError | None = None
         self._config = config
+        self.starting = True
+        self.last_step = LastStep()
+        self._stop_told = False
+        self._clock = Clock()
         self._link: Link = LocalLink(config.timeout_seconds, config.stall_seconds)
         self._closed = False
         self._waits: set[_Wait] = set()
@@ -160,7 +169,7 @@ class Monitor:
             "secret": address.secret, "rank": rank, "size": size, "host": host or socket.gethostname(),
             "pid": pid, "process": identity(pid),
         }  # fmt: skip
-        sock = join(address, pack(hello), rank, config.timeout_seconds)
+        sock = join(address, pack(hello), rank, config.start_seconds)
         link = SocketLink(sock, monitor._hear, monitor._tick, monitor._helper_gone)
         monitor._link = link
         monitor.host = address.host
@@ -171,6 +180,11 @@ class Monitor:
     def alone(cls, config: Config) -> Monitor:
         """The monitor of a job of one: the same interface without helper, sockets and threads."""
         return cls(0, 1, config)
+
+    @property
+    def limit(self) -> float:
+        """Seconds that something may take that has no limit of its own."""
+        return self._config.start_seconds if self.starting else self._config.timeout_seconds
 
     # Store and agreement -----------------------------------------------------------------------------
 
@@ -186,7 +200,7 @@ class Monitor:
         Raises:
             RendezvousError: nobody set it in time.
         """
-        limit = self._config.timeout_seconds if timeout is None else timeout
+        limit = self.limit if timeout is None else timeout
         with _Wait(self, f"store_get({key!r})", limit + UNWIND):
             reply, value = self._link.ask({"op": "get", "key": key, "timeout": limit})
         if "missing" in reply:
@@ -205,6 +219,10 @@ class Monitor:
         """An address of this host by which the other ranks reach it: where it talks to the job's helper from."""
         return self._link.own_address()
 
+    @property
+    def _variable(self) -> str:
+        return "HVDBRIDGE_START_SECONDS" if self.starting else "HVDBRIDGE_TIMEOUT_SECONDS"
+
     def agree(self, name: str, value: str, timeout: float | None = None) -> None:
         """Return when every rank posted the same ``value`` under ``name``; a barrier, too.
 
@@ -212,12 +230,12 @@ class Monitor:
             RankMismatch: on EVERY rank: who has what.
             RendezvousError: on every rank that came: who did not.
         """
-        limit = self._config.timeout_seconds if timeout is None else timeout
+        limit = self.limit if timeout is None else timeout
         groups, missing = self._gather(name, value, limit)
         if missing:
             raise RendezvousError(
                 f"{name}: not all {self.size} ranks came within {limit:g} s. Missing: {missing}. "
-                "Look for an earlier error of theirs; if they only start slowly, raise HVDBRIDGE_TIMEOUT_SECONDS."
+                f"Look for an earlier error of theirs; if they only start slowly, raise {self._variable}."
             )
         if groups:
             raise RankMismatch(f"the ranks disagree about {name}: {groups}. Give every rank the same.")
@@ -229,7 +247,7 @@ class Monitor:
             CollectiveMismatch: on EVERY rank: who starts what.
             CollectiveTimeout: on every rank that came: who starts nothing.
         """
-        limit = self._config.timeout_seconds
+        limit = self.limit
         groups, missing = self._gather(f"collective {number}", signature, limit)
         if groups:
             raise CollectiveMismatch(f"the ranks start different collectives as their number {number}: {groups}")
@@ -263,7 +281,7 @@ class Monitor:
         After ``seconds`` the helper ends the job and names the phase; a process that cannot hear it prints
         its traceback and ends UNWIND later.
         """
-        limit = self._config.timeout_seconds if seconds is None else seconds
+        limit = self._config.start_seconds if seconds is None else seconds
         faulthandler.dump_traceback_later(limit + UNWIND, exit=True, file=2)
         try:
             with _Wait(self, label, limit, phase=True):
@@ -275,7 +293,7 @@ class Monitor:
         """Tell the helper of a wait. It may end in another thread at any moment: then this one withdraws it."""
         wait.token = next(self._tokens)
         note: Message = {"op": "waiting", "token": wait.token, "label": str(wait.label)}
-        note |= {"age": time.monotonic() - wait.since, "limit": wait.limit, "stall": wait.stall}
+        note |= {"age": time.monotonic() - wait.since, "limit": wait.limit or self.limit, "stall": wait.stall}
         self._link.tell(note | {"phase": True} if wait.phase else note)
         if wait not in self._waits:
             self._withdraw(wait)
@@ -283,6 +301,41 @@ class Monitor:
     def _withdraw(self, wait: _Wait) -> None:
         note: Message = {"op": "waited", "token": wait.token}
         self._link.tell(note | {"phase": True} if wait.phase else note)
+
+    # Patience, and the last step ---------------------------------------------------------------------
+
+    @contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """No limit passes on any rank meanwhile, for at most so long."""
+        token = next(self._tokens)
+        self._link.tell({"op": "patience", "token": token, "seconds": seconds})
+        try:
+            yield
+        finally:
+            self._link.tell({"op": "patience", "token": token, "seconds": 0.0})
+
+    def clock(self) -> float:
+        """The time by which limits are judged: it stands still while a rank has asked for patience."""
+        return self._clock.at(time.monotonic())
+
+    def over(self, key: str, step: int) -> bool:
+        """Whether ``step`` of the synchronizer ``key`` is the last one, or later: the same answer on all ranks.
+
+        Raises:
+            HvdbridgeError: the job fails meanwhile.
+        """
+        last = self.last_step
+        if self.size == 1 and last.wanted and not last.named.is_set():
+            last.name(latest({0: last.answer()}))
+        found = last.over(key, step)
+        if found is None:
+            with self.watch("the step after which all ranks stop"):
+                while not last.named.wait(0.05):
+                    if self.failure is not None:
+                        raise self._copy_of_failure()
+            found = last.over(key, step)
+        assert found is not None
+        return found
 
     # Failure -----------------------------------------------------------------------------------------
 
@@ -387,6 +440,12 @@ class Monitor:
             self._origin_gone.set()
         elif message["op"] == "stalled":
             log.warning("rank %d: %s", self.rank, message["text"])
+        elif message["op"] == "patience":
+            (self._clock.stand_still if message["on"] else self._clock.go_on)(time.monotonic())
+        elif message["op"] == "stop?":
+            self._link.tell({"op": "passed", "steps": self.last_step.answer()})
+        elif message["op"] == "stop":
+            self.last_step.name(message["steps"])
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -395,6 +454,9 @@ class Monitor:
                 self._say(self.failure)
                 end_process(1)
             return
+        if self.last_step.wanted and not self._stop_told:
+            self._stop_told = True
+            self._link.tell({"op": "stop"})
         for wait in list(self._waits):
             soon = min(self._told_after, (wait.stall or math.inf) / 2, (wait.limit or math.inf) / 4)
             if not wait.token and now - wait.since >= soon:

@@ -1,4 +1,4 @@
-"""Watches a rank through MPI_Init under MPI's own launcher, where the job's helper is still to come.
+"""Watches a rank through MPI_Init under MPI's own launcher, and until it has met the job's helper.
 
 MPI_Init holds the GIL and waits for all ranks without a limit, so no thread of the rank can act: a process does.
 
@@ -32,6 +32,7 @@ TICK_SECONDS = 0.001
 LOOKS = 10  # ticks in which maps are read after a name appeared: it is created first, mapped then
 GONE_SECONDS = 2.0  # a launcher that ends the job itself, with a message of its own, comes first
 WATCHES = b"."
+STARTED, MET = b"s", b"m"
 PARENTS = ("hydra_pmi_proxy", "slurmstepd", "orted", "prted", "prterun", "mpirun", "mpiexec")
 """Processes whose children are this host's ranks, one each."""
 
@@ -52,10 +53,17 @@ class Guard:
         if not self._process.stdout.read(len(WATCHES)):
             raise RendezvousError(f"{who}: the process that watches MPI_Init ended at once; its error stands above")
 
+    def started(self) -> None:
+        """MPI runs; what follows is to meet the helper."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(STARTED)
+            self._process.stdin.flush()
+
     def release(self) -> None:
         """All ranks have met. Harmless when repeated."""
         with suppress(BrokenPipeError, ValueError):
-            self._process.communicate(b"released")
+            self._process.communicate(MET)
 
 
 def watch(pid: int, parent: int, limit: float, who: str, local_size: int) -> None:
@@ -63,6 +71,7 @@ def watch(pid: int, parent: int, limit: float, who: str, local_size: int) -> Non
     segments: set[str] = set()
     names: set[str] = set()
     looks = 0
+    waits = "MPI_Init did not return"
     os.write(1, WATCHES)
     started = complete = polled = time.monotonic()
     while True:
@@ -72,7 +81,11 @@ def watch(pid: int, parent: int, limit: float, who: str, local_size: int) -> Non
             looks -= 1
             segments |= segments_of(pid)
         if select.select([0], [], [], TICK_SECONDS)[0]:
-            if not os.read(0, 1):
+            word = os.read(0, 1)
+            if word == STARTED:
+                waits = "hvdbridge's helper was not met by all ranks"
+                continue
+            if not word:
                 unlink_segments(segments)
             return
         now = time.monotonic()
@@ -85,13 +98,13 @@ def watch(pid: int, parent: int, limit: float, who: str, local_size: int) -> Non
         if now >= started + limit or now >= complete + GONE_SECONDS:
             break
     why = (
-        f"within {limit:g} s: not all ranks came. Look for an earlier error of theirs; if they only start slowly, "
-        "raise HVDBRIDGE_TIMEOUT_SECONDS."
+        f"within {limit:g} s. Look for an earlier error of theirs; if they only start slowly, "
+        "raise HVDBRIDGE_START_SECONDS."
         if now >= started + limit
         else f"because a rank is gone: of this host's {local_size} processes one has ended without hb.init(). "
         "Look for its error above."
     )
-    os.write(2, f"hvdbridge: {who}: MPI_Init did not return {why}\n".encode())
+    os.write(2, f"hvdbridge: {who}: {waits} {why}\n".encode())
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     unlink_segments(segments)

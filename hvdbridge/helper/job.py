@@ -10,6 +10,9 @@ Rules:
    which all ranks just end is fine.
 6. Nothing grows with the length of a job: an answered request is forgotten.
 7. The ranks are told when the one whose failure it was has gone: launchers blame the rank that ends first.
+8. Limits and stalls are judged by a clock that stands still while a rank has asked for patience, for no longer than it
+   asked for. The ranks are told, for what they judge themselves.
+9. When a rank wants to stop, all are asked, and then told, for the last step: last_step.py.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from hvdbridge.helper.clock import Clock
+from hvdbridge.helper.last_step import latest
 from hvdbridge.helper.wire import Message
 
 GRACE = 0.5
@@ -26,10 +31,11 @@ Send = tuple[int, Message, bytes]
 
 @dataclass
 class Wait:
-    """One thing that a rank waits for; it was in it ``since`` (the helper's clock)."""
+    """One thing that a rank waits for; it was in it ``since`` then, ``began`` by the clock of limits."""
 
     label: str
     since: float
+    began: float
     limit: float
     stall: float
     phase: bool = False
@@ -48,6 +54,7 @@ class Member:
     leave_id: int | None = None
     connected: bool = True
     waits: dict[int, Wait] = field(default_factory=dict)
+    patience: dict[int, tuple[float, float]] = field(default_factory=dict)  # token: seconds, until when
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
@@ -55,7 +62,7 @@ class Member:
 
 @dataclass
 class Gathering:
-    """Values that the ranks posted under one name; all are answered when all came, or at the deadline."""
+    """Values that the ranks posted under one name; all are answered when all came, or at the deadline (rule 8)."""
 
     deadline: float
     values: dict[int, str] = field(default_factory=dict)
@@ -80,9 +87,10 @@ class Job:
         failed_at: when.
     """
 
-    def __init__(self, size: int, timeout: float, stall: float) -> None:
+    def __init__(self, size: int, timeout: float, stall: float, start: float = 0.0) -> None:
         self.size = size
         self.timeout = timeout
+        self.start = start
         self.stall = stall
         self.members: dict[int, Member] = {}
         self.failure: Message | None = None
@@ -93,6 +101,9 @@ class Job:
         self._getters: list[Getter] = []
         self._gatherings: dict[str, Gathering] = {}
         self._suspects: list[tuple[float, int, int, str]] = []  # (until, rank, id, text): secondary errors
+        self._clock = Clock()
+        self._stopping: dict[int, dict[str, int]] | None = None  # what ranks have answered, once all are asked
+        self._stopped = False
 
     # What the server calls ---------------------------------------------------------------------------
 
@@ -107,6 +118,8 @@ class Job:
         self.members[rank] = Member(rank, host, pid)
         if self.failure:
             self._send(rank, self.failure)
+        if self._stopping is not None:
+            self._send(rank, {"op": "stop?"})
         return None
 
     def receive(self, rank: int, message: Message, payload: bytes, now: float) -> None:
@@ -118,6 +131,8 @@ class Job:
         member = self.members[rank]
         member.connected = False
         member.waits.clear()
+        member.patience.clear()
+        self._set_clock(now)
         self._getters = [g for g in self._getters if g.rank != rank]
         if self.failure and self.failure["origin"] == rank:
             self.failure = {**self.failure, "origin": None}
@@ -126,14 +141,17 @@ class Job:
         if member.state == "here":
             member.state = "dead"
             self.fail(f"{member} died without a word (killed, or crashed?)", now)
+        self._name_last_step()
 
     def tick(self, now: float) -> None:
         """Let time pass: deadlines, stalls, suspicions."""
-        for getter in [g for g in self._getters if now >= g.deadline]:
+        self._set_clock(now)
+        clock = self._clock.at(now)
+        for getter in [g for g in self._getters if clock >= g.deadline]:
             self._getters.remove(getter)
             self._send(getter.rank, {"id": getter.id, "missing": True})
         for name, gathering in list(self._gatherings.items()):
-            if now >= gathering.deadline:
+            if clock >= gathering.deadline:
                 self._verdict(name, gathering)
         for until, rank, _, text in self._suspects:
             if now >= until:
@@ -180,7 +198,7 @@ class Job:
         if key in self._values:
             self._send(member.rank, {"id": message["id"]}, self._values[key])
         else:
-            self._getters.append(Getter(member.rank, message["id"], key, now + float(message["timeout"])))
+            self._getters.append(Getter(member.rank, message["id"], key, self._deadline(message, now)))
 
     def _add(self, member: Member, message: Message, payload: bytes, now: float) -> None:
         key = str(message["key"])
@@ -195,7 +213,7 @@ class Job:
 
     def _gather(self, member: Member, message: Message, payload: bytes, now: float) -> None:
         name = str(message["name"])
-        gathering = self._gatherings.setdefault(name, Gathering(now + float(message["timeout"])))
+        gathering = self._gatherings.setdefault(name, Gathering(self._deadline(message, now)))
         gathering.values[member.rank] = str(message["value"])
         gathering.ids[member.rank] = message["id"]
         if len(gathering.values) == self.size:
@@ -215,9 +233,10 @@ class Job:
 
     def _waiting(self, member: Member, message: Message, payload: bytes, now: float) -> None:
         limit = float(message.get("limit") or self.timeout)
-        since = now - float(message["age"])
-        stall = float(message.get("stall") or self.stall)
-        member.waits[int(message["token"])] = Wait(str(message["label"]), since, limit, stall, "phase" in message)
+        age, stall = float(message["age"]), float(message.get("stall") or self.stall)
+        began = self._clock.at(now) - age
+        wait = Wait(str(message["label"]), now - age, began, limit, stall, "phase" in message)
+        member.waits[int(message["token"])] = wait
 
     def _waited(self, member: Member, message: Message, payload: bytes, now: float) -> None:
         member.waits.pop(int(message["token"]), None)
@@ -238,6 +257,7 @@ class Job:
         member.state = "bye"
         self._send(member.rank, {"id": message["id"]})
         self._release()
+        self._name_last_step()
 
     def _release(self) -> None:
         """Let those go who left, once all have left or shut down."""
@@ -247,20 +267,60 @@ class Job:
                     self._send(member.rank, {"id": member.leave_id})
                     member.leave_id = None
 
+    # Patience, and the last step ---------------------------------------------------------------------
+
+    def _patience(self, member: Member, message: Message, payload: bytes, now: float) -> None:
+        if seconds := float(message["seconds"]):
+            member.patience[int(message["token"])] = seconds, now + seconds
+        else:
+            member.patience.pop(int(message["token"]), None)
+        self._set_clock(now)
+
+    def _set_clock(self, now: float) -> None:
+        patient = any(until > now for m in self.members.values() for _, until in m.patience.values())
+        if patient != self._clock.stands:
+            (self._clock.stand_still if patient else self._clock.go_on)(now)
+            for rank in self.members:
+                self._send(rank, {"op": "patience", "on": patient})
+
+    def _deadline(self, message: Message, now: float) -> float:
+        return self._clock.at(now) + float(message["timeout"])
+
+    def _stop(self, member: Member, message: Message, payload: bytes, now: float) -> None:
+        if self._stopping is None:
+            self._stopping = {}
+            for rank in self.members:
+                self._send(rank, {"op": "stop?"})
+
+    def _passed(self, member: Member, message: Message, payload: bytes, now: float) -> None:
+        if self._stopping is not None:
+            self._stopping[member.rank] = {str(key): int(step) for key, step in message["steps"].items()}
+            self._name_last_step()
+
+    def _name_last_step(self) -> None:
+        """Once all that make steps have answered."""
+        if self._stopping is None or self._stopped or len(self.members) < self.size:
+            return
+        if all(m.state != "here" or m.rank in self._stopping for m in self.members.values()):
+            self._stopped = True
+            for rank in self.members:
+                self._send(rank, {"op": "stop", "steps": latest(self._stopping)})
+
     # Waits -------------------------------------------------------------------------------------------
 
     def _judge_waits(self, now: float) -> None:
         left = [m for m in self.members.values() if m.state == "left"]
         for member in self.members.values():
             for wait in member.waits.values():
-                age = now - wait.since
+                age = self._clock.at(now) - wait.began
                 if left and now - max(wait.since, left[0].left_at) >= LEFT_GRACE:
                     who = ", ".join(map(str, left[:4]))
                     return self.fail(f"{who} left without hb.shutdown() while {self._picture(wait.label)}", now)
                 if age >= wait.limit:
                     text = f"{wait.label} is not finished after {age:.1f} s"
-                    if wait.limit == self.timeout:
-                        text += f" (HVDBRIDGE_TIMEOUT_SECONDS={wait.limit:g})"
+                    if wait.limit in (self.timeout, self.start):
+                        stage = "TIMEOUT" if wait.limit == self.timeout else "START"
+                        text += f" (HVDBRIDGE_{stage}_SECONDS={wait.limit:g})"
                     return self.fail(f"{text}: {self._picture(wait.label)}", now, kind="CollectiveTimeout")
                 if age >= wait.stall and not wait.warned:
                     self._warn(wait.label, age)
@@ -295,6 +355,9 @@ class Job:
             elif member.state != "here":
                 ends = {"left": "left without hb.shutdown()", "bye": "has shut down", "dead": "died"}
                 parts.append(f"{member}: {ends[member.state]}")
+            elif member.patience:
+                seconds = ", ".join(f"{seconds:g}" for seconds, _ in member.patience.values())
+                parts.append(f"{member}: within hb.patience({seconds})")
             elif member.waits:
                 labels = dict.fromkeys(w.label for w in member.waits.values())
                 parts.append(f"{member}: waits in {' and '.join(labels)}")
@@ -312,6 +375,7 @@ class Job:
 _HANDLERS = {
     "set": Job._set, "get": Job._get, "add": Job._add, "delete": Job._delete, "gather": Job._gather,
     "waiting": Job._waiting, "waited": Job._waited, "report": Job._report, "leave": Job._leave, "bye": Job._bye,
+    "patience": Job._patience, "stop": Job._stop, "passed": Job._passed,
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class Server:
     def __init__(self, settings: dict[str, Any], monitor: socket.socket, pmi: socket.socket) -> None:
         self._settings = settings
         self._sockets: list[tuple[socket.socket, Serve]] = [(monitor, self._member), (pmi, self._pmi_rank)]
-        self._job = Job(settings["size"], settings["timeout"], settings["stall"])
+        self._job = Job(settings["size"], settings["timeout"], settings["stall"], settings["start"])
         self._pmi = Pmi(f"hvdbridge_{settings['job']}", settings["size"], settings["secret"], self._nodes)
         self._ticks = 0
         self._guests: dict[asyncio.StreamWriter, int] = {}  # since which tick, oldest first
@@ -86,7 +86,7 @@ class Server:
         if self._members or self._pmi_ranks:
             return False
         seen = self._job.members.keys() | self._pmi.seen
-        if len(seen) == self._job.size or self._job.failure or age > self._settings["timeout"]:
+        if len(seen) == self._job.size or self._job.failure or age > self._settings["start"]:
             return True
         return not seen and identity(self._settings["pid"]) != self._settings["parent"]
 

@@ -84,7 +84,9 @@ def start_helper(host: str, size: int, config: Config) -> HelperAddress:
     secret, job = secrets.token_hex(16), secrets.token_hex(8)
     settings = {
         "host": host, "size": size, "secret": secret, "job": job, "parent": identity(os.getpid()), "pid": os.getpid(),
-        "timeout": config.timeout_seconds, "stall": config.stall_seconds, "debug": config.log_level == "DEBUG",
+        "timeout": config.timeout_seconds, "start": config.start_seconds, "stall": config.stall_seconds,
+        "debug": config.log_level == "DEBUG",
+        "ports": [config.ports[0], config.ports[-1]] if config.ports else None,
     }  # fmt: skip
     try:
         done = subprocess.run(

@@ -28,6 +28,7 @@ from torch import Tensor
 from hvdbridge.communicators.base import Communicator, Work
 from hvdbridge.errors import HvdbridgeError, RankFailed
 from hvdbridge.messages import Messages, Receipt, wrong_size
+from hvdbridge.ports import first_free, listening
 
 HEADER = struct.Struct("<IIQ")  # group, tag, bytes
 HELLO = struct.Struct("<32sI")  # token, rank
@@ -74,11 +75,13 @@ class Exchange:
         host: the address of this host that other ranks reach.
         publish: puts a text into the job's store under a rank.
         look_up: the text of a rank; waits until it is there.
+        ports: where to listen; None: where the system says.
     """
 
     def __init__(
-        self, rank: int, host: str, publish: Callable[[int, str], None], look_up: Callable[[int], str]
-    ) -> None:
+        self, rank: int, host: str, publish: Callable[[int, str], None], look_up: Callable[[int], str],
+        ports: range | None = None,
+    ) -> None:  # fmt: skip
         self.rank = rank
         self._look_up = look_up
         self._token = secrets.token_hex(16)
@@ -89,7 +92,7 @@ class Exchange:
         self._writers: dict[int, queue.SimpleQueue[tuple[_Event, int, int, memoryview] | None]] = {}
         self._sockets: list[socket.socket] = []
         self._closed = False
-        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._listener = first_free(lambda port: listening(host, port, 1024), ports)
         _thread("listen", self._listen)
         publish(rank, f"{host}:{self._listener.getsockname()[1]}/{self._token}")
 

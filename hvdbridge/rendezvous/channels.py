@@ -11,14 +11,14 @@ Rules:
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
+import re
 import time
 import urllib.error
 import urllib.request
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -28,6 +28,7 @@ from torch.distributed import DistStoreError
 from hvdbridge.config import Config
 from hvdbridge.errors import ConfigurationError, RendezvousError
 from hvdbridge.helper.job import ranks_text
+from hvdbridge.ports import first_free, listening
 from hvdbridge.rendezvous import network
 from hvdbridge.world import World, first_host
 
@@ -99,7 +100,7 @@ class KeyValueChannel(Channel):
         if missing:
             raise RendezvousError(
                 f"rank 0 waited {self.timeout:g} s for {ranks_text(missing)} of {self.world.size} ({self}). "
-                "Look for an earlier error of theirs; if they only start slowly, raise HVDBRIDGE_TIMEOUT_SECONDS."
+                "Look for an earlier error of theirs; if they only start slowly, raise HVDBRIDGE_START_SECONDS."
             )
         return cast("list[str]", found)
 
@@ -161,7 +162,7 @@ class HorovodChannel(KeyValueChannel):
         if missing:
             raise RendezvousError(f"horovodrun's {' and '.join(missing)} is not set: start the script by horovodrun")
         host, port = (os.environ[name] for name in names)
-        return cls(world, prefix, config.timeout_seconds, host, port, os.environ.get("HOROVOD_GLOO_IFACE", ""))
+        return cls(world, prefix, config.start_seconds, host, port, os.environ.get("HOROVOD_GLOO_IFACE", ""))
 
     def __str__(self) -> str:
         return f"horovodrun's store at {self.url}"
@@ -225,10 +226,11 @@ def tcp_store(host: str, port: int, serve: bool, config: Config, who: str, share
     """
     if port and (host, port) in _stores:
         return _stores[host, port]
-    limit = timedelta(seconds=config.timeout_seconds)
+    limit = timedelta(seconds=config.start_seconds)
     try:
         if serve:
-            listener = _listen(host, port)
+            ports = None if port else config.ports
+            listener = first_free(lambda free: listening(host, port or free, 4096, bool(port)), ports)
             port = listener.getsockname()[1]
             store = TCPStore(
                 host, port, is_master=True, wait_for_workers=False, timeout=limit,
@@ -237,28 +239,11 @@ def tcp_store(host: str, port: int, serve: bool, config: Config, who: str, share
         else:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except (OSError, RuntimeError) as error:
-        doing = "cannot listen" if serve else f"got no answer within {config.timeout_seconds:g} s"
+        doing = "cannot listen" if serve else f"got no answer within {config.start_seconds:g} s"
         raise RendezvousError(f"{who} {doing} at {host}:{port} (MASTER_ADDR:MASTER_PORT): {error}") from error
     if shared:
         _stores[host, port] = store
     return store
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            listener.bind(("", port))  # an address that is translated before it comes here, as in a cluster's service
-        listener.listen(4096)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def from_url(url: str, world: World, prefix: str, config: Config) -> Channel:
@@ -272,7 +257,7 @@ def from_url(url: str, world: World, prefix: str, config: Config) -> Channel:
         return _served(world, prefix, config, parts.hostname, parts.port)
     if parts.scheme == "file" and parts.path:
         store = FileStore(parts.path, world.size)
-        return StoreChannel(world, prefix, config.timeout_seconds, store, f"the file {parts.path}")
+        return StoreChannel(world, prefix, config.start_seconds, store, f"the file {parts.path}")
     if parts.scheme == "env":
         return from_variables(world, prefix, config)
     raise ConfigurationError(f"init_method={url!r} must be tcp://host:port, file:///path or env://")
@@ -299,17 +284,30 @@ def from_variables(world: World, prefix: str, config: Config) -> Channel:
 
 
 def from_slurm(world: World, prefix: str, config: Config) -> Channel:
-    """Rank 0 serves on the first host of srun's step, at a port that follows from the job's and step's numbers."""
+    """Rank 0 serves on the first host of srun's step, at :func:`slurm_port`."""
     if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
         return from_variables(world, prefix, config)
     host = first_host(os.environ.get("SLURM_STEP_NODELIST", "") or os.environ.get("SLURM_NODELIST", ""))
     if not host:
         raise RendezvousError("srun's SLURM_STEP_NODELIST is not set: set MASTER_ADDR and MASTER_PORT")
-    job, step = (int(os.environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return _served(world, prefix, config, host, 15000 + (job * 16 + step) % 15000)
+    return _served(world, prefix, config, host, slurm_port(os.environ, config))
+
+
+def slurm_port(environ: Mapping[str, str], config: Config) -> int:
+    """A port that Slurm reserved for the step (``srun --resv-ports``), or one that follows from the numbers of job and
+    step: steps and jobs that follow each other have others.
+
+    >>> slurm_port({"SLURM_STEP_RESV_PORTS": "12000-12003"}, Config())
+    12000
+    """
+    if reserved := re.match(r"\d+", environ.get("SLURM_STEP_RESV_PORTS", "")):
+        return int(reserved.group())
+    step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    ports = config.ports or range(15000, 30000)
+    return ports[zlib.crc32(step.encode()) % len(ports)]
 
 
 def _served(world: World, prefix: str, config: Config, host: str, port: int) -> Channel:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world.launcher == "torchrun"
     store = tcp_store(host, port, world.rank == 0 and not agent, config, f"rank {world.rank}")
-    return StoreChannel(world, prefix, config.timeout_seconds, store, f"the store at {host}:{port}", host)
+    return StoreChannel(world, prefix, config.start_seconds, store, f"the store at {host}:{port}", host)

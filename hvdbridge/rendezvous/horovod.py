@@ -7,7 +7,6 @@ The server's secret travels in the address that Horovod is given: ``host:port/se
 from __future__ import annotations
 
 import hmac
-import math
 import os
 import secrets
 import socket
@@ -15,11 +14,13 @@ import sys
 import threading
 from typing import Any
 
+from hvdbridge.config import LONGEST_SECONDS
 from hvdbridge.errors import BackendUnavailable, RendezvousError
+from hvdbridge.ports import first_free
 from hvdbridge.rendezvous import network
 from hvdbridge.rendezvous.channels import Channel, ObjectChannel
-from hvdbridge.rendezvous.mpi import native as native_mpi
-from hvdbridge.rendezvous.starter import LATER, Meeting, Numbers, Starter, Variables
+from hvdbridge.rendezvous.mpi import offers_mpi
+from hvdbridge.rendezvous.starter import Meeting, Numbers, Starter, Variables
 from hvdbridge.world import World
 
 LARGEST_VALUE = 2**20  # addresses of a full mesh are far smaller
@@ -51,7 +52,7 @@ class HorovodStarter(Starter):
     def start(self, meeting: Meeting) -> None:
         import horovod.torch as hvd
 
-        limit = str(math.ceil(meeting.config.timeout_seconds + LATER))
+        limit = str(round(LONGEST_SECONDS))
         # Process sets, which groups need, must be announced before Horovod starts.
         self._variables.set({"HOROVOD_GLOO_TIMEOUT_SECONDS": limit, "HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
         launcher = meeting.world.launcher
@@ -59,7 +60,7 @@ class HorovodStarter(Starter):
         if native and HorovodStarter.started and os.environ.get("HOROVOD_ELASTIC") != "1":
             native = False  # horovodrun's server still has the addresses at which process sets met the first time
         HorovodStarter.started = True
-        if not (native or (native_mpi(meeting.world) and hvd.mpi_built())):
+        if not (native or (offers_mpi(meeting.world) and hvd.mpi_built())):
             self._bridge(meeting)
         if not hvd.mpi_enabled() and not network.is_loopback(meeting.address):
             _check_host_name()
@@ -86,13 +87,14 @@ class HorovodStarter(Starter):
         key = f"{meeting.key}/horovod"
         if world.rank == 0:
             secret = secrets.token_hex(16)
-            self._server = serve(meeting.address, secret, meeting.worlds)
+            self._server = serve(meeting.address, secret, meeting.worlds, meeting.config.ports)
             meeting.monitor.store_set(key, f"{meeting.address}:{self._server.server_port}/{secret}".encode())
         self._variables.set({
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": meeting.monitor.store_get(key).decode(),
             "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",  # not read: the address has the port
         })  # fmt: skip
-        self._variables.default({"HOROVOD_GLOO_IFACE": network.interface_towards(meeting.address)})
+        interface = meeting.config.iface or network.interface_towards(meeting.address)
+        self._variables.default({"HOROVOD_GLOO_IFACE": interface})
 
     def numbers(self) -> Numbers:
         import horovod.torch as hvd
@@ -140,7 +142,7 @@ def host_name(world: World) -> str:
     return f"node{world.node_rank}"
 
 
-def serve(host: str, secret: str, worlds: tuple[World, ...]) -> Any:
+def serve(host: str, secret: str, worlds: tuple[World, ...], ports: range | None = None) -> Any:
     """Horovod's own rendezvous server, in a thread of this process: ``hvd.init()`` does not hold the GIL."""
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
@@ -169,7 +171,7 @@ def serve(host: str, secret: str, worlds: tuple[World, ...]) -> Any:
         def handle_error(self, request: object, client_address: object) -> None:
             """Half-open and broken connections are nobody's error: the ranks try again."""
 
-    server = Server((host, 0), Handler, 0)
+    server = first_free(lambda port: Server((host, port), Handler, 0), ports)
     server.init([
         SlotInfo(host_name(w), w.rank, w.local_rank, w.node_rank, w.size, w.local_size,
                  sum(peer.local_rank == w.local_rank for peer in worlds))

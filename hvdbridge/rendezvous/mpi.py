@@ -1,4 +1,5 @@
-"""MPI by mpi4py: native under mpiexec and srun; elsewhere an MPI that speaks PMI-1 joins the job's helper.
+"""MPI by mpi4py: native where the launcher starts it (mpiexec; srun, if Slurm was asked to); elsewhere an MPI that
+speaks PMI-1 joins the job's helper.
 
 Rules:
 
@@ -7,12 +8,16 @@ Rules:
    after all of Python's own exit hooks: the ranks have said goodbye to each other by then.
 3. MPI_Init holds the GIL: only :meth:`Monitor.phase` can end a rank that hangs in it, and where the ranks meet
    by MPI itself, and so have no monitor yet, a :class:`Guard`.
+4. What a launcher offers must be known before MPI_Init: MPICH aborts the process where it meets PMIx alone.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from hvdbridge import communicators
@@ -57,12 +62,14 @@ class MpiStarter(Starter):
         return ObjectChannel(all_gather, close)
 
     def native_channel(self, world: World, config: Config) -> Channel | None:
-        if not native(world):
+        if not offers_mpi(world) or misfit(world):
             return None
         self.check(world)
         who = f"rank {world.rank} of {world.size} ({world.launcher})"
-        guard = Guard(config.timeout_seconds, who, world.local_size)
+        _set_network(config)
+        guard = Guard(config.start_seconds, who, world.local_size)
         _initialize()
+        guard.started()
         found = self.numbers()
         # An MPI that is not this launcher's own finds one rank of one, which would be a channel to nobody.
         if found != (world.rank, world.size):
@@ -80,11 +87,14 @@ class MpiStarter(Starter):
                 "MPI was finalized in this process, and MPI cannot start twice: let it run until exit"
             )
         text = _version()
-        if world.size > 1 and not native(world) and not any(name in text for name in SPEAKS_PMI1):
+        if world.size > 1 and not offers_mpi(world) and not any(name in text for name in SPEAKS_PMI1):
+            script = sys.argv[0] or "train.py"
+            run = f"mpiexec -n {world.size} python {script}"
+            if world.launcher == "srun":
+                run = f"srun --mpi=pmix (or --mpi=pmi2; srun --mpi=list) python {script}, or HVDBRIDGE_BACKEND=torch"
             raise BackendUnavailable(
                 f"{text} cannot join ranks that {world.launcher} started: it does not speak PMI-1, as MPICH and "
-                f"Intel MPI do. Run: mpiexec -n {world.size} python {sys.argv[0] or 'train.py'} "
-                "(or install MPICH: pip install 'hvdbridge[mpich]')"
+                f"Intel MPI do. Run: {run} (or install MPICH: pip install 'hvdbridge[mpich]')"
             )
 
     def start(self, meeting: Meeting) -> None:
@@ -94,6 +104,7 @@ class MpiStarter(Starter):
         variables = Variables()
         if meeting.helper is not None:
             variables.remove(("PMI_", "PMIX_", "MPI_LOCAL", "HYDI_"))  # of an outer launcher
+            _set_network(meeting.config)
             variables.set(meeting.helper.pmi_environment(meeting.world.rank, meeting.world.size))
         try:
             with meeting.monitor.phase("MPI_Init"):
@@ -115,9 +126,46 @@ class MpiStarter(Starter):
         """Rule 2."""
 
 
-def native(world: World) -> bool:
-    """Whether this launcher starts MPI by itself."""
-    return world.launcher in ("mpiexec", "srun")
+def offers_mpi(world: World) -> bool:
+    """Whether this launcher starts MPI by itself; srun does if it, or Slurm's configuration, says so (``--mpi=``)."""
+    by_slurm = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK"))
+    return world.launcher == "mpiexec" or (world.launcher == "srun" and by_slurm)
+
+
+def misfit(world: World) -> str:
+    """Why mpi4py's library cannot start as this launcher offers it, and what to do; empty: nothing is known of it."""
+    if "PMIX_NAMESPACE" not in os.environ or not _version().startswith("MPICH"):
+        return ""
+    with suppress(OSError):
+        if "libpmix" in Path("/proc/self/maps").read_text():  # an MPICH that was built with it
+            return ""
+    whose = "Open MPI's mpirun" if "OMPI_COMM_WORLD_RANK" in os.environ else f"{world.launcher} (--mpi=pmix)"
+    own = Path(sys.executable).with_name("mpiexec")
+    run = f"{own if own.exists() else 'mpiexec'} -n {world.size}"
+    if world.launcher == "srun":
+        run = "srun --mpi=pmi2"
+    return (
+        f"{whose} speaks PMIx and mpi4py's library, {_version()}, does not: it would abort. Start the ranks by "
+        f"{run}, or let mpi4py take the launcher's MPI (MPI4PY_LIBMPI, or pip install --no-binary mpi4py mpi4py)"
+    )
+
+
+def _set_network(config: Config) -> None:
+    """HVDBRIDGE_PORTS and HVDBRIDGE_IFACE in the words of MPICH (ch3; UCX and libfabric below ch4) and Open MPI, unless
+    the user said more. They stay: connections are made when first used. UCX_NET_DEVICES is not for us to set: it names
+    Infiniband's devices, too.
+    """
+    found: dict[str, str | None] = {}
+    if config.ports:
+        low, high = config.ports[0], config.ports[-1]
+        found |= {"MPIR_CVAR_CH3_PORT_RANGE": f"{low}:{high}"}
+        found |= {"UCX_TCP_PORT_RANGE": f"{low}-{high}"}
+        found |= {"FI_TCP_PORT_LOW_RANGE": f"{low}", "FI_TCP_PORT_HIGH_RANGE": f"{high}"}
+        found |= {"OMPI_MCA_btl_tcp_port_min_v4": f"{low}", "OMPI_MCA_btl_tcp_port_range_v4": f"{len(config.ports)}"}
+    if config.iface:
+        names = ("MPIR_CVAR_NEMESIS_TCP_NETWORK_IFACE", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")
+        found |= dict.fromkeys(names, config.iface)
+    Variables().default(found)
 
 
 def _library() -> Any:

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Ranks share a host when they share its network: host name, boot and network namespace are equal. Two containers
-   on one machine are two hosts.
+1. Ranks share a host when host name, boot and network namespace are equal. Two containers on one machine are two
+   hosts.
 2. On one host everything listens on loopback only. Across hosts it listens on one address that all can route to.
 3. A port that is chosen now and opened later by somebody else comes from outside of the range from which the kernel
    gives ports to connections: within it, one may take the port meanwhile.
@@ -20,18 +20,25 @@ from contextlib import suppress
 from ipaddress import IPv4Interface
 from pathlib import Path
 
+from hvdbridge.errors import ConfigurationError
+
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B
 
 
 def host_identity() -> str:
-    """A text that is equal on processes that reach each other by loopback, and on no others."""
-    parts = [socket.gethostname()]
+    """A text that is equal on processes of one host (rule 1)."""
+    return f"{socket.gethostname()}/{network_identity()}"
+
+
+def network_identity() -> str:
+    """A text that is equal on processes that reach each other by loopback, and on no others: containers of one host
+    may share its network, and yet have names of their own.
+    """
     with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8])
-    with suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/net").strip("net:[]"))
-    return "/".join(parts)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+        return f"{boot}/{os.readlink('/proc/self/ns/net').strip('net:[]')}"
+    return socket.gethostname()
 
 
 def interfaces() -> dict[str, IPv4Interface]:
@@ -63,6 +70,22 @@ def source_address(host: str) -> str | None:
     return None
 
 
+def chosen_interface(name: str) -> IPv4Interface:
+    """The address of the interface that ``HVDBRIDGE_IFACE`` names.
+
+    Raises:
+        ConfigurationError: this host has none of this name, or it has no IPv4 address.
+    """
+    found = interfaces()
+    if name not in found:
+        there = ", ".join(f"{each} ({found[each].ip})" for each in found) or "none"
+        raise ConfigurationError(
+            f"HVDBRIDGE_IFACE={name}: {socket.gethostname()} has no interface of this name with an IPv4 address. "
+            f"Those that have one: {there}"
+        )
+    return found[name]
+
+
 def interface_towards(host: str) -> str | None:
     """The name of the interface by which this host talks to ``host``, for libraries that want a name."""
     source = source_address(host)
@@ -75,10 +98,8 @@ def free_port() -> int:
     >>> 1024 <= free_port() <= 65535
     True
     """
-    low, high = 32768, 60999
-    with suppress(OSError, ValueError):
-        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    ports = [*range(10000, low), *range(high + 1, 65536)]
+    kernels = kernel_ports()
+    ports = [*range(10000, kernels.start), *range(kernels.stop, 65536)]
     for port in [*random.SystemRandom().sample(ports, min(100, len(ports))), 0]:
         with suppress(OSError), socket.socket() as probe:
             probe.bind((LOOPBACK, port))
@@ -86,28 +107,58 @@ def free_port() -> int:
     raise OSError("this host has no free port on its loopback interface")
 
 
+def kernel_ports() -> range:
+    """From where the kernel gives ports to connections, and to those who listen wherever it says."""
+    low, high = 32768, 60999
+    with suppress(OSError, ValueError):
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    return range(low, high + 1)
+
+
+def gloo_leaves(ports: range | None) -> str:
+    """Why Gloo, which takes the kernel's ports, leaves ``HVDBRIDGE_PORTS``, and what to do; empty: it does not."""
+    kernels = kernel_ports()
+    if ports is None or (kernels[0] in ports and kernels[-1] in ports):
+        return ""
+    return (
+        f"HVDBRIDGE_PORTS={ports[0]}-{ports[-1]}: Gloo, below torch and Horovod, listens where the kernel says, at "
+        f"{kernels[0]}-{kernels[-1]}. Run: sysctl net.ipv4.ip_local_port_range='{ports[0]} {ports[-1]}' on each host, "
+        "or use HVDBRIDGE_BACKEND=mpi"
+    )
+
+
 def is_loopback(address: str) -> bool:
     return address.startswith("127.")
 
 
-def common_address(mine: Sequence[str], others: Sequence[Sequence[str]], preferred: str | None = None) -> str:
+def common_address(mine: Sequence[str], others: Sequence[Sequence[str]], preferred: str | None = None) -> str | None:
     """The address of mine that hosts with the interfaces ``others`` can reach, ``preferred`` if it qualifies.
 
-    Interfaces are written ``address/prefix``. A network in which every host has an address beats others.
+    Interfaces are written ``address/prefix``. A network in which every host has an address beats others. An address
+    that another host has, too (a container bridge's), leads to that host itself, and is no candidate. None: there is
+    none, as on hosts that have IPv6 alone.
 
-    >>> common_address(["127.0.0.1/8", "172.17.0.1/16", "10.0.0.1/24"], [["127.0.0.1/8", "10.0.0.2/24"]])
+    >>> common_address(["127.0.0.1/8", "172.17.0.1/16", "10.0.0.1/24"], [["172.17.0.1/16", "10.0.0.2/24"]])
     '10.0.0.1'
     """
-    usable = [IPv4Interface(text) for text in mine if not is_loopback(text)]
-    if preferred and not is_loopback(preferred):
+    everywhere = {_ip(text) for host in others for text in host}
+    shared = everywhere & {_ip(text) for text in mine}
+    usable = [IPv4Interface(text) for text in mine if not is_loopback(text) and _ip(text) not in shared]
+    if preferred and not is_loopback(preferred) and preferred not in everywhere:
         return preferred
-    theirs = [[IPv4Interface(text) for text in host if not is_loopback(text)] for host in others]
+    theirs = [
+        [IPv4Interface(text) for text in host if not is_loopback(text) and _ip(text) not in shared] for host in others
+    ]
     for candidate in usable:
         if all(any(there.network == candidate.network for there in host) for host in theirs):
             return str(candidate.ip)
     for host in theirs:
         for there in host:
             routed = source_address(str(there.ip))
-            if routed and not is_loopback(routed):
+            if any(routed == str(candidate.ip) for candidate in usable):
                 return routed
-    return str(usable[0].ip) if usable else LOOPBACK
+    return str(usable[0].ip) if usable else None
+
+
+def _ip(interface: str) -> str:
+    return interface.partition("/")[0]

@@ -27,13 +27,11 @@ from hvdbridge.helper.client import Monitor
 from hvdbridge.helper.start import HelperAddress, start_helper
 from hvdbridge.rendezvous import channels, network
 from hvdbridge.rendezvous.channels import Channel
+from hvdbridge.rendezvous.mpi import misfit, offers_mpi
 from hvdbridge.rendezvous.starter import Meeting, Starter
 from hvdbridge.world import World
 
 STARTERS = {"horovod": "horovod:HorovodStarter", "mpi": "mpi:MpiStarter", "torch": "torch:TorchStarter"}
-FAVOURITES = {"horovodrun": "horovod", "mpiexec": "mpi", "srun": "mpi"}
-"""What ``auto`` takes under a launcher, if it is installed; else torch."""
-
 log = logging.getLogger("hvdbridge")
 
 
@@ -92,6 +90,7 @@ def start(config: Config, world: World, init_method: str | None, number: int, se
         if world.size > 1:
             monitor.agree("the job's settings", f"{settings}, backend {name}, {threads}")
         if not adopted:
+            _warn_of_gloo(name, meeting)
             chosen.start(meeting)
             _compare(chosen, meeting.world)
     except Exception as error:
@@ -110,7 +109,7 @@ def choose(backend: str, world: World) -> tuple[str, bool]:
         # One that found other numbers than the launcher's is not meant: some package imported it on the way.
         if found is not None and (world.launcher == "none" or found == (world.rank, world.size)):
             return name, True
-    favourite = FAVOURITES.get(world.launcher, "torch")
+    favourite = "mpi" if offers_mpi(world) else "horovod" if world.launcher == "horovodrun" else "torch"
     return favourite if communicators.installed(favourite) else "torch", False
 
 
@@ -128,18 +127,17 @@ def open_channel(world: World, init_method: str | None, key: str, config: Config
 
 
 def _mpi_channel(world: World, key: str, config: Config) -> Channel:
-    mpi = starter("mpi")()
-    if communicators.installed("mpi"):
-        found = mpi.native_channel(world, config)
-        assert found is not None
+    installed = communicators.installed("mpi")
+    found = starter("mpi")().native_channel(world, config) if installed else None
+    if found is not None:
         return found
     try:
         return channels.from_variables(world, key, config)
     except RendezvousError as error:
+        why = misfit(world) if installed else "mpi4py is not installed. " + communicators.entry("mpi").remedy
         raise BackendUnavailable(
-            f"Under {world.launcher} the ranks meet by MPI, but mpi4py is not installed. "
-            f"{communicators.entry('mpi').remedy}, or set MASTER_ADDR and MASTER_PORT "
-            "to the host of rank 0 and a free port there."
+            f"Under {world.launcher} the ranks meet by MPI, but {why}, or set MASTER_ADDR and MASTER_PORT to the host "
+            "of rank 0 and a free port there."
         ) from error
 
 
@@ -160,8 +158,8 @@ def meet(config: Config, world: World, channel: Channel, key: str) -> Meeting:
     """
     identity = network.host_identity()
     place = {
-        "world": asdict(world), "identity": identity, "devices": _devices(),
-        "host": _host_name(world), "addresses": [str(i) for i in network.interfaces().values()],
+        "world": asdict(world), "identity": identity, "network": network.network_identity(), "devices": _devices(),
+        "host": _host_name(world), **_addresses(config.iface),
     }  # fmt: skip
     places = [json.loads(text) for text in channel.gather(json.dumps(place))]
     answer = json.loads(channel.broadcast(_answer(config, places, channel.address) if world.rank == 0 else ""))
@@ -186,11 +184,11 @@ def _answer(config: Config, places: Sequence[Any], asked: str | None) -> str:
         if [(w.rank, w.size) for w in worlds] != [(r, len(places)) for r in range(len(places))]:
             raise RendezvousError(f"the ranks do not fit together: {[(w.rank, w.size) for w in worlds]}")
         mine = places[0]
-        if all(place["identity"] == mine["identity"] for place in places):
-            address = network.LOOPBACK
-        else:
-            others = [place["addresses"] for place in places if place["identity"] != mine["identity"]]
-            address = network.common_address(mine["addresses"], others, asked)
+        wrong = [place["error"] for place in places if "error" in place]
+        if wrong:
+            raise RendezvousError(wrong[0])
+        others = [place["addresses"] for place in places if place["network"] != mine["network"]]
+        address = _address(mine["addresses"], others, None if config.iface else asked) if others else network.LOOPBACK
         helper = str(start_helper(address, len(places), config)) if len(places) > 1 else ""
     except RendezvousError as error:
         return json.dumps({"error": str(error)})
@@ -200,6 +198,26 @@ def _answer(config: Config, places: Sequence[Any], asked: str | None) -> str:
         "worlds": [asdict(world) for world in worlds], "address": address, "helper": helper,
         "own_devices": all(used) and len(set(used)) == len(used),
     })  # fmt: skip
+
+
+def _addresses(iface: str | None) -> dict[str, Any]:
+    """This host's part of a place: its addresses, or why it has none as asked for."""
+    try:
+        found = [network.chosen_interface(iface)] if iface else network.interfaces().values()
+    except ConfigurationError as error:
+        return {"error": str(error)}
+    return {"addresses": [str(each) for each in found]}
+
+
+def _address(mine: Sequence[str], others: Sequence[Sequence[str]], asked: str | None) -> str:
+    found = network.common_address(mine, others, asked)
+    if found is None:
+        raise RendezvousError(
+            f"rank 0's host has no IPv4 address that other hosts reach: it has {', '.join(mine) or 'none'}, another "
+            f"has {', '.join(others[0]) or 'none'}. IPv6 alone, and addresses that several hosts have, do not serve; "
+            "HVDBRIDGE_IFACE names an interface"
+        )
+    return found
 
 
 def _host_name(world: World) -> str:
@@ -219,6 +237,12 @@ def _limit_threads(worlds: Sequence[World]) -> None:
     """One thread per rank where ranks share a host, as torchrun does: the last bits depend on it."""
     if any(world.local_size > 1 for world in worlds) and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(1)
+
+
+def _warn_of_gloo(backend: str, meeting: Meeting) -> None:
+    text = network.gloo_leaves(meeting.config.ports)
+    if text and backend != "mpi" and meeting.world.rank == 0 and not network.is_loopback(meeting.address):
+        log.warning("%s", text)
 
 
 def _attempt() -> str:

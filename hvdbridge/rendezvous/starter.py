@@ -19,10 +19,6 @@ Numbers = tuple[int, int]
 """Rank and size."""
 
 
-LATER = 5.0
-"""Seconds by which a library's own timeouts come after the helper's: its verdict names the rank that is missing."""
-
-
 @dataclass(frozen=True)
 class Meeting:
     """What all ranks know of each other once they met.

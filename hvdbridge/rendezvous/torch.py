@@ -7,9 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hvdbridge.config import LONGEST_SECONDS
 from hvdbridge.rendezvous import network
 from hvdbridge.rendezvous.channels import Channel, HashStore, ObjectChannel, PrefixStore, Store, tcp_store
-from hvdbridge.rendezvous.starter import LATER, Meeting, Numbers, Starter, Variables
+from hvdbridge.rendezvous.starter import Meeting, Numbers, Starter, Variables
 
 
 class TorchStarter(Starter):
@@ -36,13 +37,15 @@ class TorchStarter(Starter):
     def start(self, meeting: Meeting) -> None:
         world, config = meeting.world, meeting.config
         # Gloo takes the address of the host's name, which on many machines is loopback or nobody's.
-        self._variables.default({"GLOO_SOCKET_IFNAME": network.interface_towards(meeting.address)})
+        interface = config.iface or network.interface_towards(meeting.address)
+        nccl = config.iface and f"={config.iface}"  # NCCL takes a name for a prefix otherwise
+        self._variables.default({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": nccl})
         with meeting.monitor.phase("init_process_group"):
             self._store = meeting.store or self._open_store(meeting)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if meeting.own_devices else "gloo",
                 store=PrefixStore(f"{meeting.key}/torch", self._store),
-                rank=world.rank, world_size=world.size, timeout=timedelta(seconds=config.timeout_seconds + LATER),
+                rank=world.rank, world_size=world.size, timeout=timedelta(seconds=LONGEST_SECONDS),
             )  # fmt: skip
 
     def _open_store(self, meeting: Meeting) -> Store:

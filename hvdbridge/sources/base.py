@@ -134,7 +134,10 @@ class Source:
         steps: synchronizing backwards of this rank that ended.
         names: of the parameters.
         parameters: tells when the model has others; None: there is no model.
+        started: called when the first step is through.
     """
+
+    started: Callable[[], None] | None = None
 
     def __init__(self, aggregator: Aggregator, names: Mapping[Tensor, str], options: Options) -> None:
         self.aggregator = aggregator
@@ -239,6 +242,9 @@ class Source:
         if self.aggregator.driver.failure is None:
             self.steps += not self.aggregator.joined
             self.touched.clear()
+            if self.started is not None:
+                self.started()
+                self.started = None
             for other in self._sharing:  # what it saw of these parameters has been aggregated here
                 other.touched = [p for p in other.touched if p not in self.names]
 

@@ -37,6 +37,7 @@ from hvdbridge.helper.wire import (
     pack,
     unpack,
 )  # fmt: skip
+from hvdbridge.ports import first_free, listening
 from hvdbridge.torch.coordinator import Coordinator, Request
 
 Deliver = Callable[[Message], None]
@@ -51,21 +52,24 @@ GUEST_SECONDS = 10.0
 class Control:
     """Of a job of one, and the part that rank 0 adds its connections to."""
 
-    def __init__(self, coordinator: Coordinator, deliver: Deliver) -> None:
+    def __init__(
+        self, coordinator: Coordinator, deliver: Deliver, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._coordinator = coordinator
+        self._clock = clock
         self._deliver = deliver
         self._lock = threading.Lock()
 
     def send(self, requests: Iterable[Request]) -> None:
         """Submit this rank's requests."""
         with self._lock:
-            self._coordinator.submit(0, requests, time.monotonic())
+            self._coordinator.submit(0, requests, self._clock())
             self._pass_on()
 
     def announce(self, steps: Steps) -> None:
         """This rank has begun these steps: of each channel the last one."""
         with self._lock:
-            self._coordinator.begin(steps, time.monotonic())
+            self._coordinator.begin(steps, self._clock())
             self._pass_on()
 
     def leave(self) -> None:
@@ -95,12 +99,12 @@ class Hub(Control):
     """Rank 0 of several: listens, and carries the coordinator's messages to all."""
 
     def __init__(
-        self, coordinator: Coordinator, deliver: Deliver, monitor: Monitor, host: str, key: str, seconds: float
-    ) -> None:
-        super().__init__(coordinator, deliver)
+        self, coordinator: Coordinator, deliver: Deliver, monitor: Monitor, host: str, key: str, seconds: float,
+        ports: range | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(coordinator, deliver, monitor.clock)
         self._secret = secrets.token_hex(16)
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        self._listener = first_free(lambda port: listening(host, port, 1024), ports)
         _close_in_children(self._listener)
         port = self._listener.getsockname()[1]
         monitor.store_set(key, f"{host},{port},{self._secret}".encode())
@@ -187,9 +191,9 @@ class Hub(Control):
 
     def _hear(self, rank: int, message: Message) -> None:
         if "submit" in message:
-            self._coordinator.submit(rank, [Request.unpack(each) for each in message["submit"]], time.monotonic())
+            self._coordinator.submit(rank, [Request.unpack(each) for each in message["submit"]], self._clock())
         elif "begun" in message:
-            self._coordinator.begin([tuple(each) for each in message["begun"]], time.monotonic())
+            self._coordinator.begin([tuple(each) for each in message["begun"]], self._clock())
         elif "fail" in message:
             self._coordinator.fail(message["fail"])
         else:
@@ -201,7 +205,7 @@ class Hub(Control):
             for rank in [rank for rank, until in self._lost.items() if now >= until]:
                 del self._lost[rank]
                 self._coordinator.leave(rank, "is gone: its connection ended")
-            self._coordinator.tick(now)
+            self._coordinator.tick(self._clock())
             self._pass_on()
 
     def _pass_on(self) -> None:

@@ -143,6 +143,7 @@ class Operations:
         self._left = False
         self._begun: dict[tuple[int, str], int] = {}  # of each channel the last step
         self._announcing = False  # somebody has joined
+        self._clock = session.monitor.clock
         self._heard = 0.0  # when the coordinator last said something
         self._follow: Mailbox[list[Any]] = Mailbox()  # of a rank that joined: what to do
         self._messages: Mailbox[Message] = Mailbox()
@@ -164,9 +165,10 @@ class Operations:
             self.size, settings.stall_seconds, settings.timeout_seconds, settings.fusion_bytes, settings.limit
         )
         if self.size == 1:
-            return Control(coordinator, self._deliver)
+            return Control(coordinator, self._deliver, self._clock)
         if self.rank == 0:
-            return Hub(coordinator, self._deliver, session.monitor, session.monitor.host, key, seconds)
+            ports = session.config.ports
+            return Hub(coordinator, self._deliver, session.monitor, session.monitor.host, key, seconds, ports)
         return Spoke(self._deliver, session.monitor, self.rank, key, seconds)
 
     # Process sets ---------------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ class Operations:
         limit = self.settings.timeout_seconds + LATER
         wanted = self._follow.get(limit)
         if wanted is None:
-            if time.monotonic() - self._heard > limit:
+            if self._clock() - self._heard > limit:
                 self._fail(f"join: rank 0, which coordinates, said nothing for {limit:g} s")
             return
         if not wanted:  # all have joined, or a failure
@@ -358,8 +360,9 @@ class Operations:
 
     def _await(self, pending: Pending) -> None:
         limit = self.settings.timeout_seconds + LATER
-        while not pending.done.wait(limit):
-            if not pending.decided:
+        since = self._clock()
+        while not pending.done.wait(LATER):
+            if not pending.decided and self._clock() - since > limit:
                 self._fail(f"{pending.request.title}: rank 0, which coordinates, gave no answer within {limit:g} s")
 
     def _check_open(self, label: str) -> None:
@@ -401,7 +404,7 @@ class Operations:
 
     def _deliver(self, message: Message) -> None:
         """From the control's threads: a message of the coordinator."""
-        self._heard = time.monotonic()
+        self._heard = self._clock()
         if "follow" in message:
             self._follow.put(message["follow"])
         elif "failed" in message:

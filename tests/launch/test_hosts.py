@@ -10,10 +10,10 @@ import jobs
 import pytest
 
 import benchmarks.hosts
-from benchmarks.hosts import Hosts, NoHosts
+from benchmarks.hosts import Hosts, NoHosts, sh
 from benchmarks.hosts import hosts as make
 
-SCRIPT = str(Path(__file__).parent / "scripts" / "places.py")
+SCRIPT = Path(__file__).parent / "scripts" / "places.py"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_two_hosts(launcher: str, backend: str, hosts: Hosts, tmp_path: Path) ->
     """Two ranks on each host in the cells of one diagonal, one in the others."""
     each = 2 if launcher == jobs.NATIVE[backend] else 1
     env = jobs.environment(backend, JOB_RECORDS=str(tmp_path))
-    statuses, output = hosts.run(hosts.commands(launcher, each, [SCRIPT, "buckets"]), env, timeout=60)
+    statuses, output = hosts.run(hosts.commands(launcher, each, [str(SCRIPT), "buckets"]), env, timeout=60)
     assert not any(statuses), output[-8000:]
     size = 2 * each
     for rank in range(size):
@@ -41,6 +41,23 @@ def test_two_hosts(launcher: str, backend: str, hosts: Hosts, tmp_path: Path) ->
         assert (seen["node_rank"], seen["num_nodes"]) == (rank // each, 2)
         assert (seen["backend"], seen["launcher"]) == (backend, launcher)
         assert seen["buckets"] == [[10, 2], [25, 2]], "smaller ones on a network, and a small first one"
+
+
+def test_the_port_range_and_interface_that_were_asked_for(hosts: Hosts, tmp_path: Path) -> None:
+    """MPI's own sockets, too; a container bridge has the same address on both hosts."""
+    for name in hosts.names:
+        sh("ip", "-n", name, "link", "add", "docker0", "type", "bridge")
+        sh("ip", "-n", name, "address", "add", "172.17.0.1/16", "dev", "docker0")
+        sh("ip", "-n", name, "link", "set", "docker0", "up")
+    script = str(SCRIPT.parent / "ports.py")
+    env = jobs.environment("mpi", JOB_RECORDS=str(tmp_path), HVDBRIDGE_PORTS="25000-25019", HVDBRIDGE_IFACE="net0")
+    statuses, output = hosts.run(hosts.commands("torchrun", 1, [script]), env, timeout=60)
+    assert not any(statuses), output[-8000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    found = first["own"] + first["helper"] + second["own"]
+    assert len(first["helper"]) == 2
+    assert first["own"]
+    assert all(25000 <= port < 25020 for port in found), found
 
 
 @pytest.mark.parametrize(

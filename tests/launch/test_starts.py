@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jobs
 import pytest
+
+from hvdbridge.rendezvous.network import free_port
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLACES, TERMINALS, ADOPT, WRONG = (str(SCRIPTS / f"{n}.py") for n in ("places", "terminals", "adopt", "wrong"))
@@ -22,12 +26,73 @@ def test_without_a_launcher(how: str, backend: str) -> None:
         assert (seen["backend"], seen["launcher"], seen["sum"]) == (backend, "bare", 3)
 
 
-@pytest.mark.parametrize("backend", ["torch", "horovod"])  # MPI under srun needs srun's own PMI
-def test_srun(backend: str) -> None:
+@pytest.mark.parametrize("backend", [None, *jobs.BACKENDS])
+def test_srun_without_mpi(backend: str | None) -> None:
+    """``--mpi=none``: MPI joins the helper, and ``auto`` takes torch."""
     job = jobs.run(None, backend, 2, [TERMINALS, "slurm", "2"]).check()
     assert [(r["rank"], r["local_rank"], r["num_nodes"], r["launcher"], r["sum"]) for r in job.records] == [
         (0, 0, 1, "srun", 3), (1, 1, 1, "srun", 3)
     ]  # fmt: skip
+    assert {r["backend"] for r in job.records} == {backend or "torch"}
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_meeting_at_an_address_of_ipv6(backend: str) -> None:
+    assert [r["sum"] for r in jobs.run(None, backend, 2, [TERMINALS, "ipv6", "2"]).check().records] == [3, 3]
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_mpich_below_a_launcher_that_speaks_pmix(backend: str) -> None:
+    """MPI_Init would abort the process, whichever backend: the ranks meet by MPI. A place to meet is enough."""
+    kind, text = refused(None, backend, [TERMINALS, "pmix", "2", WRONG], size=2)
+    assert kind == "BackendUnavailable"
+    assert "Open MPI's mpirun speaks PMIx" in text
+    for word in ("MPICH Version", "mpiexec -n 2", "MPI4PY_LIBMPI", "set MASTER_ADDR and MASTER_PORT"):
+        assert word in text
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = jobs.run(None, backend, 2, [TERMINALS, "pmix", "2"], env=meet).check()
+    assert [(r["backend"], r["launcher"], r["sum"]) for r in job.records] == [(backend, "mpiexec", 3)] * 2
+
+
+def test_a_user_whom_nobody_knows(tmp_path: Path) -> None:
+    """As in a container that runs under a number: no home, so kernels are kept below the temporary directory."""
+    code = "import hvdbridge as hb; from hvdbridge.kernels import native; hb.init(); assert native.compiled()"
+    unset = ["env", "-u", "HOME", "-u", "XDG_CACHE_HOME", "-u", "HVDBRIDGE_CACHE"]
+    unshare = ["unshare", "--user", "--map-user=12345", *unset]
+    call = [*unshare, f"TMPDIR={tmp_path}", sys.executable, "-c", code]
+    subprocess.run(call, env=jobs.environment("torch"), check=True, timeout=60)
+    assert list((tmp_path / "hvdbridge-12345" / "kernels").glob("native-*.so"))
+
+
+def test_one_process_in_a_terminal_of_a_step() -> None:
+    """srun --pty bash, and python in it."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_PTY_PORT": "1"}
+    job = jobs.run(None, None, 1, [PLACES], env=step, timeout=30.0)
+    assert job.status == 1
+    assert "srun --pty" in job.output
+    assert "RANK=0 WORLD_SIZE=1" in job.output
+    (seen,) = jobs.run(None, None, 1, [PLACES], env=step | {"RANK": "0", "WORLD_SIZE": "1"}).check().records
+    assert (seen["size"], seen["launcher"]) == (1, "bare")
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_ports_and_interface_as_asked_for(backend: str) -> None:
+    """Of a rank's own ports, those of Gloo are the kernel's."""
+    low = free_port()
+    env = {"HVDBRIDGE_PORTS": f"{low}-{low + 9}", "HVDBRIDGE_IFACE": "lo"}
+    first, second = jobs.run("fork", backend, 2, [str(SCRIPTS / "ports.py")], env=env).check().records
+    assert len(first["helper"]) == 2
+    assert all(low <= port < low + 10 for port in first["helper"])
+    if backend == "mpi":
+        assert all(low <= port < low + 10 for port in second["own"])
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_an_interface_that_one_rank_lacks(backend: str) -> None:
+    kind, text = refused("fork", backend, [WRONG, "HVDBRIDGE_IFACE=lo,none7"])
+    assert kind == "RendezvousError"
+    assert "HVDBRIDGE_IFACE=none7" in text
+    assert "lo (127.0.0.1)" in text
 
 
 def test_meeting_at_a_file() -> None:
@@ -57,9 +122,9 @@ def test_torchrun_restarts_the_job(backend: str) -> None:
     assert job.records == [1, 1]
 
 
-def refused(launcher: str | None, backend: str | None, argv: list[str], **env: str) -> tuple[str, str]:
+def refused(launcher: str | None, backend: str | None, argv: list[str], size: int = 0, **env: str) -> tuple[str, str]:
     """The kind of error that every rank raised, and rank 0's text."""
-    job = jobs.run(launcher, backend, 2 if launcher else 1, argv, env=env)
+    job = jobs.run(launcher, backend, size or (2 if launcher else 1), argv, env=env)
     assert job.status != 0, job.output[-4000:]
     assert None not in job.records, job.output[-4000:]
     assert len({kind for kind, _ in job.records}) == 1, job.records

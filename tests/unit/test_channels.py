@@ -1,4 +1,6 @@
-"""horovodrun's store, as it behaves on a machine that is busy: it drops connections that are silent for a while."""
+"""horovodrun's store, as it behaves on a machine that is busy: it drops connections that are silent for a while. And
+the ports at which we listen, and at which Slurm's ranks meet.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from hvdbridge.config import Config
 from hvdbridge.errors import RendezvousError
-from hvdbridge.rendezvous.channels import ATTEMPTS, HorovodChannel
+from hvdbridge.messages.tcp import Exchange
+from hvdbridge.ports import first_free, listening
+from hvdbridge.rendezvous.channels import ATTEMPTS, HorovodChannel, slurm_port, tcp_store
+from hvdbridge.rendezvous.horovod import serve
+from hvdbridge.rendezvous.network import free_port
 from hvdbridge.world import World
 
 
@@ -81,3 +88,32 @@ def test_a_store_that_answers_nobody_is_named(store: Store) -> None:
     with pytest.raises(RendezvousError, match=f"rank 1 cannot reach horovodrun's store at .*:{store.server_port}"):
         channel(store, 1).gather("there")
     assert store.values == {}
+
+
+def test_all_that_listens_keeps_to_the_range() -> None:
+    low = free_port()
+    ports, told = range(low, low + 40), {}
+    exchange = Exchange(0, "127.0.0.1", told.__setitem__, str, ports)
+    store = tcp_store("127.0.0.1", 0, True, Config(ports=ports), "rank 0", shared=False)
+    server = serve("127.0.0.1", "secret", (World(0, 1, 0, 1, 0, 1),), ports)
+    try:
+        found = {int(told[0].partition("/")[0].rpartition(":")[2]), store.port, server.server_port}
+        assert len(found) == 3
+        assert found <= set(ports)
+    finally:
+        exchange.close()
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_range_that_is_taken_is_named() -> None:
+    with listening("127.0.0.1", 0, 1) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(OSError, match=f"HVDBRIDGE_PORTS={port}-{port}"):
+            first_free(lambda free: listening("127.0.0.1", free, 1), range(port, port + 1))
+
+
+def test_steps_and_jobs_that_follow_each_other_meet_elsewhere() -> None:
+    steps = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(700, 704) for step in range(20)]
+    assert len({slurm_port(step, Config()) for step in steps}) == len(steps)
+    assert all(slurm_port(step, Config(ports=range(9, 12))) in range(9, 12) for step in steps)

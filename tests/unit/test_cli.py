@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from hvdbridge.cli import COMMANDS, doctor, install_horovod, main, probe
+from hvdbridge.cli import COMMANDS, doctor, install_horovod, main, probe, starts
 from hvdbridge.cli.doctor import Cell, Facts, Launcher, cells
 from hvdbridge.errors import BackendUnavailable
 
 pytestmark = pytest.mark.slow
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}
 
 TORCH = probe.Torch(
     version="2.13.0+cpu",
@@ -169,6 +173,45 @@ def test_variables_show_what_they_parse_to(monkeypatch):
     assert variables["HVDBRIDGE_DEBUG"] == "True"
     assert variables["HVDBRIDGE_BUCKET_MB"].startswith("error: HVDBRIDGE_BUCKET_MB=many")
     assert variables["HVDBRIDGE_X"].startswith("error: Unknown")
+    found = doctor._variables({"HVDBRIDGE_SERVICE_HOST": "10.0.0.1", "HVDBRIDGE_PORT": "tcp://10.0.0.1:80"})
+    assert set(found.values()) == {"ignored: set by Kubernetes for a service"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "what", "text", "remedy"),
+    [
+        ({}, "this process", "rank 0 of 1", ""),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "::1"}, "MASTER_ADDR", "IPv6", ""),
+        (STEP | {"SLURM_PTY_PORT": "1"}, "this process", "srun --pty", "RANK=0 WORLD_SIZE=1"),
+        (STEP, "Slurm's port", "meet at ", ""),
+        ({"HVDBRIDGE_IFACE": "eth77"}, "HVDBRIDGE_IFACE", "no interface of this name", "HVDBRIDGE_IFACE="),
+        ({"HVDBRIDGE_PORTS": "25000-25009"}, "HVDBRIDGE_PORTS", "Gloo", "sysctl net.ipv4.ip_local_port_range"),
+        ({"HVDBRIDGE_CACHE": "/proc/1/cache"}, "cache", "cannot be written", "HVDBRIDGE_CACHE="),
+        ({"HVDBRIDGE_CACHE": "/tmp/cache"}, "cache", "/tmp/cache", ""),
+        ({"HVDBRIDGE_PORTS": "9"}, "variables", "HVDBRIDGE_PORTS=9 must be a range", "unset"),
+        (
+            {"PMIX_NAMESPACE": "n", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+            "MPI", "does not: MPI joins the helper", "MASTER_ADDR",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_start_from_this_shell_would_meet(environ: dict[str, str], what: str, text: str, remedy: str) -> None:
+    found = {finding.what: finding for finding in starts.findings(environ)}[what]
+    assert text in found.text
+    assert remedy in found.remedy
+    assert bool(remedy) == bool(found.remedy)
+
+
+@pytest.mark.parametrize(("way", "remedy"), [("none", "srun --mpi=pmi2"), ("pmix", "")])
+def test_what_srun_would_take(way: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, says in (("srun", ""), ("scontrol", f"MpiDefault              = {way}")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = {finding.what: finding for finding in starts.findings({})}["srun"]
+    assert f"MpiDefault is {way}" in found.text
+    assert remedy in found.remedy
+    assert bool(remedy) == bool(found.remedy)
 
 
 def test_a_child_does_not_take_itself_for_a_rank(monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hvdbridge as hb
+from hvdbridge.config import Config
 from hvdbridge.rendezvous import network
 
 
@@ -145,9 +146,34 @@ def test_broadcast_parameters_takes_what_people_have() -> None:
         hb.broadcast_parameters(model, root=1)
 
 
+def test_variables_that_kubernetes_injects_are_ignored() -> None:
+    host = {"HVDBRIDGE_SERVICE_HOST": "10.0.0.1", "HVDBRIDGE_TRAIN_SERVICE_HOST": "10.0.0.2"}
+    names = (
+        "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP", "PORT_80_TCP_PROTO", "PORT_80_TCP_PORT",
+        "PORT_80_TCP_ADDR", "TRAIN_SERVICE_PORT", "TRAIN_PORT", "TRAIN_PORT_80_TCP_ADDR",
+    )  # fmt: skip
+    injected = {f"HVDBRIDGE_{name}": "1" for name in names}
+    assert Config.from_environment(host | injected).injected == tuple(sorted(host | injected))
+    with pytest.raises(hb.ConfigurationError, match="Unknown environment variable HVDBRIDGE_PORT"):
+        Config.from_environment({"HVDBRIDGE_PORT": "1"})  # of no service: somebody means HVDBRIDGE_PORTS
+    with pytest.raises(hb.ConfigurationError, match="Unknown environment variable HVDBRIDGE_SERVICE"):
+        Config.from_environment(host | {"HVDBRIDGE_SERVICES": "1"})
+
+
+@pytest.mark.parametrize("text", ["25000", "25000-24000", "0-9", "1-65536", "a-b"])
+def test_ports_that_cannot_be(text: str) -> None:
+    with pytest.raises(hb.ConfigurationError, match="must be a range of ports"):
+        Config.from_environment({"HVDBRIDGE_PORTS": text})
+
+
 def test_an_address_that_every_host_reaches() -> None:
     mine = ["127.0.0.1/8", "172.17.0.1/16", "10.0.0.1/24"]
     assert network.common_address(mine, [["10.0.0.2/24"], ["10.0.0.3/24"]]) == "10.0.0.1"
     assert network.common_address(mine, [["10.0.0.2/24"]], preferred="172.17.0.1") == "172.17.0.1"
     assert network.common_address(mine, [["10.0.0.2/24"]], preferred="127.0.0.1") == "10.0.0.1"
     assert network.common_address(mine, [[]]) == "172.17.0.1"
+    bridge = ["127.0.0.1/8", "172.17.0.1/16"]
+    assert network.common_address(mine, [[*bridge, "10.0.0.2/24"]]) == "10.0.0.1"
+    assert network.common_address(mine, [[*bridge, "10.0.9.2/32"]], preferred="172.17.0.1") == "10.0.0.1"
+    assert network.common_address(bridge, [bridge], preferred="172.17.0.1") is None
+    assert network.common_address(["127.0.0.1/8"], [["127.0.0.1/8"]]) is None

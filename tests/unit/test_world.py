@@ -52,6 +52,8 @@ U = UNKNOWN
         (SRUN | HOROVODRUN, World(2, 3, 1, 2, U, U, "horovodrun")),
         (SRUN | MPICH, World(1, 4, 1, 2, U, U, "mpiexec")),  # hydra in an allocation: its proxies are srun's tasks
         (SRUN | {"PMI_RANK": "4", "PMI_SIZE": "5"}, World(4, 5, 0, 1, 2, 3, "srun")),  # srun --mpi=pmi2
+        (SRUN | MPICH | {"PMI_RANK": "4", "PMI_SIZE": "5", "MPI_LOCALRANKID": "0"}, World(4, 5, 0, 2, U, U, "mpiexec")),
+        (SRUN | BARE | {"SLURM_PTY_PORT": "1"}, World(1, 2, U, U, U, U, "bare")),  # typed in a terminal of the step
         (MPICH | {"RANK": "0", "WORLD_SIZE": "1"}, World(1, 4, 1, 2, U, U, "mpiexec")),  # a pod's leftovers
         (SRUN | {"RANK": "9", "WORLD_SIZE": "20"}, World(9, 20, launcher="bare")),  # mp.spawn in each task
     ],
@@ -69,6 +71,7 @@ def test_who_am_i(environ: dict[str, str], expected: World) -> None:
         ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1"}, RendezvousError, ["WORLD_SIZE", "torchrun"]),
         ({"HOROVOD_RANK": "1"}, RendezvousError, ["HOROVOD_SIZE", "horovodrun"]),
         ({"PMI_RANK": "1"}, RendezvousError, ["PMI_SIZE", "mpiexec"]),
+        (SRUN | {"SLURM_PTY_PORT": "1"}, RendezvousError, ["step 7.0", "5 tasks", "RANK=0 WORLD_SIZE=1"]),
         (MPICH | {"MPI_LOCALNRANKS": "9"}, RendezvousError, ["local_size=9", "MPI_LOCALNRANKS=9"]),
         (MPICH | {"MPI_LOCALRANKID": "2"}, RendezvousError, ["local_rank=2", "MPI_LOCALRANKID=2"]),
     ],

@@ -28,7 +28,6 @@ import atexit
 import hashlib
 import os
 import sys
-import tempfile
 import urllib.request
 import uuid
 from collections.abc import Iterator, MutableMapping
@@ -39,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvdbridge import runtime
-from hvdbridge.config import Config
+from hvdbridge.config import Config, own_directory
 from hvdbridge.errors import CollectiveTimeout, ConfigurationError, HvdbridgeError, RankFailed, RendezvousError
 from hvdbridge.helper.processes import identity
 from hvdbridge.rendezvous import channels
@@ -173,11 +172,7 @@ def directory(name: str) -> Path:
         ConfigurationError: it exists, and is another user's.
     """
     given = os.environ.get("HVDBRIDGE_CACHE")
-    base = Path(given).expanduser() if given else Path(tempfile.gettempdir()) / f"hvdbridge-{os.getuid()}"
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if base.stat().st_uid != os.getuid():
-        raise ConfigurationError(f"{base} belongs to another user: set HVDBRIDGE_CACHE to a directory of your own")
-    found = base / "elastic" / name
+    found = own_directory(Path(given).expanduser() if given else None) / "elastic" / name
     found.mkdir(mode=0o700, parents=True, exist_ok=True)
     return found
 

@@ -1,12 +1,13 @@
 """What several terminals, or ``mp.spawn``, would do: N processes with nothing but variables or arguments.
 
-python terminals.py variables|slurm|spawn|file SIZE
+python terminals.py variables|ipv6|slurm|pmix|spawn|file SIZE [SCRIPT]
 """
 
 import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import jobs
@@ -29,11 +30,9 @@ def child(rank: int, size: int, init_method: str) -> None:
         })  # fmt: skip
 
 
-def variables(size: int) -> list[dict[str, str]]:
+def variables(size: int, host: str = "127.0.0.1") -> list[dict[str, str]]:
     port = str(free_port())
-    return [
-        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(r), "WORLD_SIZE": str(size)} for r in range(size)
-    ]
+    return [{"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": str(r), "WORLD_SIZE": str(size)} for r in range(size)]
 
 
 def slurm(size: int) -> list[dict[str, str]]:
@@ -46,15 +45,25 @@ def slurm(size: int) -> list[dict[str, str]]:
     return [shared | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(size)]
 
 
-def terminals(environments: list[dict[str, str]]) -> int:
-    ranks = [subprocess.Popen([sys.executable, PLACES, "again"], env=os.environ | env) for env in environments]
+def pmix(size: int) -> list[dict[str, str]]:
+    """What Open MPI's mpirun sets, which mpi4py with MPICH meets here."""
+    shared = {"OMPI_COMM_WORLD_SIZE": str(size), "OMPI_COMM_WORLD_LOCAL_SIZE": str(size), "PMIX_NAMESPACE": "prterun-1"}
+    ranks = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMIX_RANK")
+    return [shared | dict.fromkeys(ranks, str(r)) for r in range(size)]
+
+
+def terminals(environments: list[dict[str, str]], script: list[str]) -> int:
+    ranks = [subprocess.Popen([sys.executable, *script], env=os.environ | env) for env in environments]
     return max(rank.wait() for rank in ranks)
+
+
+PLACES_OF = {"variables": variables, "ipv6": partial(variables, host="::1"), "slurm": slurm, "pmix": pmix}
 
 
 if __name__ == "__main__":
     how, size = sys.argv[1], int(sys.argv[2])
-    if how in ("variables", "slurm"):
-        sys.exit(terminals(variables(size) if how == "variables" else slurm(size)))
+    if how in PLACES_OF:
+        sys.exit(terminals(PLACES_OF[how](size), sys.argv[3:] or [PLACES, "again"]))
     with tempfile.TemporaryDirectory() as folder:
         method = f"file://{folder}/store" if how == "file" else f"tcp://127.0.0.1:{free_port()}"
         mp.spawn(child, (size, method), size)
