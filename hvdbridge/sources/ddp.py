@@ -18,6 +18,8 @@ Rules:
 8. DDP copies a dense parameter into its bucket in the order of its memory (channels_last), and a policy reads by index:
    such buckets are put in order and back, unless the policy treats every element alike.
 9. DDP without its source is its module alone: autograd's hooks are off, and no forward sends anything.
+10. Within ``join()`` forwards that accumulate or evaluate are the module's alone, as on MPI: ranks may make different
+   numbers of them. Buffers are sent by the forward whose backward aggregates.
 """
 
 from __future__ import annotations
@@ -73,9 +75,18 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
         self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._closed:
+        if self._closed or self._sends_nothing():
             return self.module(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _sends_nothing(self) -> bool:
+        """Within ``join()`` DDP counts all forwards: ranks would have to accumulate equal numbers (rule 10)."""
+        if self.source is None or not self.source.aggregator.joining:
+            return False
+        gradients = torch.is_grad_enabled()
+        if gradients and not self.require_backward_grad_sync:
+            self.source.check_forward(False)
+        return not (gradients and self.require_backward_grad_sync)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.source is not None and torch.is_grad_enabled():
