@@ -324,7 +324,7 @@ class Aggregator:
             mine = [JOINED, self.joined_weight]
         else:
             mine = [UNSET, 1.0] if self.weight is None else [SET, float(self.weight)]
-        return (yield AllGather(torch.tensor(mine, dtype=torch.float64)))
+        return (yield AllGather(torch.tensor(mine, dtype=torch.float64, device="cpu")))
 
     def _take(self, rows: Tensor) -> None:
         marks, values = rows[:, 0].tolist(), rows[:, 1].tolist()

@@ -11,9 +11,9 @@ Rules:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -133,7 +133,7 @@ class ParameterWatch:
         self._devices = list(map(_device, params.values()))
         known = set(map(id, params.values()))
         self._frozen = [p for name, p in model.named_parameters() if id(p) not in known and name not in self._alone]
-        hook = partial(_registered, WeakMethod(self._register))
+        hook = _registered(WeakMethod(self._register))
         self._handles = [
             registration.register_module_parameter_registration_hook(hook),
             registration.register_module_module_registration_hook(hook),
@@ -193,7 +193,13 @@ _dtype: Callable[[Any], torch.dtype] = attrgetter("dtype")
 _device: Callable[[Any], torch.device] = attrgetter("device")
 
 
-def _registered(method: WeakMethod[Callable[[Module], None]], module: Module, name: str, value: Any) -> None:
-    """torch's hook: does not keep the watch alive."""
-    if (register := method()) is not None:
-        register(module)
+def _registered(method: WeakMethod[Callable[[Module], None]]) -> Callable[[Module, str, Any], None]:
+    """torch's hook: does not keep the watch alive. Compilers make modules while they trace, and would trace this, too;
+    but to import theirs for that would take seconds.
+    """
+
+    def registered(module: Module, name: str, value: Any) -> None:
+        if (register := method()) is not None:
+            register(module)
+
+    return torch.compiler.disable(registered) if "torch._dynamo" in sys.modules else registered

@@ -710,7 +710,7 @@ def _split(tensor: Tensor, sizes: Sequence[int] | None, size: int, name: str) ->
 def _exchange(targets: list[Tensor], parts: list[Tensor]) -> Steps:
     """Rows of unequal lengths, padded to the longest of all ranks."""
     longest = max(tensor.numel() for tensor in (*targets, *parts))
-    width = int((yield AllReduce(torch.tensor([longest]), "max")).item())
+    width = int((yield AllReduce(torch.tensor([longest], device="cpu"), "max")).item())
     rows = parts[0].new_zeros(len(parts), width)
     for row, part in zip(rows, parts, strict=True):
         row[: part.numel()] = part.reshape(-1)
@@ -739,7 +739,7 @@ def barrier(
     _check_limit(timeout, "barrier")
 
     def steps() -> Steps:
-        yield AllReduce(torch.zeros(1, dtype=torch.int32), "max")
+        yield AllReduce(torch.zeros(1, dtype=torch.int32, device="cpu"), "max")
 
     what = "barrier" + (f" among {found}" if found.number else "")
     return _start(found, steps, what, async_op, timeout)
@@ -813,7 +813,7 @@ def _irecv(found: Group, tensor: Tensor, src: int | None, tag: int, group_src: i
     whom = "any rank" if source is None else f"rank {found.ranks[source]}"
     what = f"{_label('recv', data, found)} from {whom}, tag {tag}"
     direct = data.is_contiguous() and not data.is_cuda and data.numel() > 0
-    payload = _payload(data) if direct else torch.empty(max(data.nbytes, 1), dtype=torch.uint8)
+    payload = _payload(data) if direct else torch.empty(max(data.nbytes, 1), dtype=torch.uint8, device="cpu")
 
     def land() -> None:
         if not direct and data.numel():
@@ -894,7 +894,7 @@ def _check_peer(group: Group, peer: int | None, tag: int, what: str) -> None:
 def _payload(data: Tensor) -> Tensor:
     """The tensor's bytes on the host, one row; of an empty one a single byte, which says that it came."""
     if not data.numel():
-        return torch.zeros(1, dtype=torch.uint8)
+        return torch.zeros(1, dtype=torch.uint8, device="cpu")
     flat = data.cpu().contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 

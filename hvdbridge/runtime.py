@@ -191,7 +191,9 @@ def shutdown() -> None:
     if session is None or (session.world.size > 1 and sys.exc_info()[1] is not None):
         return
     if session.world.size > 1:
-        session.monitor.agree("hb.shutdown()", "")  # nobody tears down what another rank still uses
+        # Nobody tears down what another rank still uses
+        session.monitor.agree("hb.shutdown()", "", remedy="All ranks leave their loops after the same step: "
+                              "sync.stop_requested says which, where one is told to stop.")  # fmt: skip
     _session = None
     session._close()
     session.monitor.bye()

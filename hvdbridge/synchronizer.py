@@ -26,7 +26,7 @@ from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
 from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors, shards_state
 from hvdbridge.sources import attach
-from hvdbridge.sources.base import Options, closure_of, usual_bucket_mb, views_pay
+from hvdbridge.sources.base import Options, closure_of, refuse_compiled_autograd, usual_bucket_mb, views_pay
 from hvdbridge.sources.hooks import HookSource
 from hvdbridge.sources.wrapper import Wrapper, unwrapped
 from hvdbridge.state import OnResize
@@ -108,6 +108,7 @@ class GradientSynchronizer:
         originals = as_list(optimizer)
         model = unwrapped(model)
         refuse_ddp(model)
+        refuse_compiled_autograd()
         left_alone = ignored(model, ignore)
         params = trainable(model, left_alone)
         refuse_sharded({name: p for name, p in model.named_parameters() if name not in left_alone})

@@ -25,6 +25,7 @@ from hvdbridge.errors import StepError, Unsupported
 from hvdbridge.parameters import Ignore
 from hvdbridge.policies import label
 from hvdbridge.policy import Policy
+from hvdbridge.sources.ddp import JOIN
 from hvdbridge.sources.ddp import DistributedDataParallel as TorchDDP
 from hvdbridge.sources.wrapper import Wrapper
 from hvdbridge.synchronizer import GradientSynchronizer
@@ -77,6 +78,7 @@ class DistributedDataParallel(Module):
     """
 
     synchronizer: GradientSynchronizer
+    takes_plain_keys = True
 
     def __new__(cls: Any, *args: Any, **options: Any) -> Any:
         if issubclass(cls, Wrapper):
@@ -148,6 +150,14 @@ class DistributedDataParallel(Module):
     def weight(self, value: float | None) -> None:
         self.synchronizer.weight = value
 
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Refused: ``Join([...])`` of torch; see :meth:`join`.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported(JOIN)
+
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Aggregate by a communication hook of DDP's, on whatever backend; before the first backward, on every rank.
 
@@ -206,6 +216,7 @@ class _OnTorch(DistributedDataParallel, TorchDDP):
     """A DistributedDataParallel of torch; nothing here shadows its own."""
 
     join: Any = DistributedDataParallel.join
+    join_hook: Any = TorchDDP.join_hook
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """torch's DistributedDataParallel's."""

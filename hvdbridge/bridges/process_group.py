@@ -76,7 +76,7 @@ class FlowGroup(dist.ProcessGroup):
         """The group's name in requests; of some of the ranks: found out in its first use."""
         if not self._name:
             rank, size = self.whole
-            row = torch.tensor([r in self.ranks for r in range(size)], dtype=torch.uint8)
+            row = torch.tensor([r in self.ranks for r in range(size)], dtype=torch.uint8, device="cpu")
             rows = ask(AllGather(row)).tolist()
             groups = sorted({tuple(r for r, inside in enumerate(row) if inside) for row in rows})
             if sorted(r for group in groups for r in group) != list(range(size)):
@@ -199,7 +199,7 @@ class FlowGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> Any:
-        ask(AllReduce(torch.zeros(1, dtype=torch.int32), "max", self.label))
+        ask(AllReduce(torch.zeros(1, dtype=torch.int32, device="cpu"), "max", self.label))
         return _done([])
 
     def _refuse(self, *args: Any, **options: Any) -> Any:

@@ -216,13 +216,13 @@ class Communicator(ABC):
 
     def barrier(self) -> None:
         """Return when all ranks have come."""
-        self.execute(AllReduce(torch.zeros(1, dtype=torch.int32), "max"))
+        self.execute(AllReduce(torch.zeros(1, dtype=torch.int32, device="cpu"), "max"))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's picklable ``value``, in rank order. Host memory only: call it on :meth:`control`."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = self.execute(AllGather(torch.tensor([data.numel()]))).flatten().tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        lengths = self.execute(AllGather(torch.tensor([data.numel()], device="cpu"))).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         rows = self.execute(AllGather(padded))
         return [pickle.loads(rows[i, : lengths[i]].numpy().tobytes()) for i in range(self.size)]
@@ -230,7 +230,7 @@ class Communicator(ABC):
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Rank ``root``'s picklable ``value`` on all ranks. Host memory only: call it on :meth:`control`."""
         mine = pickle.dumps(value) if self.rank == root else b""
-        length = int(self.execute(Broadcast(torch.tensor([len(mine)]), root)).item())
+        length = int(self.execute(Broadcast(torch.tensor([len(mine)], device="cpu"), root)).item())
         buffer = torch.frombuffer(bytearray(mine or length), dtype=torch.uint8)
         return pickle.loads(self.execute(Broadcast(buffer, root)).numpy().tobytes())
 

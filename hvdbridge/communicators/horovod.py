@@ -175,7 +175,7 @@ class HorovodCommunicator(Bridged):
         def start(name: str, rows: Tensor, answer: Tensor, received: Tensor) -> int:
             return int(mpi_ops._alltoall_async(rows, None, answer, received, name, self._members))
 
-        return self._start("exchange", start, rows, answer, torch.empty(self.size, dtype=torch.int32))
+        return self._start("exchange", start, rows, answer, torch.empty(self.size, dtype=torch.int32, device="cpu"))
 
     def _send_to_all(self, data: Tensor, root: int) -> Work:
         def start(name: str, data: Tensor) -> int:

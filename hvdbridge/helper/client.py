@@ -223,7 +223,7 @@ class Monitor:
     def _variable(self) -> str:
         return "HVDBRIDGE_START_SECONDS" if self.starting else "HVDBRIDGE_TIMEOUT_SECONDS"
 
-    def agree(self, name: str, value: str, timeout: float | None = None) -> None:
+    def agree(self, name: str, value: str, timeout: float | None = None, remedy: str = "") -> None:
         """Return when every rank posted the same ``value`` under ``name``; a barrier, too.
 
         Raises:
@@ -235,7 +235,7 @@ class Monitor:
         if missing:
             raise RendezvousError(
                 f"{name}: not all {self.size} ranks came within {limit:g} s. Missing: {missing}. "
-                f"Look for an earlier error of theirs; if they only start slowly, raise {self._variable}."
+                f"Look for an earlier error of theirs; if they are only slow, raise {self._variable}. {remedy}".rstrip()
             )
         if groups:
             raise RankMismatch(f"the ranks disagree about {name}: {groups}. Give every rank the same.")

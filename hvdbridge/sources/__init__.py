@@ -99,11 +99,13 @@ def attach_horovod(
     ranks: list[int] | None,
     options: Options,
 ) -> Attached:
-    """Each optimizer becomes an ``hvd.DistributedOptimizer``; the model stays as it is."""
+    """Each optimizer becomes an ``hvd.DistributedOptimizer``, but those that shard their state, which it cannot make;
+    the model stays as it is."""
+    from hvdbridge.replicate import shards_state
     from hvdbridge.sources.horovod import HorovodSource, wrap_optimizer
 
     names = {parameter: name for name, parameter in params.items()}
-    wrapped = [wrap_optimizer(optimizer, names) for optimizer in optimizers]
+    wrapped = [each if shards_state(each) else wrap_optimizer(each, names) for each in optimizers]
     source = HorovodSource(params, aggregator, options, wrapped)
     source.watch_forwards(model, options)
     return source, model, wrapped

@@ -184,6 +184,7 @@ class Source:
         """
         if self.running and not inside_backward():
             raise self.left_open()
+        refuse_compiled_autograd()
         if synchronizing and self.parameters is not None:
             self.parameters.check(f"{self._where}: forward")
         self._local = not synchronizing
@@ -317,6 +318,20 @@ def refuse_reentrant() -> None:
                 "aggregated before they are complete. Use checkpoint(..., use_reentrant=False)."
             )
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def refuse_compiled_autograd() -> None:
+    """
+    Raises:
+        Unsupported: backwards are compiled, and with them the hooks that aggregate, of which nothing is left then.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # who has compiled nothing has not imported it
+    if dynamo is not None and getattr(dynamo.config, "compiled_autograd", False):  # torch < 2.5 has none
+        raise Unsupported(
+            "torch._dynamo.config.compiled_autograd compiles what aggregates gradients within backward (and so does "
+            "optimize_ddp='python_reducer', which needs it). Leave it False: torch.compile of the model, or of the "
+            "step, compiles forward and backward of the model itself without it."
+        )
 
 
 def inside_backward() -> bool:

@@ -46,6 +46,11 @@ from hvdbridge.sources.base import Options, Source, at_end_of_backward, inside_b
 from hvdbridge.sources.wrapper import Wrapper
 
 Watch = Callable[[str], AbstractContextManager[None]]
+JOIN = (
+    "torch.distributed.algorithms.Join: its shadows make DDP's collectives, where a policy has others. Use "
+    "sync.join(), or model.join() of hb.DistributedDataParallel; beside an optimizer whose state is sharded, give "
+    "ranks padding."
+)
 
 
 class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel):
@@ -56,6 +61,7 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
     """
 
     source: DdpSource | None = None
+    takes_plain_keys = False  # as elsewhere, where a synchronizer's model is the user's own
 
     _closed = False
     _watch: Watch
@@ -99,6 +105,16 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
         if self.source is not None and torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.source.after_forward()
         return output
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """torch's, within our own ``join()``.
+
+        Raises:
+            Unsupported: another ``Join([...])``, whose shadows make DDP's collectives, and not those of a policy.
+        """
+        if self.source is None or not self.source.aggregator.joining:
+            raise Unsupported(JOIN)
+        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
 
     def register_comm_hook(self, state: object, hook: object) -> None:
         """Refused: what aggregates here is a policy.

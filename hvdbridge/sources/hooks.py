@@ -189,7 +189,7 @@ class HookSource(Source):
         if not (self.find_unused or (self.static_graph and self._static_used is None)):
             return None
         used = {id(p) for p in self.touched}
-        flags = torch.tensor([id(p) in used for p in self.reducer.entries], dtype=torch.uint8)
+        flags = torch.tensor([id(p) in used for p in self.reducer.entries], dtype=torch.uint8, device="cpu")
         return self.aggregator.driver.submit(Pending(used_map(flags), self.aggregator.control))
 
     def _take_used_map(self, pending: Pending[Tensor] | None) -> set[Tensor]:
@@ -206,7 +206,7 @@ class HookSource(Source):
 
 def gather_flag(flag: bool) -> Generator[Collective, Tensor, list[int]]:
     """Every rank's flag, in rank order."""
-    rows = yield AllGather(torch.tensor([flag], dtype=torch.uint8))
+    rows = yield AllGather(torch.tensor([flag], dtype=torch.uint8, device="cpu"))
     return rows.flatten().tolist()
 
 

@@ -37,7 +37,7 @@ class HorovodSource(HookSource):
         options: Options,
         optimizers: Iterable[torch.optim.Optimizer],
     ) -> None:
-        wrapped = list(optimizers)
+        wrapped = [optimizer for optimizer in optimizers if hasattr(optimizer, "_requires_update")]
         known = set(params.values())
         fed: set[Parameter] = set()
         shares: list[set[Parameter]] = []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections import OrderedDict
+from collections.abc import Mapping, MutableMapping
+from copy import copy
 from typing import Any
 
 from torch.nn import Module
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 
 class Wrapper(Module):
@@ -16,6 +19,8 @@ class Wrapper(Module):
     """
 
     module: Module
+    takes_plain_keys = True
+    """Whether :meth:`load_state_dict` takes what plain DDP saved, too: ``module.`` before all keys."""
 
     _prefix: str  # of its keys, in the load of a module around it
 
@@ -45,9 +50,14 @@ class Wrapper(Module):
                 versions[f"{prefix}{self._way}{key[len(prefix) :]}".removesuffix(".")] = versions[key]
         return state
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Into the bare module."""
-        return self.bare.load_state_dict(*args, **kwargs)
+        if self.takes_plain_keys and "module" not in self.bare._modules and all(map(_of_ddp, state_dict)):
+            versions = copy(getattr(state_dict, "_metadata", {}))
+            state_dict = OrderedDict(state_dict)
+            state_dict._metadata = versions  # type: ignore[attr-defined]
+            consume_prefix_in_state_dict_if_present(state_dict, "module.")
+        return self.bare.load_state_dict(state_dict, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
         """Called by torch within the load of a module around this one; the dict is a copy, of these keys alone."""
@@ -60,6 +70,10 @@ class Wrapper(Module):
             if not (plain and name.startswith("module.")):
                 state_dict[f"{prefix}{self._way}{name}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _of_ddp(key: str) -> bool:
+    return key.startswith("module.")
 
 
 def _bare_keys(module: Wrapper, incompatible: Any) -> None:

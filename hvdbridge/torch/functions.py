@@ -162,7 +162,7 @@ def broadcast_object(
         raise ValueError(
             f"broadcast_object received invalid root rank {root_rank}: the process set is {operations.members(number)}"
         )
-    mine = _dump(obj) if operations.rank == root_rank else torch.empty(0, dtype=torch.uint8)
+    mine = _dump(obj) if operations.rank == root_rank else torch.empty(0, dtype=torch.uint8, device="cpu")
     pending = operations.submit(
         "broadcast_object", "broadcast_object", name, [mine], process_set=number, root=int(root_rank)
     )
@@ -185,7 +185,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """Every rank's object, in rank order; see :func:`broadcast_object`."""
     mine = _dump(obj)
     handle = allgather_async(mine, f"object.{name}" if name else None, process_set)
-    lengths = allgather_async(torch.tensor([mine.numel()]), f"object.{name}.length" if name else None, process_set)
+    length = torch.tensor([mine.numel()], device="cpu")
+    lengths = allgather_async(length, f"object.{name}.length" if name else None, process_set)
     data = synchronize(handle)
     return [_load(part) for part in data.split(synchronize(lengths).tolist())]
 

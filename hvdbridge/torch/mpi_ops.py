@@ -706,7 +706,7 @@ def _splits(tensor: Tensor, splits: Any, members: int) -> tuple[int, ...]:
                 f"{rows} rows, {members} ranks"
             )
         return (rows // members,) * members
-    given = splits if isinstance(splits, Tensor) else torch.tensor(splits, dtype=torch.int32)
+    given = splits if isinstance(splits, Tensor) else torch.tensor(splits, dtype=torch.int32, device="cpu")
     if given.dim() > 1:
         raise ValueError("alltoall expects a 1D splits tensor")
     if given.dtype != torch.int32:

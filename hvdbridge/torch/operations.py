@@ -622,7 +622,8 @@ class Operations:
     def _broadcast_object(self, decision: Decision, jobs: list[Pending]) -> None:
         root = self.members(decision.process_set).index(jobs[0].request.root)
         comm = self._comm(decision)
-        data = jobs[0].inputs[0] if comm.rank == root else torch.empty(decision.sizes[0], dtype=torch.uint8)
+        length = decision.sizes[0]
+        data = jobs[0].inputs[0] if comm.rank == root else torch.empty(length, dtype=torch.uint8, device="cpu")
         jobs[0].results = [comm.execute(Broadcast(data, root))]
 
     def _alltoall(self, decision: Decision, jobs: list[Pending]) -> None:
@@ -641,7 +642,7 @@ class Operations:
         received = [each[comm.rank] for each in splits]
         parts = [answer[i, : count * width] for i, count in enumerate(received)]
         output = from_bytes(torch.cat(parts), tensor.dtype, (sum(received), *tensor.shape[1:]))
-        jobs[0].results = [output, torch.tensor(received, dtype=torch.int32)]
+        jobs[0].results = [output, torch.tensor(received, dtype=torch.int32, device="cpu")]
 
     def _reducescatter(self, decision: Decision, jobs: list[Pending]) -> None:
         for job in jobs:

@@ -70,9 +70,10 @@ TOO_EARLY = (
     "their way to other ranks. Call it after one of these, or before loss.backward()."
 )
 TWICE = (
-    "optimizer.step() after optimizer.synchronize() without optimizer.skip_synchronize(): write "
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): write "
     "'with optimizer.skip_synchronize(): optimizer.step()', which says that gradients are complete."
 )
+"""Begins as Horovod's warning, by which scripts filter it."""
 ONE_WAY = "policy= stands in the place of op, compression and gradient_predivide_factor: give one"
 
 REPLACED = (
@@ -391,8 +392,11 @@ class _Distributed(Optimizer):
     process_set: ProcessSet
     backward_passes_per_step: int
 
+    _parameter_names: dict[Tensor, str]
+    """As Horovod's, which scripts read."""
+
     def _setup(self, names: dict[Tensor, str], settings: Settings) -> None:
-        self._names = names
+        self._parameter_names = names
         self._settings = settings
         self._opening: Opening | None = None
         self._reducer: OptimizerReducer | None = None
@@ -424,7 +428,7 @@ class _Distributed(Optimizer):
         for i, group in enumerate(self.param_groups):
             for j, p in enumerate(group["params"]):
                 if p.requires_grad and p not in self._delay:
-                    self._names.setdefault(p, f"allreduce.noname.{i}.{j}")
+                    self._parameter_names.setdefault(p, f"allreduce.noname.{i}.{j}")
                     self._delay[p] = self.backward_passes_per_step
                     self._take(p)
                     found.append(p)
@@ -455,9 +459,10 @@ class _Distributed(Optimizer):
         if not self._active:
             return
         if self._delay[p] <= 0:
-            raise AssertionError(f"{TOO_OFTEN} (parameter {self._names[p]!r})")
+            raise AssertionError(f"{TOO_OFTEN} (parameter {self._parameter_names[p]!r})")
         if p.grad is not None and p.grad.requires_grad:
-            raise AssertionError(f"backward(create_graph=True): the gradient of {self._names[p]!r} cannot be reduced")
+            name = self._parameter_names[p]
+            raise AssertionError(f"backward(create_graph=True): the gradient of {name!r} cannot be reduced")
         self._delay[p] -= 1
         self._arrived.add(p)
         self._synchronized = False
@@ -477,7 +482,7 @@ class _Distributed(Optimizer):
     def _begin_opening(self, arrived: Iterable[Tensor]) -> Opening:
         """Ask for a channel, if that has not happened."""
         if self._opening is None or self._opening.stale:
-            params = {self._names[p]: p for p in self._delay}
+            params = {self._parameter_names[p]: p for p in self._delay}
             _, number, name = self._name()
             self._opening = Opening(params, arrived, self._settings, self.process_set, name, number)
         return self._opening
@@ -508,7 +513,7 @@ class _Distributed(Optimizer):
         return self._named if self._named is not None and self._named[0] is mpi_ops._current() else None
 
     def _next_place(self, operations: Operations) -> tuple[tuple[int, str], int]:
-        place = (mpi_ops._number(self.process_set), min(self._names.values(), default=""))
+        place = (mpi_ops._number(self.process_set), min(self._parameter_names.values(), default=""))
         return place, operations.optimizers.get(place, 0) + 1
 
     def _only_was(self) -> bool:
@@ -608,8 +613,8 @@ class _DistributedOptimizer(_Distributed):
         if reducer is not None:
             with internal_errors():
                 reducer.gradient_of(p)
-            if self._names[p] in reducer.sparse:
-                self._sparse[self._names[p]] = self._send_sparse(reducer, self._names[p])
+            if self._parameter_names[p] in reducer.sparse:
+                self._sparse[self._parameter_names[p]] = self._send_sparse(reducer, self._parameter_names[p])
         elif len(self._handed) == len(self._delay):
             # All gradients are there, so it is known which are sparse. What is missing on some rank is known in
             # synchronize() only, which opens the channel otherwise.
@@ -639,7 +644,7 @@ class _DistributedOptimizer(_Distributed):
         if not self._synchronized:
             self._finish(reducer)
         self._hook()
-        late = {self._names[p]: p for p in self._delay if self._names[p] not in reducer.params}
+        late = {self._parameter_names[p]: p for p in self._delay if self._parameter_names[p] not in reducer.params}
         if late:
             _, number, name = self._name()
             settings = replace(self._settings, groups=None)

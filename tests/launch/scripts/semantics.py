@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from jobs import record
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
@@ -229,6 +230,67 @@ def refused_at_construction() -> str:
         found += [said(lambda model=model: hb.GradientSynchronizer(model))]
         found += [said(lambda model=model: hb.DistributedDataParallel(model))]
         found += [said(lambda model=model: hb.average_gradients(model))]
+    torch._dynamo.config.compiled_autograd = True
+    found += [said(lambda: hb.GradientSynchronizer(mlp()))]
+    torch._dynamo.config.compiled_autograd = False
+    return "\n".join(found)
+
+
+def default_device() -> str:
+    """Only what is made by the user follows it."""
+    model = mlp()
+    batches, labels = [data(step) for step in range(2)], torch.tensor([0.5])
+    with torch.device("meta"):
+        sync = hb.GradientSynchronizer(model, sgd(model), find_unused_parameters=True, weighted=True)
+        with sync.join():
+            for x in batches[: 1 + RANK]:
+                sync.optimizer.zero_grad()
+                sync.model(x).square().mean().backward()
+                sync.optimizer.step()
+        hb.barrier()
+        hb.broadcast_object("text")
+        hb.all_reduce(labels)
+        sync.close()
+    return f"{digest(*model.parameters())} {labels.item()}"
+
+
+def sharded_optimizer() -> str:
+    """Each rank keeps a part of the state, in a group of torch's that the script has made."""
+    mesh()
+    found = []
+    for kind in (torch.optim.Adam, ZeroRedundancyOptimizer):
+        model = mlp()
+        options = {"optimizer_class": torch.optim.Adam} if kind is ZeroRedundancyOptimizer else {}
+        sync = hb.GradientSynchronizer(model, kind(model.parameters(), lr=0.1, **options))
+        train(sync, 3)
+        sync.close()
+        found.append(digest(*model.parameters()))
+    assert found[0] == found[1], found
+    model = mlp()
+    wrapped = hb.DistributedDataParallel(model)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    found = [found[0], said(lambda: Join([wrapped, zero]))]
+    wrapped.synchronizer.close()
+    sync = hb.GradientSynchronizer(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1))
+    found += [said(lambda: sync.join().__enter__())]
+    sync.close()
+    return "\n".join(found)
+
+
+def checkpoints_of_plain_ddp() -> str:
+    """Their keys begin with ``module.``."""
+    saved = torch.nn.DataParallel(mlp()).state_dict()
+    assert all(key.startswith("module.") for key in saved)
+    for value in saved.values():
+        value.add_(1.0)
+    model = mlp()
+    wrapped = hb.DistributedDataParallel(model)
+    found = [str(wrapped.load_state_dict(saved)), digest(*model.parameters())]
+    found += [said(lambda: wrapped.load_state_dict({"module.0.weight": saved["module.0.weight"]}))]
+    wrapped.synchronizer.close()
+    sync = hb.GradientSynchronizer(model)
+    found += [said(lambda: sync.model.load_state_dict(saved))]
+    sync.close()
     return "\n".join(found)
 
 
@@ -412,7 +474,8 @@ def compiled() -> str:
 
 CASES = [
     ignored_parameters, group_is_a_mesh, optimizers_within_backward, other_parameters, the_same_parameters,
-    without_a_forward, optimizer_of_others, refused_at_construction, the_forward_decides,
+    without_a_forward, optimizer_of_others, refused_at_construction, default_device, checkpoints_of_plain_ddp,
+    sharded_optimizer, the_forward_decides,
     wrappers, large_copies, compiled, backwards_of_all_kinds, shared_parts,
 ]  # fmt: skip
 
