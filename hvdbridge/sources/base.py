@@ -303,6 +303,13 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def accumulating(parameter: Tensor) -> Any:
+    """The node that adds to ``parameter.grad``; its hooks come after those of the parameter."""
+    with torch.enable_grad():
+        view: Any = parameter.expand_as(parameter)
+    return view.grad_fn.next_functions[0][0]
+
+
 def refuse_reentrant() -> None:
     """Called in an autograd hook.
 

@@ -4,7 +4,9 @@ Rules:
 
 1. Results are in ``p.grad`` when backward returns: an engine callback, queued by the first gradient, waits.
 2. As in DDP the forward decides whether its backward aggregates, and one backward follows it that does.
-3. As in DDP every parameter gets a gradient in a backward that aggregates, unless ``find_unused_parameters`` is set.
+3. As in DDP hooks of the user see and may change a gradient before it is aggregated, whenever they were registered:
+   ours are behind the nodes that accumulate. What they drop counts as zeros.
+4. As in DDP every parameter gets a gradient in a backward that aggregates, unless ``find_unused_parameters`` is set.
    Then a used-map ends the step: a parameter that no rank used keeps its old gradient. With ``static_graph`` the first
    step's map counts for all.
 """
@@ -25,12 +27,12 @@ from hvdbridge.collectives import AllGather, AllReduce, Collective
 from hvdbridge.flows import Pending
 from hvdbridge.module_hook import BeforeForward
 from hvdbridge.replicate import broadcast_tensors
-from hvdbridge.sources.base import Options, Source, at_end_of_backward, refuse_reentrant
+from hvdbridge.sources.base import Options, Source, accumulating, at_end_of_backward, refuse_reentrant
 from hvdbridge.sources.reducer import BucketEntry, Reducer, make_buckets
 
 
 class HookSource(Source):
-    """Feeds an :class:`Aggregator` from ``register_post_accumulate_grad_hook``."""
+    """Feeds an :class:`Aggregator` by hooks of autograd."""
 
     def __init__(
         self,
@@ -46,12 +48,14 @@ class HookSource(Source):
         self._buffers: dict[str, Module] = {}  # the modules whose buffers are sent: they may be given new ones
         self._ignored: frozenset[str] = frozenset()
         self.root = 0  # whose buffers count
+        ours = list(params.values() if hooked is None else hooked)
+        self._nodes = list(map(accumulating, ours))  # who lets go of one loses its hook
         self._handles: list[Any] = [
-            p.register_post_accumulate_grad_hook(partial(self.ready, self.reducer.entries[p]))
-            for p in (params.values() if hooked is None else hooked)
+            node.register_hook(partial(self.ready, self.reducer.entries[p]))
+            for node, p in zip(self._nodes, ours, strict=True)
         ]
 
-    def ready(self, entry: BucketEntry, _: Tensor | None = None) -> None:
+    def ready(self, entry: BucketEntry, *_: Any) -> None:
         """A gradient has arrived (called by autograd, once per parameter and backward)."""
         self.touched.append(entry.parameter)
         if not (self.running or self.expected):
@@ -91,6 +95,7 @@ class HookSource(Source):
         self.stop()
         for handle in self._handles:
             handle.remove()
+        self._nodes.clear()
 
     def watch_forwards(self, model: Module, options: Options) -> None:
         """Hear of forwards; at the end of each step give all ranks the buffers of rank 0.

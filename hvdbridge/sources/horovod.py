@@ -3,7 +3,8 @@
 Rules:
 
 1. The optimizer is a real ``hvd.DistributedOptimizer``; methods are replaced on the instance. Its hooks hand each
-   gradient to our reducer, so one negotiation serves a whole bucket; what it does not hook, we do.
+   gradient to our reducer, so one negotiation serves a whole bucket; what it does not hook, we do. Those that Horovod
+   makes itself refuse a gradient that the user's hooks have dropped; an optimizer that comes with them keeps them.
 2. Its bookkeeping (``_allreduce_delay``) is kept as if each backward were complete, because the reducer ends the step
    when backward returns: ``step()`` and ``zero_grad()`` find nothing outstanding.
 3. Horovod's hooks cannot be taken off. After :meth:`HorovodSource.remove` they lead nowhere: gradients stay local.
@@ -92,7 +93,12 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, s
     held = [p for group in optimizer.param_groups for p in group["params"]]
     named = [(names.get(p, f"hvdbridge.outside.{i}"), p) for i, p in enumerate(held)]
     grads: list[Tensor | None] = [p.grad for p in held]
-    wrapped: Any = hvd.DistributedOptimizer(optimizer, named_parameters=named)
+    kind = hvd.optimizer._DistributedOptimizer
+    before, kind._make_hook = kind._make_hook, make_hook
+    try:
+        wrapped: Any = hvd.DistributedOptimizer(optimizer, named_parameters=named)
+    finally:
+        kind._make_hook = before
     if not wrapped._grad_accs:  # at size 1 Horovod registers no hooks, and a lossy or clipping policy would do nothing
         wrapped._register_hooks()
     for p, grad in zip(held, grads, strict=True):
@@ -103,6 +109,15 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, s
     wrapped.__dict__.update({name: value for name, value in vars(mine).items() if name != "step"})
     optimizer.register_load_state_dict_post_hook(partial(share_loaded, WeakSet((optimizer, wrapped))))
     return wrapped  # type: ignore[no-any-return]
+
+
+def make_hook(optimizer: Any, parameter: Parameter) -> Callable[..., None]:
+    """In the place of Horovod's."""
+
+    def hook(*_: object) -> None:
+        optimizer._allreduce_grad_async(parameter)
+
+    return hook
 
 
 def share_loaded(optimizers: Iterable[torch.optim.Optimizer], loaded: torch.optim.Optimizer) -> None:

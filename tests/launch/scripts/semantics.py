@@ -277,6 +277,37 @@ def sharded_optimizer() -> str:
     return "\n".join(found)
 
 
+def hooks_that_change_gradients() -> str:
+    """They come before what aggregates, whenever registered; also of the parameter that completes a bucket."""
+
+    def drop(p: nn.Parameter) -> None:
+        p.grad = None
+
+    def double(p: nn.Parameter) -> None:
+        p.grad = p.grad * 2
+
+    def halve(p: nn.Parameter) -> None:
+        p.grad.mul_(0.5)
+
+    found = []
+    for change in (drop, double, halve):
+        digests = []
+        for early, policy in ((True, "mean"), (False, "mean"), (True, "mean:exact=true"), (False, "mean:exact=true")):
+            model = mlp()
+            if early:
+                model[0].weight.register_post_accumulate_grad_hook(change)
+            sync = hb.GradientSynchronizer(model, sgd(model), policy)
+            if not early:
+                model[0].weight.register_post_accumulate_grad_hook(change)
+            train(sync, 3)
+            sync.close()
+            digests.append(digest(*model.parameters()))
+        assert len(set(digests)) == 1, (change, digests)
+        found.append(digests[0])
+    assert len(set(found)) == 3
+    return " ".join(found)
+
+
 def checkpoints_of_plain_ddp() -> str:
     """Their keys begin with ``module.``."""
     saved = torch.nn.DataParallel(mlp()).state_dict()
@@ -475,7 +506,7 @@ def compiled() -> str:
 CASES = [
     ignored_parameters, group_is_a_mesh, optimizers_within_backward, other_parameters, the_same_parameters,
     without_a_forward, optimizer_of_others, refused_at_construction, default_device, checkpoints_of_plain_ddp,
-    sharded_optimizer, the_forward_decides,
+    sharded_optimizer, hooks_that_change_gradients, the_forward_decides,
     wrappers, large_copies, compiled, backwards_of_all_kinds, shared_parts,
 ]  # fmt: skip
 
