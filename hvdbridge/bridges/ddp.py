@@ -25,7 +25,7 @@ from hvdbridge.errors import StepError, Unsupported
 from hvdbridge.parameters import Ignore
 from hvdbridge.policies import label
 from hvdbridge.policy import Policy
-from hvdbridge.sources.ddp import JOIN
+from hvdbridge.sources.ddp import JOIN, TORCHS
 from hvdbridge.sources.ddp import DistributedDataParallel as TorchDDP
 from hvdbridge.sources.wrapper import Wrapper
 from hvdbridge.synchronizer import GradientSynchronizer
@@ -33,7 +33,6 @@ from hvdbridge.synchronizer import GradientSynchronizer
 REFUSED = {
     "bucket_cap_mb_list": "Give one size for all buckets, bucket_cap_mb.",
     "delay_all_reduce_named_params": "Leave it out: all gradients are aggregated when backward() returns.",
-    "device_mesh": "Give the ranks that aggregate together as process_group, an iterable of ranks.",
     "mixed_precision": "Run the forward under torch.autocast; with policy='bf16' gradients travel in 16 bits.",
     "param_to_hook_all_reduce": "Leave it out: all gradients are aggregated when backward() returns.",
     "skip_all_reduce_unused_params": "Freeze unused parameters by requires_grad_(False) before they are wrapped.",
@@ -53,13 +52,15 @@ class DistributedDataParallel(Module):
         broadcast_buffers, forward_sync_buffers: as in torch's; the second, where given, counts. Both None: True.
         find_unused_parameters, static_graph: as in torch's.
         init_sync: must be True.
-        process_group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
+        process_group: the ranks that aggregate together (iterable of ranks, a process group of torch, or the backend's
+            own group); None: all.
+        device_mesh: the same as a DeviceMesh of one dimension.
         bucket_cap_mb: size of a bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or as in
             ``GradientSynchronizer``: among several nodes not DDP's 25, so that with three ranks and more sums differ
             from DDP's by rounding.
         check_reduction, batched_grad_copy: without effect, as in torch's; and because copies are made all at once.
         gradient_as_bucket_view: as in torch's; None: where that is faster, as for ``GradientSynchronizer``.
-        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision, device_mesh,
+        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision,
             skip_all_reduce_unused_params, bucket_cap_mb_list: None or False; another value is refused.
         policy: a spec string, a policy, or None for what ``hb.init`` was given.
         weighted: as for ``GradientSynchronizer``; the weights are set by :attr:`weight`.
@@ -124,7 +125,6 @@ class DistributedDataParallel(Module):
         given = {
             "bucket_cap_mb_list": bucket_cap_mb_list,
             "delay_all_reduce_named_params": delay_all_reduce_named_params,
-            "device_mesh": device_mesh,
             "mixed_precision": mixed_precision,
             "param_to_hook_all_reduce": param_to_hook_all_reduce,
             "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
@@ -132,11 +132,15 @@ class DistributedDataParallel(Module):
         for name, value in given.items():
             if value is not None and value is not False:
                 raise Unsupported(f"DistributedDataParallel({name}=...) has no meaning here. {REFUSED[name]}")
+        if device_mesh is not None and process_group is not None:
+            raise Unsupported("DistributedDataParallel(process_group=..., device_mesh=...): give one of the two")
+        process_group = process_group if device_mesh is None else device_mesh
         wanted = next(value for value in (forward_sync_buffers, broadcast_buffers, True) if value is not None)
         self.__dict__["synchronizer"] = GradientSynchronizer(
             module, None, policy, bucket_cap_mb, process_group, find_unused_parameters, weighted, static_graph, wanted,
             gradient_as_bucket_view, ignore=ignore, broadcast=broadcast, wrapper=self,
         )  # fmt: skip
+        self.__dict__["device_mesh"] = device_mesh
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _Copy, (self.module,)
@@ -149,6 +153,25 @@ class DistributedDataParallel(Module):
     @weight.setter
     def weight(self, value: float | None) -> None:
         self.synchronizer.weight = value
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: Module, params_and_buffers_to_ignore: Any) -> None:
+        """As torch's, for a wrapper that is made later; see ``ignore``."""
+        TORCHS._set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore)
+
+    def _set_static_graph(self) -> None:
+        """As torch's, which scripts call for want of ``static_graph=True``; before the first step.
+
+        Raises:
+            StepError: a step has been made.
+        """
+        source = self.synchronizer._source
+        if source.steps or source.running:
+            raise StepError(
+                "_set_static_graph() should be called before training loop starts, and a step has been made. Give "
+                "static_graph=True."
+            )
+        source.static_graph, source.find_unused = True, False
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Refused: ``Join([...])`` of torch; see :meth:`join`.
@@ -216,6 +239,14 @@ class _OnTorch(DistributedDataParallel, TorchDDP):
     """A DistributedDataParallel of torch; nothing here shadows its own."""
 
     join: Any = DistributedDataParallel.join
+
+    def _set_static_graph(self) -> None:
+        """As torch's, which calls it itself while it is constructed."""
+        if "synchronizer" in self.__dict__:
+            super()._set_static_graph()
+            self.find_unused_parameters = False  # the reducer finds them now, and join() goes by this
+        TORCHS._set_static_graph(self)
+
     join_hook: Any = TorchDDP.join_hook
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

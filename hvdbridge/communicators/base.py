@@ -16,6 +16,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 import pickle
 import sys
 import time
@@ -106,10 +107,12 @@ class Capabilities:
 
 
 class Communicator(ABC):
-    """Executes :class:`Collective` requests among ``size`` ranks of which this process is ``rank``."""
+    """Executes :class:`Collective` requests among ``size`` ranks of which this process is ``rank``; ``timeout_seconds``
+    is what the library below allows for one, where it has limits of its own."""
 
     rank: int
     size: int
+    timeout_seconds: float = math.inf
     capabilities: Capabilities = Capabilities()
 
     def __init__(self, watch: Watch = unwatched) -> None:
@@ -192,13 +195,13 @@ class Communicator(ABC):
         """
 
     def ranks_of(self, group: object) -> list[int]:
-        """The ranks, ascending, that a user means by ``group``: an iterable of ranks, a DeviceMesh of one dimension, or
-        the backend's own group.
+        """The ranks, ascending, that a user means by ``group``: an iterable of ranks, a process group of torch or a
+        DeviceMesh of one dimension, or the backend's own group.
 
         Raises:
             ConfigurationError: it is none of these, it is empty, or a rank is not one of this communicator's.
         """
-        group = ranks_of_mesh(group)
+        group = of_torch(group)
         ranks = sorted(group) if isinstance(group, Iterable) else []
         if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size)):
             raise ConfigurationError(
@@ -235,12 +238,15 @@ class Communicator(ABC):
         return pickle.loads(self.execute(Broadcast(buffer, root)).numpy().tobytes())
 
 
-def ranks_of_mesh(group: object) -> object:
-    """The ranks of a DeviceMesh; anything else as it is.
+def of_torch(group: object) -> object:
+    """The ranks of a DeviceMesh or of a process group of torch, on whatever backend; anything else as it is.
 
     Raises:
-        ConfigurationError: it has several dimensions.
+        ConfigurationError: a mesh of several dimensions.
     """
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is not None and isinstance(group, c10d.ProcessGroup):
+        return c10d.get_process_group_ranks(group)
     meshes = sys.modules.get("torch.distributed.device_mesh")  # importing it is slow, and a mesh exists only after that
     if meshes is None or not isinstance(group, meshes.DeviceMesh):
         return group

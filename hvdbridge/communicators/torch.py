@@ -134,9 +134,6 @@ class TorchCommunicator(Bridged):
             log.warning("several ranks share a GPU, which NCCL refuses: CUDA tensors pass through host memory")
         return cls(name, store, rank, size, timeout, alone, watch)
 
-    def ranks_of(self, group: object) -> list[int]:
-        return super().ranks_of(dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else group)
-
     def control(self) -> Communicator:
         self._children += 1
         return TorchCommunicator(

@@ -83,6 +83,14 @@ def secondary(error: BaseException) -> bool:
     return below or isinstance(error, (ConnectionError, TimeoutError)) or bool(SECONDARY.search(str(error)))
 
 
+OUT_OF_TIME = re.compile(r"Timed out waiting \d+ms|collective operation timeout")
+FOREIGN_LIMIT = (
+    " (The limit of a process group that the script itself made, which hb.patience and HVDBRIDGE_TIMEOUT_SECONDS do "
+    "not move. Give init_process_group or new_group a longer timeout, or leave the start to hb.init().)"
+)
+"""What torch's Gloo and NCCL say; groups of ours have a day."""
+
+
 class _Wait:
     """One ``with monitor.watch(label)``. Slots and no locks: it stands around every collective."""
 
@@ -531,4 +539,5 @@ class Monitor:
 
 def _describe(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return f"failed: {type(error).__name__}{': ' if text else ''}{text[:1000]}"
+    hint = FOREIGN_LIMIT if OUT_OF_TIME.search(text) else ""
+    return f"failed: {type(error).__name__}{': ' if text else ''}{text[:1000]}{hint}"

@@ -33,17 +33,18 @@ def attach_torch(
 ) -> Attached:
     """DistributedDataParallel, with our communication hook where its own mean is not enough; what DDP sends itself
     goes through the default process group, or one over ``ranks``."""
+    from datetime import timedelta
     from inspect import signature
 
-    import torch
     import torch.distributed as dist
 
     from hvdbridge.bucket import DDP_MB, FIRST_BUCKET_BYTES
     from hvdbridge.sources.base import SIZES
-    from hvdbridge.sources.ddp import DdpSource, DistributedDataParallel
+    from hvdbridge.sources.ddp import TORCHS, DdpSource, DistributedDataParallel
 
-    own_group = None if ranks is None else dist.new_group(ranks, use_local_synchronization=True)
-    known = signature(torch.nn.parallel.DistributedDataParallel).parameters
+    limit = timedelta(seconds=aggregator.communicator.timeout_seconds)
+    own_group = None if ranks is None else dist.new_group(ranks, limit, use_local_synchronization=True)
+    known = signature(TORCHS).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # renamed in torch 2.13
     given: dict[str, Any] = {} if options.broadcast_buffers else {name: False}
     # None: a small first bucket. A list of sizes makes one, too. Where buckets of the mean have a size that the user
@@ -66,7 +67,7 @@ def attach_torch(
             aggregator.communicator.watch,
             process_group=own_group,
             init_sync=False,
-            find_unused_parameters=options.find_unused_parameters,
+            find_unused_parameters=options.find_unused_parameters and not options.static_graph,  # join() goes by it
             static_graph=options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             **given,

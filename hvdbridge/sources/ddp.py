@@ -53,6 +53,10 @@ JOIN = (
 )
 
 
+TORCHS: Any = torch.nn.parallel.DistributedDataParallel
+"""Scripts may put hb.DistributedDataParallel in its place."""
+
+
 class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel):
     """DDP whose ``state_dict()`` has the bare module's keys; once closed, and in copies, it is its module alone.
 
@@ -266,7 +270,7 @@ class DdpSource(Source):
 
         self._plain = self._undecided = False
         self.aggregator.traffic_elsewhere = None
-        torch.nn.parallel.DistributedDataParallel.register_comm_hook(self._model, None, hook)  # a subclass has its own
+        TORCHS.register_comm_hook(self._model, None, hook)  # a subclass has its own
 
     def after_forward(self) -> None:
         """A forward has told the reducer to aggregate in the backward that follows."""

@@ -57,7 +57,8 @@ class HookSource(Source):
 
     def ready(self, entry: BucketEntry, *_: Any) -> None:
         """A gradient has arrived (called by autograd, once per parameter and backward)."""
-        self.touched.append(entry.parameter)
+        if entry.parameter.grad is not None:  # as for DDP an undefined one does not count as use
+            self.touched.append(entry.parameter)
         if not (self.running or self.expected):
             return
         backward = torch._C._current_graph_task_id()

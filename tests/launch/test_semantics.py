@@ -19,6 +19,7 @@ CASES = {
     "optimizer_of_others": "optimizer.step() of an optimizer that holds none of the model's parameters",
     "refused_at_construction": "Unsupported: parameters of lazy modules have no shape yet: '0.weight'",
     "default_device": " 1.0",
+    "torchs_ddp_is_replaced": "StepError: _set_static_graph() should be called before training loop starts",
     "hooks_that_change_gradients": "",
     "sharded_optimizer": "Unsupported: torch.distributed.algorithms.Join: its shadows make DDP's collectives",
     "checkpoints_of_plain_ddp": "<All keys matched successfully>",

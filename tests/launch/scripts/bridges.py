@@ -450,7 +450,7 @@ def ddp_options_of_torch() -> str:
     wrapped = hb.DistributedDataParallel(model, **defaults | {"bucket_cap_mb": BUCKET_MB})
     assert train(wrapped, model) == ddp_is_ddp()
     for name, value in {
-        "mixed_precision": object(), "device_mesh": object(), "delay_all_reduce_named_params": [("a", model[0].weight)],
+        "mixed_precision": object(), "delay_all_reduce_named_params": [("a", model[0].weight)],
         "param_to_hook_all_reduce": model[0].weight, "skip_all_reduce_unused_params": True, "bucket_cap_mb_list": [1],
     }.items():  # fmt: skip
         with pytest.raises(hb.Unsupported, match=rf"DistributedDataParallel\({name}=.*\. \w+"):
@@ -516,8 +516,14 @@ def inside_another_module() -> str:
         if wrapped is not bare:  # saved by plain DDP
             around.load_state_dict({key.replace("net.", "net.module."): tensor for key, tensor in sevens.items()})
             assert (bare[0].weight == 7).all()
-            with pytest.raises(RuntimeError, match=r'Missing.*"0\.weight"'):
-                wrapped.load_state_dict({f"module.{key}": tensor for key, tensor in bare.state_dict().items()})
+            of_ddp = type(sevens)((f"module.{key}", tensor) for key, tensor in bare.state_dict().items())
+            of_ddp._metadata = {f"module.{key}".rstrip("."): version for key, version in versions.items()}
+            if wrapped is sync.model:
+                with pytest.raises(RuntimeError, match=r'Missing.*"0\.weight"'):
+                    wrapped.load_state_dict(of_ddp)
+            else:
+                assert str(wrapped.load_state_dict(of_ddp)) == "<All keys matched successfully>"
+                assert bare[0].loaded == 3
         averaged = torch.optim.swa_utils.AveragedModel(wrapped)
         assert list(averaged.state_dict()) == ["n_averaged", *(f"module.{key}" for key in model.state_dict())]
         averaged.load_state_dict(averaged.state_dict())

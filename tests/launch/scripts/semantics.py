@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from jobs import record
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
@@ -102,7 +103,7 @@ def ignored_parameters() -> str:
         elif way == "parameter":
             ignore = [model.own, model.count, *model.head.parameters()]
         elif way == "DDP's list":
-            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+            hb.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         else:
             model._ddp_params_and_buffers_to_ignore = [".own", "count", "head.weight", "head.bias"]
         optimizer.state[model.head.weight]["momentum_buffer"] = torch.ones_like(model.head.weight)
@@ -128,8 +129,12 @@ def group_is_a_mesh() -> str:
     sync = hb.GradientSynchronizer(model, sgd(model), group=mesh()["dp"])
     train(sync)
     sync.close()
-    wrapped = hb.DistributedDataParallel(mlp(), process_group=mesh())
-    wrapped(data()).sum().backward()
+    gradients = []
+    for given in ({"process_group": mesh()}, {"process_group": mesh().get_group("dp")}, {"device_mesh": mesh()["dp"]}):
+        wrapped = hb.DistributedDataParallel(mlp(), **given)
+        wrapped(data()).sum().backward()
+        gradients.append(digest(*(p.grad for p in wrapped.parameters())))
+    assert len(set(gradients)) == 1
     hb.average_gradients(model, group=mesh())
     square = DeviceMesh("cpu", torch.arange(SIZE).reshape(1, SIZE))
     return digest(*model.parameters(), *(p.grad for p in wrapped.parameters())) + re.sub(
@@ -306,6 +311,29 @@ def hooks_that_change_gradients() -> str:
         found.append(digests[0])
     assert len(set(found)) == 3
     return " ".join(found)
+
+
+def torchs_ddp_is_replaced() -> str:
+    """Scripts put ours in the place of torch's, ask for a static graph late, and register hooks on theirs."""
+    found = []
+    torchs, nn.parallel.DistributedDataParallel = nn.parallel.DistributedDataParallel, hb.DistributedDataParallel
+    try:
+        for hook in (False, True):
+            model = nn.parallel.DistributedDataParallel(mlp(), find_unused_parameters=True)
+            model._set_static_graph()
+            if hook:
+                model.register_comm_hook(None, fp16_compress_hook)
+            optimizer = sgd(model)
+            with model.join():
+                for step in range(2 + RANK):
+                    optimizer.zero_grad()
+                    model(data(step)).square().mean().backward()
+                    optimizer.step()
+            found += [digest(*model.parameters()), said(model._set_static_graph)]
+            model.synchronizer.close()
+    finally:
+        nn.parallel.DistributedDataParallel = torchs
+    return "\n".join(found)
 
 
 def checkpoints_of_plain_ddp() -> str:
@@ -506,7 +534,7 @@ def compiled() -> str:
 CASES = [
     ignored_parameters, group_is_a_mesh, optimizers_within_backward, other_parameters, the_same_parameters,
     without_a_forward, optimizer_of_others, refused_at_construction, default_device, checkpoints_of_plain_ddp,
-    sharded_optimizer, hooks_that_change_gradients, the_forward_decides,
+    torchs_ddp_is_replaced, sharded_optimizer, hooks_that_change_gradients, the_forward_decides,
     wrappers, large_copies, compiled, backwards_of_all_kinds, shared_parts,
 ]  # fmt: skip
 
