@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-ch
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test computes waits quick test-recipes lint types parity convergence bench docs ci clean
+.PHONY: help install demo test computes waits quick test-recipes test-versions lint types parity convergence bench docs ci clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -33,7 +33,7 @@ demo: $(STAMP)  ## the main job: 3 launchers x 3 backends x 3 policies, a table,
 	@$(BIN)/python examples/demo.py
 
 # Tests use no GPU; benchmarks/cuda_check.py does
-test computes waits quick test-recipes: export CUDA_VISIBLE_DEVICES :=
+test computes waits quick test-recipes test-versions: export CUDA_VISIBLE_DEVICES :=
 PYTEST := $(BIN)/python -m pytest -q
 
 test: $(STAMP)  ## all tests and doctests
@@ -54,6 +54,18 @@ quick: $(STAMP)  ## before each commit: the quick tests of units and policies, o
 test-recipes: $(STAMP)  ## the recipes of docs/migrate.md, with Lightning, Accelerate and Ray (hundreds of MB)
 	@$(PIP) -e '.[recipes]'
 	@$(PYTEST) -m recipes tests/launch
+
+OLDEST := $(shell sed -n 's/^ *torch>=//p' setup.cfg)
+test-versions:  ## the oldest and the newest torch of setup.cfg's range: units, policies, one cell of each backend (GB)
+	@for name in oldest newest; do \
+		torch=torch; test $$name = newest || torch='torch==$(OLDEST).*'; env=.versions/$$name; \
+		echo "[$$name] $$torch, in an environment of its own"; \
+		$(PYTHON) -m venv --clear $$env \
+		&& $$env/bin/pip install -qq --disable-pip-version-check "$$torch" -e '.[mpich,tools]' \
+		&& $$env/bin/hvdbridge install-horovod \
+		&& OMP_NUM_THREADS=1 $$env/bin/python -m pytest -q -n auto -m "not waits" tests/unit tests/policies \
+		&& $$env/bin/python -m pytest -q tests/launch/test_cells.py -k test_four_ranks || exit 1; \
+	done
 
 lint: $(STAMP)  ## ruff
 	@$(BIN)/ruff check .
@@ -78,5 +90,5 @@ docs: $(STAMP)  ## the API's reference, in build/docs
 ci: lint types test  ## what must pass before a change is handed in
 
 clean:  ## remove .venv and whatever was generated
-	@rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) .versions build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find hvdbridge tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -47,6 +47,8 @@ def attach_torch(
     known = signature(TORCHS).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # renamed in torch 2.13
     given: dict[str, Any] = {} if options.broadcast_buffers else {name: False}
+    if "init_sync" in known:  # not in torch 2.4, which then copies from rank 0 once more
+        given["init_sync"] = False
     # None: a small first bucket. A list of sizes makes one, too. Where buckets of the mean have a size that the user
     # said, they are those of a DDP of that size, and so are their sums' bits.
     given["bucket_cap_mb"] = None if options.bucket_mb == DDP_MB else options.bucket_mb
@@ -66,7 +68,6 @@ def attach_torch(
             model,
             aggregator.communicator.watch,
             process_group=own_group,
-            init_sync=False,
             find_unused_parameters=options.find_unused_parameters and not options.static_graph,  # join() goes by it
             static_graph=options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
