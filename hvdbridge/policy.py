@@ -279,6 +279,10 @@ class Policy:
         """Whether :meth:`after_step` runs after this step; a wrapper's is when one of its inners' is."""
         return any(inner.due(step) for inner in self.inners().values())
 
+    def averaged(self, step: int) -> bool:
+        """Whether a job may stop after this step: replicas are equal then, or nothing will make them so."""
+        return all(inner.averaged(step) for inner in self.inners().values())
+
     def switches(self, step: int) -> bool:
         """Whether a phase begins after this step. It is :meth:`due` then, and is never left out: where the weights add
         up to zero they count as equal."""

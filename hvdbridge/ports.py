@@ -21,7 +21,7 @@ def first_free(listen: Callable[[int], T], ports: range | None) -> T:
         try:
             return listen(port)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
+            if error.errno != errno.EADDRINUSE or ports is None:
                 raise
     assert ports is not None
     raise OSError(errno.EADDRINUSE, f"somebody listens on each of HVDBRIDGE_PORTS={ports.start}-{ports.stop - 1}")

@@ -3,16 +3,20 @@
 Rules:
 
 1. A handler makes one assignment; the monitor's thread tells the helper within a tenth of a second.
-2. Handlers are chained: what was there is called, too. A second signal ends the process as it would have without them;
-   one that follows at once is the same one by another way, as when a launcher passes on what its group got, too.
-3. A process that was forked (a DataLoader's worker) does what it would have done without them.
+2. Handlers are chained: what was there is called, too. A second signal does what it would have done without them; one
+   that follows at once is the same one by another way, as when a launcher passes on what its group got, too.
+3. A process that was forked (a DataLoader's worker) does what it would have done without them, and so does the whole
+   process once the session is closed.
+4. A signal that faulthandler was given (``faulthandler.register(SIGUSR1)``) is left to it: it cannot be chained to.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -35,29 +39,60 @@ class Handlers:
         self._found: dict[int, Any] = {}
         self._pid = os.getpid()
         self._first = 0.0
+        self._closed = False
 
     def install(self, signals: Iterable[int]) -> None:
         for number in signals:
-            if number not in self._found:
-                self._found[number] = signal.signal(number, self._handle)
+            if number in self._found:
+                continue
+            if dumps_stacks(number):
+                log.warning("%s is faulthandler's, and stops nothing", signal.Signals(number).name)
+                continue
+            self._found[number] = signal.signal(number, self._handle) or signal.SIG_DFL
 
     def remove(self) -> None:
-        for number, found in self._found.items():
-            if signal.getsignal(number) == self._handle:  # else somebody chained to it
-                signal.signal(number, found)
-        self._found.clear()
+        """At the session's end. Where somebody chained to a handler, or in another thread, it stays, and only passes
+        on."""
+        self._closed = True
+        if threading.current_thread() is threading.main_thread():
+            for number, found in self._found.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, found)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        found, now = self._found.get(number, signal.SIG_DFL), time.monotonic()
+        found, now = self._found[number], time.monotonic()
         again = self._first and now > self._first + SAME_SECONDS
-        if again or os.getpid() != self._pid:
-            signal.signal(number, found)
-            os.kill(os.getpid(), number)
+        if again or self._closed or os.getpid() != self._pid:
+            if callable(found):
+                found(number, frame)
+            elif found == signal.SIG_DFL:
+                signal.signal(number, found)
+                os.kill(os.getpid(), number)
             return
         self._first = self._first or now
         self._last_step.wanted = True
         if callable(found):
             found(number, frame)
+
+
+class _Place(ctypes.Structure):
+    """Dl_info of dladdr(3): in which file an address lies."""
+
+    _fields_ = [
+        ("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("at", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+def dumps_stacks(number: int) -> bool:
+    """Whether ``faulthandler`` answers the signal, of which the module ``signal`` knows nothing: a handler of Python's
+    own, in C. MPICH's, for SIGUSR1, serves to tell of ranks that died, which the monitor does.
+    """
+    if signal.getsignal(number) != signal.SIG_DFL or not sys.platform.startswith("linux"):
+        return False
+    libc, action, place = ctypes.CDLL(None), (ctypes.c_void_p * 64)(), _Place()
+    libc.sigaction(int(number), None, action)  # the handler's address comes first
+    found = libc.dladdr(ctypes.c_void_p(action[0]), ctypes.byref(place)) if action[0] else 0
+    return bool(found) and b"python" in (place.file or b"").rpartition(b"/")[2]
 
 
 def stop() -> None:

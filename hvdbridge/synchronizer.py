@@ -279,17 +279,15 @@ class GradientSynchronizer:
 
         The first read installs the handlers of the signals (:func:`hvdbridge.stop_on_signals`). Where replicas drift it
         is True after the next average of all. A rank that is through within :meth:`join` answers for itself, and finds
-        it True afterwards. No collective is made; while a stop is under way a read may wait for a round trip.
+        it True afterwards. Groups that train side by side stop at the same count of steps, since they may need each
+        other. No collective is made; while a stop is under way a read may wait for a round trip.
 
         Raises:
             HvdbridgeError: the job fails meanwhile.
         """
         stopping.stop_on_signals()
-        step, policy = self._aggregator.step, self.policy
-        if not self._monitor.over(self._key, step):
-            return False
-        averages = policy.replicas == "drift" and policy.acts_after_step
-        return not averages or step == 0 or policy.due(step - 1)
+        step = self._aggregator.step
+        return self._monitor.over(self._key, step) and (step == 0 or self.policy.averaged(step - 1))
 
     def synchronize(self) -> None:
         """Wait for what is outstanding; on every backend backward has waited already, so this finds nothing.

@@ -191,11 +191,27 @@ def _slurm(env: Environ) -> World | None:
 
 
 def _is_task() -> bool:
-    """Whether Slurm itself started this process, rather than a shell in one of its terminals."""
+    """Whether Slurm started this process, or what started it, rather than a shell in one of its terminals: tasks that
+    srun starts from such a shell inherit its variables, and have no terminal.
+    """
     try:
-        return Path(f"/proc/{os.getppid()}/comm").read_text().startswith("slurmstepd")
+        parent, in_terminal = os.getppid(), _stat("self")[4] != "0"
+        if _name(parent) == "slurmstepd":
+            return True
+        while parent > 1 and _name(parent) != "slurmstepd":
+            parent = int(_stat(str(parent))[1])
+        return parent > 1 and not in_terminal
     except OSError:
         return True
+
+
+def _name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def _stat(pid: str) -> list[str]:
+    """State, parent, group, session, terminal, and so on: proc(5), behind the name."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _bare(env: Environ) -> World | None:

@@ -243,6 +243,13 @@ class _OnTorch(DistributedDataParallel, TorchDDP):
     def _set_static_graph(self) -> None:
         """As torch's, which calls it itself while it is constructed."""
         if "synchronizer" in self.__dict__:
+            told: Any = self._get_ddp_logging_data
+            source: Any = self.synchronizer._source
+            if "," in told()["bucket_sizes"] and not source._plain:
+                raise Unsupported(
+                    "_set_static_graph(): torch has cut several buckets already, which policies cannot follow in the "
+                    "first step of a static graph. Give static_graph=True."
+                )
             super()._set_static_graph()
             self.find_unused_parameters = False  # the reducer finds them now, and join() goes by this
         TORCHS._set_static_graph(self)

@@ -47,6 +47,9 @@ class _Local(Policy):
                 "delayed is for gradients"
             )
 
+    def averaged(self, step: int) -> bool:
+        return self.due(step)
+
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         yield from ()
         return Aggregated(own(bucket))
@@ -117,6 +120,9 @@ class PostLocalSgd(LocalSgd):
 
     def due(self, step: int) -> bool:
         return self.switches(step) or (step >= self.start and (step - self.start) % self.every == 0)
+
+    def averaged(self, step: int) -> bool:
+        return step < self.start or self.due(step)
 
     def switches(self, step: int) -> bool:
         return step == self.start - 1 and self.anchored

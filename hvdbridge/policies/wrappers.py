@@ -98,6 +98,9 @@ class Warmup(Policy):
     def due(self, step: int) -> bool:
         return self.switches(step) or (self.first if step < self.steps else self.then).due(step)
 
+    def averaged(self, step: int) -> bool:
+        return self.switches(step) or (self.first if step < self.steps else self.then).averaged(step)
+
     def switches(self, step: int) -> bool:
         if step == self.steps - 1 and (self.first.replicas == "drift" or self.then.anchored):
             return True

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
 from pathlib import Path
 
 import jobs
 import pytest
+
+from hvdbridge import policies
+from hvdbridge.helper.last_step import LastStep
+from hvdbridge.stopping import Handlers, dumps_stacks
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "stopping.py")
 
@@ -35,6 +42,61 @@ def test_drifting_replicas_stop_after_an_average(backend: str) -> None:
     assert first == second
     assert first[0] % 8 == 0
     assert 8 <= first[0] < 5000
+
+
+def test_replicas_that_drift_no_more_wait_for_no_average() -> None:
+    (first,), (second,) = jobs.run("fork", "mpi", 2, [SCRIPT, "phases"]).check().records
+    assert first == second
+    assert 6 <= first < 500
+
+
+@pytest.mark.parametrize(
+    ("spec", "steps"),
+    [
+        ("mean", [0, 1, 2, 3]),
+        ("local_sgd(every=2)", [1, 3]),
+        ("ef(bf16)", [0, 1, 2, 3]),
+        ("noop", [0, 1, 2, 3]),
+        ("post_local_sgd(start=2,every=2)", [0, 1, 2]),
+        ("warmup(steps=3,first=local_sgd(every=2),then=mean)", [1, 2, 3]),
+        ("warmup(steps=2,then=local_sgd(every=3))", [0, 1, 2]),
+        ("partition(*.bias=mean,rest=local_sgd(every=2))", [1, 3]),
+        ("adasum_delta", [0, 1, 2, 3]),
+    ],
+)
+def test_after_which_steps_a_job_may_stop(spec: str, steps: list[int]) -> None:
+    policy = policies.from_spec(spec)
+    assert [step for step in range(4) if policy.averaged(step)] == steps
+
+
+def test_signal_handlers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who chained to ours, and faulthandler; once closed ours only pass on."""
+    called: list[str] = []
+    last, usr1 = LastStep(), signal.SIGUSR1
+    before = signal.signal(usr1, lambda *_: called.append("first"))
+    try:
+        handlers = Handlers(last)
+        handlers.install([usr1])
+        ours = signal.getsignal(usr1)
+        signal.signal(usr1, lambda *given: (called.append("second"), ours(*given)))  # type: ignore[operator]
+        signal.raise_signal(usr1)
+        assert called == ["second", "first"]
+        assert last.wanted
+        last.wanted = False
+        handlers.remove()
+        signal.raise_signal(usr1)
+        assert called == ["second", "first"] * 2
+        assert not last.wanted
+        signal.signal(usr1, signal.SIG_DFL)
+        assert not dumps_stacks(usr1)
+        with open(os.devnull, "w") as nowhere:
+            faulthandler.register(usr1, file=nowhere, chain=False)
+            assert dumps_stacks(usr1)
+            Handlers(last).install([usr1])
+            assert signal.getsignal(usr1) == signal.SIG_DFL
+            faulthandler.unregister(usr1)
+    finally:
+        signal.signal(usr1, before)
 
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)

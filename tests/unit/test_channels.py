@@ -113,6 +113,13 @@ def test_a_range_that_is_taken_is_named() -> None:
             first_free(lambda free: listening("127.0.0.1", free, 1), range(port, port + 1))
 
 
+def test_a_port_that_is_taken_is_named() -> None:
+    with listening("127.0.0.1", 0, 1) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"rank 0 cannot listen at 127.0.0.1:{port}"):
+            tcp_store("127.0.0.1", port, True, Config(), "rank 0")
+
+
 def test_steps_and_jobs_that_follow_each_other_meet_elsewhere() -> None:
     steps = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(700, 704) for step in range(20)]
     assert len({slurm_port(step, Config()) for step in steps}) == len(steps)

@@ -70,6 +70,9 @@ elif CASE == "join":
     record(hb.rank(), [*trained("mean", "SIGUSR1", MOST if hb.rank() else 3, joined=True)])
 elif CASE == "drift":
     record(hb.rank(), [*trained("local_sgd(every=8)", "SIGTERM")])
+elif CASE == "phases":
+    found = [trained("warmup(steps=2,first=local_sgd(every=2),then=mean)", "stop", 500)[0]]
+    record(hb.rank(), found)
 elif CASE == "twice":
     trained("mean", "SIGTERM")
     if hb.rank() == hb.size() - 1:
