@@ -133,7 +133,7 @@ def own_directory(path: Path | None = None) -> Path:
 def _cache(given: str | None, home: str | None) -> Path:
     try:
         return Path(given or Path(home or "~/.cache") / "hvdbridge").expanduser()
-    except RuntimeError as error:  # a user whom the system does not know, and no HOME, as in a container
+    except RuntimeError as error:  # a user id without an account, and no HOME, as in a container
         if given:
             raise ConfigurationError(f"{PREFIX}CACHE={given}: {error}") from None
         return own_directory()

@@ -108,7 +108,7 @@ def free_port() -> int:
 
 
 def kernel_ports() -> range:
-    """From where the kernel gives ports to connections, and to those who listen wherever it says."""
+    """The kernel's ephemeral ports: those of outgoing connections, and of sockets that listen at port 0."""
     low, high = 32768, 60999
     with suppress(OSError, ValueError):
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())

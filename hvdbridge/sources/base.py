@@ -332,7 +332,7 @@ def refuse_compiled_autograd() -> None:
     Raises:
         Unsupported: backwards are compiled, and with them the hooks that aggregate, of which nothing is left then.
     """
-    dynamo = sys.modules.get("torch._dynamo")  # who has compiled nothing has not imported it
+    dynamo = sys.modules.get("torch._dynamo")  # a script that compiles nothing has not imported it
     if dynamo is not None and getattr(dynamo.config, "compiled_autograd", False):  # torch < 2.5 has none
         raise Unsupported(
             "torch._dynamo.config.compiled_autograd compiles what aggregates gradients within backward (and so does "

@@ -49,7 +49,7 @@ class HookSource(Source):
         self._ignored: frozenset[str] = frozenset()
         self.root = 0  # whose buffers count
         ours = list(params.values() if hooked is None else hooked)
-        self._nodes = list(map(accumulating, ours))  # who lets go of one loses its hook
+        self._nodes = list(map(accumulating, ours))  # a node that nobody holds loses its hooks
         self._handles: list[Any] = [
             node.register_hook(partial(self.ready, self.reducer.entries[p]))
             for node, p in zip(self._nodes, ours, strict=True)
