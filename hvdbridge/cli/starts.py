@@ -1,5 +1,5 @@
-"""What a start from this shell would meet: the rank that the launcher's variables name, this host's addresses and ports,
-and the cache of kernels. :func:`findings` looks, and starts nothing.
+"""What a start from this shell would meet: the rank that the launcher's variables name, this host's addresses and
+ports, and the cache of kernels. :func:`findings` looks, and starts nothing.
 """
 
 from __future__ import annotations
