@@ -91,8 +91,8 @@ def test_tokens_count_alike(backend: str, how: str, steps: tuple[int, int]) -> N
     # A gradient is a mean over T <= 340 tokens: in float32 a sum of T terms is off by at most T 2^-24 of the sum of
     # their magnitudes (Higham 2002, section 4.2), here 2e-5 of a mean of magnitudes, which is below 0.3. With momentum
     # 0.9 each of S steps counts at most 10 times, with a learning rate of 0.25: 6 * 10 * 0.25 * 0.3 * 2e-5 = 9e-5,
-    # which leaves room for what roundings of one step make of later ones. Measured: 4e-7. Weights that are equal are
-    # off by 6e-3 and more.
+    # and the bound leaves room for the growth of earlier steps' rounding errors. Measured: 4e-7; with equal weights in
+    # place of token counts 6e-3 and more.
     assert distance(ranks[0], exact) <= 9e-5
     (wrong, _) = jobs.once("fork", "torch", 2, [TOKENS, how, "unweighted"]).check().records
     assert distance(wrong, exact) > 3e-3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -694,3 +695,21 @@ def test_descriptors_are_returned():
     t = Team(3, PATIENT)
     t.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("call", "waits"), [("", "MPI_Init did not return"), ("guard.started()", "hvdbridge's helper was not met")]
+)
+def test_the_guard_says_what_it_waited_for(call: str, waits: str) -> None:
+    code = f"""
+import time
+from hvdbridge.helper.guard import Guard
+guard = Guard(0.5, "rank 1 of 2", -1)
+{call}
+time.sleep(30)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert done.returncode == -signal.SIGKILL
+    assert "rank 1 of 2" in done.stderr
+    assert waits in done.stderr
+    assert "within 0.5 s" in done.stderr
