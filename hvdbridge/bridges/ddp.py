@@ -243,14 +243,10 @@ class _OnTorch(DistributedDataParallel, TorchDDP):
     def _set_static_graph(self) -> None:
         """As torch's, which calls it itself while it is constructed."""
         if "synchronizer" in self.__dict__:
+            super()._set_static_graph()
             told: Any = self._get_ddp_logging_data
             source: Any = self.synchronizer._source
-            if "," in told()["bucket_sizes"] and not source._plain:
-                raise Unsupported(
-                    "_set_static_graph(): torch has cut several buckets already, which policies cannot follow in the "
-                    "first step of a static graph. Give static_graph=True."
-                )
-            super()._set_static_graph()
+            source.unmarked = len(told()["bucket_sizes"].split(","))
             self.find_unused_parameters = False  # the reducer finds them now, and join() goes by this
         TORCHS._set_static_graph(self)
 
@@ -273,9 +269,12 @@ class _Elsewhere(Wrapper, DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's module's."""
         self.synchronizer.check_in_use()
-        if not self.closed:
-            self.synchronizer._source.before_forward()
-        return self.module(*args, **kwargs)
+        if self.closed:
+            return self.module(*args, **kwargs)
+        self.synchronizer._source.before_forward()
+        output = self.module(*args, **kwargs)
+        self.synchronizer._source.after_forward(output)
+        return output
 
     @property
     def closed(self) -> bool:

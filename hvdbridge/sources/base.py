@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.nn.parallel.distributed import _find_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -176,14 +177,34 @@ class Source:
     def before_forward(self) -> None:
         """Called by a wrapper before each forward of its module, which has no hook of ours."""
 
+    def after_forward(self, output: Any) -> None:
+        """Called by a wrapper after each forward, with what it returns."""
+
+    def outputs(self, output: Any) -> list[Tensor]:
+        """The tensors in what a forward returned, which tell DDP's reducer what is unused.
+
+        Raises:
+            StepError: there are none.
+        """
+        found: list[Tensor] = list(_find_tensors(output))
+        if not found:
+            raise StepError(
+                f"{self._where}: find_unused_parameters=True looks for tensors in what the forward returns, and there "
+                f"are none in {type(output).__name__}. Return them in a tuple, list, dict or dataclass."
+            )
+        return found
+
     def check_forward(self, synchronizing: bool) -> None:
         """Called before each forward that records gradients.
 
         Raises:
             StepError: the backward before did not end, or the model has other parameters.
+            BaseException: what has ended an earlier step.
         """
         if self.running and not inside_backward():
             raise self.left_open()
+        if synchronizing and self.aggregator.driver.failure is not None:
+            raise self.aggregator.driver.failure
         refuse_compiled_autograd()
         if synchronizing and self.parameters is not None:
             self.parameters.check(f"{self._where}: forward")
@@ -264,6 +285,11 @@ class Source:
     def incomplete(self, arrived: Set[Tensor]) -> StepError:
         """The error of a backward that made gradients for these parameters alone."""
         missing = [name for p, name in self.names.items() if p not in arrived]
+        if self.find_unused:
+            return self.refused(
+                f"{len(missing)} parameters got no gradient: {listed(missing)}. The loss depends on some of them, and "
+                "find_unused_parameters=True is for the others. Call backward() without inputs="
+            )
         return self.refused(
             f"{len(missing)} parameters got no gradient: {listed(missing)}. Where a step may leave parameters out, "
             "give find_unused_parameters=True. Freeze what is never trained by requires_grad_(False) before the "
@@ -308,6 +334,18 @@ def accumulating(parameter: Tensor) -> Any:
     with torch.enable_grad():
         view: Any = parameter.expand_as(parameter)
     return view.grad_fn.next_functions[0][0]
+
+
+def reached(nodes: Iterable[Any]) -> set[Tensor]:
+    """The leaves that a backward of these nodes reaches."""
+    found = set(nodes)
+    open_ones = list(found)
+    while open_ones:
+        for node, _ in open_ones.pop().next_functions:
+            if node is not None and node not in found:
+                found.add(node)
+                open_ones.append(node)
+    return {node.variable for node in found if node.name() == "torch::autograd::AccumulateGrad"}
 
 
 def refuse_reentrant() -> None:

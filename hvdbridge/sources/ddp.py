@@ -107,7 +107,7 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)  # type: ignore[no-untyped-call]
         if self.source is not None and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.source.after_forward()
+            self.source.after_forward(output)
         return output
 
     def join_hook(self, **kwargs: Any) -> Any:
@@ -246,6 +246,7 @@ class DdpSource(Source):
         self._outside = False  # the step that runs began outside of a backward, within join()
         self._whole = False  # the step's last bucket came
         self._first_step = True
+        self.unmarked = 0  # buckets of the first step, of which DDP marks none as the last (``_set_static_graph()``)
         self._waiting: AbstractContextManager[None] | None = None
         self._since = 0.0
         self._plain = self._undecided = plain
@@ -272,8 +273,10 @@ class DdpSource(Source):
         self.aggregator.traffic_elsewhere = None
         TORCHS.register_comm_hook(self._model, None, hook)  # a subclass has its own
 
-    def after_forward(self) -> None:
+    def after_forward(self, output: Any) -> None:
         """A forward has told the reducer to aggregate in the backward that follows."""
+        if self.find_unused:
+            self.outputs(output)
         self.expected = True
 
     def remove(self) -> None:
@@ -340,7 +343,8 @@ class DdpSource(Source):
         buffer = dense(bucket.buffer(), self.aggregator.communicator.rank)
         future = future_of(buffer)
         piece = self._layouts.piece(bucket.parameters(), buffer, future, self.aggregator.policy)
-        self._whole = bucket.is_last()
+        self.unmarked -= 1
+        self._whole = bucket.is_last() or self.unmarked == 0
         self.aggregator.submit(piece, self._whole)
         if self._whole:
             self.aggregator.driver.flush()

@@ -6,9 +6,9 @@ Rules:
 2. As in DDP the forward decides whether its backward aggregates, and one backward follows it that does.
 3. As in DDP hooks of the user see and may change a gradient before it is aggregated, whenever they were registered:
    ours are behind the nodes that accumulate. What they drop counts as zeros.
-4. As in DDP every parameter gets a gradient in a backward that aggregates, unless ``find_unused_parameters`` is set.
-   Then a used-map ends the step: a parameter that no rank used keeps its old gradient. With ``static_graph`` the first
-   step's map counts for all.
+4. As in DDP every parameter gets a gradient in a backward that aggregates, or, with ``find_unused_parameters``, every
+   one that the loss depends on. Then a used-map ends the step: a parameter that no rank used keeps its old gradient.
+   With ``static_graph`` the first step's map counts for all.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch.nn import Module, Parameter
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.collectives import AllGather, AllReduce, Collective
 from hvdbridge.flows import Pending
-from hvdbridge.module_hook import BeforeForward
+from hvdbridge.module_hook import AfterForward, BeforeForward
 from hvdbridge.replicate import broadcast_tensors
-from hvdbridge.sources.base import Options, Source, accumulating, at_end_of_backward, refuse_reentrant
+from hvdbridge.sources.base import Options, Source, accumulating, at_end_of_backward, reached, refuse_reentrant
 from hvdbridge.sources.reducer import BucketEntry, Reducer, make_buckets
 
 
@@ -43,6 +43,7 @@ class HookSource(Source):
     ) -> None:
         super().__init__(aggregator, {p: name for name, p in params.items()}, options)
         self._static_used: list[int] | None = None  # the first step's map
+        self._roots: list[Any] = []  # with find_unused: the nodes of the forward's outputs that this backward passed
         self.reducer = Reducer(make_buckets(params, options), aggregator)
         self._backward = -1
         self._buffers: dict[str, Module] = {}  # the modules whose buffers are sent: they may be given new ones
@@ -109,6 +110,8 @@ class HookSource(Source):
         self._buffers = dict(model.named_modules()) if options.broadcast_buffers else {}
         if options.wrapper is None:
             self._handles.append(model.register_forward_pre_hook(BeforeForward(self.before_forward)))
+            if self.find_unused:
+                self._handles.append(model.register_forward_hook(AfterForward(self.after_forward)))
         else:
             options.wrapper.adopt(model)
 
@@ -122,6 +125,17 @@ class HookSource(Source):
             if self.aggregator.joining:
                 self._announce()
                 self._await(self._send_buffers())
+
+    def after_forward(self, output: Any) -> None:
+        """A forward of the model has returned ``output``."""
+        if self.find_unused and self.synchronizing and torch.is_grad_enabled():
+            for tensor in self.outputs(output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_hook(self._passed)
+
+    def _passed(self, *_: Any) -> None:
+        """A backward has passed an output of a forward."""
+        self._roots.append(torch._C._current_autograd_node())
 
     def _send_buffers(self) -> Pending[None] | None:
         """They go before ``end()``, which may start what runs on in the background: nobody waits for that here."""
@@ -186,10 +200,13 @@ class HookSource(Source):
         Raises:
             StepError: some parameters got no gradient although all, or those of the first step, must.
         """
+        if not (self.static_graph or self.reducer.incomplete):
+            return
+        arrived = {p for p, entry in self.reducer.entries.items() if entry.arrived}
         if self.static_graph:
-            self.check_static({p for p, entry in self.reducer.entries.items() if entry.arrived})
-        elif self.reducer.incomplete and not self.find_unused:
-            raise self.incomplete({p for p, entry in self.reducer.entries.items() if entry.arrived})
+            self.check_static(arrived)
+        elif not self.find_unused or (reached(self._roots) & self.names.keys()) - arrived:
+            raise self.incomplete(arrived)
 
     def _start_used_map(self) -> Pending[Tensor] | None:
         if not (self.find_unused or (self.static_graph and self._static_used is None)):
@@ -207,6 +224,7 @@ class HookSource(Source):
 
     def _reset(self) -> None:
         self.reducer.reset()
+        self._roots.clear()
         self.finished()
 
 

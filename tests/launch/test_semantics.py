@@ -24,6 +24,7 @@ CASES = {
     "sharded_optimizer": "Unsupported: torch.distributed.algorithms.Join: its shadows make DDP's collectives",
     "checkpoints_of_plain_ddp": "<All keys matched successfully>",
     "the_forward_decides": "",
+    "outputs_left_out": "looks for tensors in what the forward returns, and there are none in Hidden",
     "wrappers": "whose module was wrapped again since",
     "large_copies": "",
     "compiled": "",

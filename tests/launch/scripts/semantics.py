@@ -313,16 +313,64 @@ def hooks_that_change_gradients() -> str:
     return " ".join(found)
 
 
+class Heads(nn.Module):
+    """Three, of which a forward takes two; in what it returns them, ``kind`` says."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        super().__init__()
+        self.body, self.heads = nn.Linear(4, 3), nn.ModuleList(nn.Linear(3, 2) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, kind: Callable[..., Any] = dict) -> Any:
+        x = self.body(x)
+        return kind(one=self.heads[0](x), two=[self.heads[1](x)])
+
+
+class Hidden:
+    def __init__(self, **parts: Any) -> None:
+        self.parts = parts
+
+
+def outputs_left_out() -> str:
+    """find_unused_parameters=True is for what the loss does not depend on."""
+    found = []
+    for make in (hb.GradientSynchronizer, hb.DistributedDataParallel):
+        for case in ("all outputs", "one output", "inputs="):
+            model = Heads()
+            optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+            wrapped = make(model, find_unused_parameters=True)
+            forward = wrapped.model if make is hb.GradientSynchronizer else wrapped
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss = sum(output.sum() for output in (lambda one, two: (one, *two))(**forward(data())))
+                loss.backward()
+                optimizer.step()
+            if case == "one output":
+                loss = forward(data())["one"].sum()
+            else:
+                loss = (lambda one, two: one.sum() + two[0].sum())(**forward(data()))
+            inputs = [*model.heads.parameters()] if case == "inputs=" else None
+            found.append(f"{case}: {said(lambda loss=loss, inputs=inputs: loss.backward(inputs=inputs))}")
+            found.append(digest(*model.parameters()))
+            found.append(said(lambda forward=forward: forward(data(), Hidden)))
+            (wrapped if make is hb.GradientSynchronizer else wrapped.synchronizer).close()
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+    return "\n".join(found)
+
+
 def torchs_ddp_is_replaced() -> str:
     """Scripts put ours in the place of torch's, ask for a static graph late, and register hooks on theirs."""
     found = []
     torchs, nn.parallel.DistributedDataParallel = nn.parallel.DistributedDataParallel, hb.DistributedDataParallel
     try:
-        for hook in (False, True):
-            model = nn.parallel.DistributedDataParallel(mlp(), find_unused_parameters=True)
+        for options in ({}, {"hook": fp16_compress_hook}, {"policy": "ef(bf16)"}):
+            hook = options.pop("hook", None)
+            model = nn.parallel.DistributedDataParallel(
+                mlp(), find_unused_parameters=True, bucket_cap_mb=1e-4 if hook or options else None, **options
+            )
             model._set_static_graph()
-            if hook:
-                model.register_comm_hook(None, fp16_compress_hook)
+            if hook is not None:
+                model.register_comm_hook(None, hook)
             optimizer = sgd(model)
             with model.join():
                 for step in range(2 + RANK):
@@ -534,7 +582,7 @@ def compiled() -> str:
 CASES = [
     ignored_parameters, group_is_a_mesh, optimizers_within_backward, other_parameters, the_same_parameters,
     without_a_forward, optimizer_of_others, refused_at_construction, default_device, checkpoints_of_plain_ddp,
-    torchs_ddp_is_replaced, sharded_optimizer, hooks_that_change_gradients, the_forward_decides,
+    torchs_ddp_is_replaced, sharded_optimizer, hooks_that_change_gradients, the_forward_decides, outputs_left_out,
     wrappers, large_copies, compiled, backwards_of_all_kinds, shared_parts,
 ]  # fmt: skip
 
