@@ -111,6 +111,18 @@ def refuse_sharded(params: Mapping[str, Tensor]) -> None:
         )
 
 
+def refuse_meta(tensors: Mapping[str, Tensor]) -> None:
+    """
+    Raises:
+        Unsupported: some of ``tensors`` are on the device ``meta``.
+    """
+    if meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise Unsupported(
+            f"{listed(meta)}: on the device meta, without values. Call model.to_empty(device=...) and initialise or "
+            "load them before."
+        )
+
+
 class ParameterWatch:
     """Tells when a module does not have the parameters any more that a synchronizer was made with.
 

@@ -21,7 +21,7 @@ from hvdbridge.agreement import agree, describe, open_group
 from hvdbridge.context import ReductionContext
 from hvdbridge.driver import drive
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
-from hvdbridge.parameters import Ignore, ParameterWatch, ignored, listed, refuse_sharded, trainable
+from hvdbridge.parameters import Ignore, ParameterWatch, ignored, listed, refuse_meta, refuse_sharded, trainable
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy import Policy
 from hvdbridge.replicate import broadcast_optimizer, broadcast_tensors, shards_state
@@ -111,7 +111,10 @@ class GradientSynchronizer:
         refuse_compiled_autograd()
         left_alone = ignored(model, ignore)
         params = trainable(model, left_alone)
-        refuse_sharded({name: p for name, p in model.named_parameters() if name not in left_alone})
+        tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+        synchronized = {name: tensor for name, tensor in tensors if name not in left_alone}
+        refuse_sharded(synchronized)
+        refuse_meta(synchronized)
         refuse_optimizers_within(params)
         if broadcast not in ("all", "trainable"):
             raise ConfigurationError(f"broadcast={broadcast!r} must be 'all' or 'trainable'")
@@ -460,6 +463,7 @@ def average_gradients(
     chosen = from_spec(policy)
     params = trainable(model, ignored(model))
     refuse_sharded(params)
+    refuse_meta(params)
     if has_leaves(chosen.init(params)):
         raise ConfigurationError(f"average_gradients: {label(chosen)} keeps state. Use a GradientSynchronizer.")
     if chosen.acts_after_step:

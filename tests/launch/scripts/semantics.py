@@ -231,7 +231,9 @@ def refused_at_construction() -> str:
     parallelize_module(sharded, mesh(), {"0": ColwiseParallel()})
     sparse = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
     found = []
-    for model in (lazy, sharded, sparse):
+    with torch.device("meta"):
+        meta = mlp()
+    for model in (lazy, sharded, sparse, meta):
         found += [said(lambda model=model: hb.GradientSynchronizer(model))]
         found += [said(lambda model=model: hb.DistributedDataParallel(model))]
         found += [said(lambda model=model: hb.average_gradients(model))]
