@@ -27,6 +27,14 @@ def first_free(listen: Callable[[int], T], ports: range | None) -> T:
     raise OSError(errno.EADDRINUSE, f"somebody listens on each of HVDBRIDGE_PORTS={ports.start}-{ports.stop - 1}")
 
 
+def resolves(host: str) -> bool:
+    """Whether this machine knows the name ``host``, or it is an address."""
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
+
+
 def listening(host: str, port: int, backlog: int, translated: bool = False) -> socket.socket:
     """A socket that listens at ``host``, an address or a name, of IPv4 where it has both; ``translated``: at all
     addresses where ``host`` is not this machine's, but one that a cluster's service translates to it.

@@ -28,7 +28,7 @@ from torch.distributed import DistStoreError
 from hvdbridge.config import Config
 from hvdbridge.errors import ConfigurationError, RendezvousError
 from hvdbridge.helper.job import ranks_text
-from hvdbridge.ports import first_free, listening
+from hvdbridge.ports import first_free, listening, resolves
 from hvdbridge.rendezvous import network
 from hvdbridge.world import World, first_host
 
@@ -240,7 +240,8 @@ def tcp_store(host: str, port: int, serve: bool, config: Config, who: str, share
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except (OSError, RuntimeError) as error:
         doing = "cannot listen" if serve else f"got no answer within {config.start_seconds:g} s"
-        raise RendezvousError(f"{who} {doing} at {host}:{port} (MASTER_ADDR:MASTER_PORT): {error}") from error
+        known = "" if resolves(host) else f" This host does not know the name {host}: give MASTER_ADDR an address."
+        raise RendezvousError(f"{who} {doing} at {host}:{port} (MASTER_ADDR:MASTER_PORT): {error}{known}") from error
     if shared:
         _stores[host, port] = store
     return store

@@ -120,6 +120,12 @@ def test_a_port_that_is_taken_is_named() -> None:
             tcp_store("127.0.0.1", port, True, Config(), "rank 0")
 
 
+@pytest.mark.parametrize("serve", [True, False])
+def test_a_name_that_is_not_known_is_named(serve: bool) -> None:
+    with pytest.raises(RendezvousError, match=r"does not know the name node1\.invalid: give MASTER_ADDR an address"):
+        tcp_store("node1.invalid", 29500, serve, Config(start=0.5), "rank 0")
+
+
 def test_steps_and_jobs_that_follow_each_other_meet_elsewhere() -> None:
     steps = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(700, 704) for step in range(20)]
     assert len({slurm_port(step, Config()) for step in steps}) == len(steps)
