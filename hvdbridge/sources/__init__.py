@@ -74,7 +74,11 @@ def attach_torch(
             **given,
         )
     plain = aggregator.policy.plain_mean and not aggregator.weighted and not aggregator.driver.checks
-    return DdpSource(wrapped, params, aggregator, options, plain, own_group), wrapped, optimizers
+    source = DdpSource(wrapped, params, aggregator, options, plain, own_group)
+    if options.broadcast_buffers:
+        wrapped.broadcast_buffers = False  # but within join(); else we send them
+        source.watch_buffers(model)
+    return source, wrapped, optimizers
 
 
 @contextmanager

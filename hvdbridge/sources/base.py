@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,14 +17,18 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.nn import Module
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from hvdbridge.aggregator import Aggregator
+from hvdbridge.collectives import AllGather, Collective
 from hvdbridge.errors import StepError, Unsupported
+from hvdbridge.flows import Pending
 from hvdbridge.parameters import ParameterWatch, listed
 from hvdbridge.policy import BYTEWISE_MB, CODED_MB, Policy
+from hvdbridge.replicate import broadcast_tensors
 
 
 @dataclass(frozen=True)
@@ -157,8 +161,45 @@ class Source:
         self._static: Set[Tensor] | None = None  # the parameters that got gradients in the first step
         self.synchronizing = True
         self.expected = self.running = False
+        self.root = 0  # whose buffers count
+        self._buffers: dict[str, Module] = {}  # the modules whose buffers are sent: they may be given new ones
+        self._ignored = frozenset(options.ignored)
         self.touched: list[Tensor] = []
         self.steps = 0
+
+    def watch_buffers(self, model: Module) -> None:
+        """From now on all ranks have rank 0's buffers after each step, and before each forward that aggregates.
+
+        They are sent as the last of a step: so one rank may evaluate alone, for the next forward sends nothing. As in
+        DDP a second one before the backward does, where the first may have changed them.
+        """
+        self._buffers = dict(model.named_modules())
+
+    def send_buffers(self) -> Pending[None] | None:
+        """They go before ``end()``, which may start what runs on in the background: nobody waits for that here."""
+        found = {
+            id(buffer): buffer
+            for prefix, module in self._buffers.items()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and f"{prefix}.{name}".removeprefix(".") not in self._ignored
+        }
+        if not found:
+            return None
+        aggregator = self.aggregator
+        return aggregator.driver.submit(Pending(broadcast_tensors(found.values(), self.root), aggregator.communicator))
+
+    def await_buffers(self, pending: Pending[None] | None) -> None:
+        """Wait for what :meth:`send_buffers` has begun."""
+        if pending is not None:
+            pending.wait()
+            self.aggregator.driver.order()  # the next forward reads them
+
+    def share_buffers(self) -> None:
+        """Called before a forward that aggregates: where another one came before it, and no backward, they are sent."""
+        if self.expected and any(module._buffers for module in self._buffers.values()) and not inside_backward():
+            # Where one rank alone makes this forward, nothing but the flag waits for the others
+            self.aggregator.driver.run(gather_flag(True), self.aggregator.control)
+            self.await_buffers(self.send_buffers())
 
     def leave_out(self, renormalized: Iterable[Tensor]) -> None:
         """Forwards change these parameters in place, and may be recomputed within backward."""
@@ -198,7 +239,8 @@ class Source:
         """Called before each forward that records gradients.
 
         Raises:
-            StepError: the backward before did not end, or the model has other parameters.
+            StepError: the backward before did not end, the model has other parameters, or the first step of a static
+                graph would not aggregate.
             BaseException: what has ended an earlier step.
         """
         if self.running and not inside_backward():
@@ -208,6 +250,11 @@ class Source:
         refuse_compiled_autograd()
         if synchronizing and self.parameters is not None:
             self.parameters.check(f"{self._where}: forward")
+        if self.static_graph and self.steps == 0 and not synchronizing:
+            raise StepError(
+                f"{self._where}: with static_graph=True the first backward of all must aggregate. Make one step "
+                "without no_sync(), or leave out static_graph=True."
+            )
         self._local = not synchronizing
 
     def strays(self, when: str, held: set[Tensor] | None = None) -> StepError | None:
@@ -317,6 +364,12 @@ class Source:
     def remove(self) -> None:
         """Take the hooks off."""
         raise NotImplementedError
+
+
+def gather_flag(flag: bool) -> Generator[Collective, Tensor, list[int]]:
+    """Every rank's flag, in rank order."""
+    rows = yield AllGather(torch.tensor([flag], dtype=torch.uint8, device="cpu"))
+    return rows.flatten().tolist()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -19,7 +19,8 @@ Rules:
    such buckets are put in order and back, unless the policy treats every element alike.
 9. DDP without its source is its module alone: autograd's hooks are off, and no forward sends anything.
 10. Within ``join()`` forwards that accumulate or evaluate are the module's alone, as on MPI: ranks may make different
-   numbers of them. Buffers are sent by the forward whose backward aggregates.
+   numbers of them. Buffers are sent by DDP's forward there, and by us elsewhere: DDP would send them in evaluating
+   forwards, too, where one rank alone would wait.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.source is not None and torch.is_grad_enabled():
             self.source.check_forward(self.require_backward_grad_sync)
-        with self._watch("what DDP itself sends before a forward (buffers, the order of buckets)"):
+            if self.require_backward_grad_sync and not self.source.aggregator.joining:
+                self.source.share_buffers()
+        with self._watch("what DDP itself sends before a forward (the order of buckets; buffers within join())"):
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, output: Any) -> Any:
@@ -304,10 +307,15 @@ class DdpSource(Source):
         assert self._model is not None, "hooks are on"
         if self._plain:
             self._register()  # a rank that is through weighs nothing
-        with Join([self._model]):  # DDP shadows its own traffic and calls our hook with zeros
-            yield
-            self.aggregator.catch_up()
-            self.aggregator.joined = True
+        model: Any = self._model
+        model.broadcast_buffers = bool(self._buffers)
+        try:
+            with Join([model]):  # DDP shadows its own traffic and calls our hook with zeros
+                yield
+                self.aggregator.catch_up()
+                self.aggregator.joined = True
+        finally:
+            model.broadcast_buffers = False
         self._end_outside()
 
     # -- A step ----------------------------------------------------------------------------------------------------
@@ -382,7 +390,9 @@ class DdpSource(Source):
             if not self._outside:
                 self._check_complete()
                 self.check_unchanged()
+            buffers = None if self.aggregator.joining else self.send_buffers()
             self.aggregator.end()
+            self.await_buffers(buffers)
         finally:
             self._outside = self._whole = False
             self.finished()

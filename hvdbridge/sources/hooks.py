@@ -23,11 +23,18 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from hvdbridge.aggregator import Aggregator
-from hvdbridge.collectives import AllGather, AllReduce, Collective
+from hvdbridge.collectives import AllReduce, Collective
 from hvdbridge.flows import Pending
 from hvdbridge.module_hook import AfterForward, BeforeForward
-from hvdbridge.replicate import broadcast_tensors
-from hvdbridge.sources.base import Options, Source, accumulating, at_end_of_backward, reached, refuse_reentrant
+from hvdbridge.sources.base import (
+    Options,
+    Source,
+    accumulating,
+    at_end_of_backward,
+    gather_flag,
+    reached,
+    refuse_reentrant,
+)
 from hvdbridge.sources.reducer import BucketEntry, Reducer, make_buckets
 
 
@@ -46,9 +53,6 @@ class HookSource(Source):
         self._roots: list[Any] = []  # with find_unused: the nodes of the forward's outputs that this backward passed
         self.reducer = Reducer(make_buckets(params, options), aggregator)
         self._backward = -1
-        self._buffers: dict[str, Module] = {}  # the modules whose buffers are sent: they may be given new ones
-        self._ignored: frozenset[str] = frozenset()
-        self.root = 0  # whose buffers count
         ours = list(params.values() if hooked is None else hooked)
         self._nodes = list(map(accumulating, ours))  # a node that nobody holds loses its hooks
         self._handles: list[Any] = [
@@ -84,7 +88,7 @@ class HookSource(Source):
 
     def _shadow(self) -> None:
         """Take part in one step with weight 0, so it does not matter what the buckets hold."""
-        self._await(self._send_buffers())
+        self.await_buffers(self.send_buffers())
         self.begin()
         self.reducer.submit_rest()
         used = self._start_used_map()
@@ -100,18 +104,12 @@ class HookSource(Source):
         self._nodes.clear()
 
     def watch_forwards(self, model: Module, options: Options) -> None:
-        """Hear of forwards; at the end of each step give all ranks the buffers of rank 0.
-
-        What a forward sees is what DDP, which sends them at the beginning of the next one, lets it see; but no
-        forward starts a collective, so one rank may evaluate alone: the module is the user's own. Within ``join()``,
-        whose forwards start one anyway, they are sent as by DDP: from the last rank that still has data.
-        """
-        self._ignored = frozenset(options.ignored)
-        self._buffers = dict(model.named_modules()) if options.broadcast_buffers else {}
+        """Hear of forwards, by hooks on the module, which is the user's own, or by the wrapper around it."""
+        if options.broadcast_buffers:
+            self.watch_buffers(model)
         if options.wrapper is None:
             self._handles.append(model.register_forward_pre_hook(BeforeForward(self.before_forward)))
-            if self.find_unused:
-                self._handles.append(model.register_forward_hook(AfterForward(self.after_forward)))
+            self._handles.append(model.register_forward_hook(AfterForward(self.after_forward)))
         else:
             options.wrapper.adopt(model)
 
@@ -120,15 +118,18 @@ class HookSource(Source):
         if not torch.is_grad_enabled():
             return
         self.check_forward(self.synchronizing)
-        if self.synchronizing:
-            self.expected = True
-            if self.aggregator.joining:
-                self._announce()
-                self._await(self._send_buffers())
+        if self.synchronizing and self.aggregator.joining:  # from the last rank that still has data, as in DDP
+            self._announce()
+            self.await_buffers(self.send_buffers())
+        elif self.synchronizing:
+            self.share_buffers()
 
     def after_forward(self, output: Any) -> None:
         """A forward of the model has returned ``output``."""
-        if self.find_unused and self.synchronizing and torch.is_grad_enabled():
+        if not (self.synchronizing and torch.is_grad_enabled()):
+            return
+        self.expected = True
+        if self.find_unused:
             for tensor in self.outputs(output):
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_hook(self._passed)
@@ -136,24 +137,6 @@ class HookSource(Source):
     def _passed(self, *_: Any) -> None:
         """A backward has passed an output of a forward."""
         self._roots.append(torch._C._current_autograd_node())
-
-    def _send_buffers(self) -> Pending[None] | None:
-        """They go before ``end()``, which may start what runs on in the background: nobody waits for that here."""
-        found = {
-            id(buffer): buffer
-            for prefix, module in self._buffers.items()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and f"{prefix}.{name}".removeprefix(".") not in self._ignored
-        }
-        if not found:
-            return None
-        aggregator = self.aggregator
-        return aggregator.driver.submit(Pending(broadcast_tensors(found.values(), self.root), aggregator.communicator))
-
-    def _await(self, buffers: Pending[None] | None) -> None:
-        if buffers is not None:
-            buffers.wait()
-            self.aggregator.driver.order()  # the next forward reads them
 
     def _announce(self) -> bool:
         """Within ``join()``: tell who still has data; False when nobody has. Called by every rank alike."""
@@ -183,7 +166,7 @@ class HookSource(Source):
             kept = {p: p.grad.clone() for p in missing if p.grad is not None}
             self.reducer.submit_rest()
             pending = self._start_used_map()
-            buffers = None if self.aggregator.joining else self._send_buffers()
+            buffers = None if self.aggregator.joining else self.send_buffers()
             self.aggregator.end()
             unused = self._take_used_map(pending)
             self.reducer.write_back(unused)
@@ -191,7 +174,7 @@ class HookSource(Source):
                 for parameter, gradient in kept.items():
                     if parameter in unused and parameter.grad is not None:
                         parameter.grad.copy_(gradient)  # it may be a view of the bucket
-            self._await(buffers)
+            self.await_buffers(buffers)
         finally:
             self._reset()
 
@@ -226,12 +209,6 @@ class HookSource(Source):
         self.reducer.reset()
         self._roots.clear()
         self.finished()
-
-
-def gather_flag(flag: bool) -> Generator[Collective, Tensor, list[int]]:
-    """Every rank's flag, in rank order."""
-    rows = yield AllGather(torch.tensor([flag], dtype=torch.uint8, device="cpu"))
-    return rows.flatten().tolist()
 
 
 def used_map(flags: Tensor) -> Generator[Collective, Tensor, Tensor]:

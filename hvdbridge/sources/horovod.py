@@ -15,7 +15,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 from weakref import WeakSet
 
@@ -94,11 +94,14 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, s
     named = [(names.get(p, f"hvdbridge.outside.{i}"), p) for i, p in enumerate(held)]
     grads: list[Tensor | None] = [p.grad for p in held]
     kind = hvd.optimizer._DistributedOptimizer
+    theirs = type(optimizer)
     before, kind._make_hook = kind._make_hook, make_hook
+    optimizer.__class__ = type(theirs.__name__, (theirs,), {"__init__": partialmethod(construct, optimizer.defaults)})
     try:
         wrapped: Any = hvd.DistributedOptimizer(optimizer, named_parameters=named)
     finally:
         kind._make_hook = before
+        optimizer.__class__ = theirs
     if not wrapped._grad_accs:  # at size 1 Horovod registers no hooks, and a lossy or clipping policy would do nothing
         wrapped._register_hooks()
     for p, grad in zip(held, grads, strict=True):
@@ -109,6 +112,11 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, s
     wrapped.__dict__.update({name: value for name, value in vars(mine).items() if name != "step"})
     optimizer.register_load_state_dict_post_hook(partial(share_loaded, WeakSet((optimizer, wrapped))))
     return wrapped  # type: ignore[no-any-return]
+
+
+def construct(optimizer: Any, defaults: dict[str, Any], params: Any) -> None:
+    """In the place of the user's constructor, which Horovod calls with parameters alone, and which may want more."""
+    torch.optim.Optimizer.__init__(optimizer, params, defaults)
 
 
 def make_hook(optimizer: Any, parameter: Parameter) -> Callable[..., None]:

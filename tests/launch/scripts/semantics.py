@@ -360,6 +360,89 @@ def outputs_left_out() -> str:
     return "\n".join(found)
 
 
+class Codebook(nn.Module):
+    """Its forward depends on a buffer, which it moves towards this rank's data."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("center", torch.zeros(4))
+        self.register_buffer("count", torch.zeros(2, dtype=torch.int16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x - self.center)
+        with torch.no_grad():
+            self.center.lerp_(x.mean(0), 0.5)
+            self.count += 1 + RANK
+        return y
+
+
+def buffers() -> str:
+    """Every forward that aggregates sees those of rank 0, as in plain DDP, and one rank may evaluate alone."""
+    found = []
+    kinds = [hb.GradientSynchronizer, hb.DistributedDataParallel]
+    if hb.backend() == "torch":
+        kinds.append(torch.nn.parallel.DistributedDataParallel)
+    for make in kinds:
+        for case in ("one forward", "two forwards", "a step that is left out", "alone"):
+            if case == "alone" and make not in kinds[:2]:
+                continue
+            model = Codebook()
+            if make not in kinds[:2]:
+                model.count = model.count.int()  # Gloo has no 16 bits
+            optimizer = sgd(model)
+            wrapped = make(model)
+            forward = wrapped.model if make is hb.GradientSynchronizer else wrapped
+            for step in range(4):
+                optimizer.zero_grad()
+                loss = forward(data(step)).square().mean()
+                if case == "two forwards":
+                    loss = loss + forward(data(step + 9)).square().mean()
+                if case == "a step that is left out" and step == 1:
+                    continue
+                loss.backward()
+                optimizer.step()
+                if case == "alone" and step % SIZE == RANK:
+                    with torch.no_grad():
+                        forward(data(step))
+            found.append(f"{case}: {digest(*model.parameters())}")
+            if make in kinds[:2]:
+                (wrapped if make is hb.GradientSynchronizer else wrapped.synchronizer).close()
+    ours = found[:4]
+    assert found[4:8] == ours
+    assert found[8:] in ([], ours[:3]), found
+    return "\n".join(ours)
+
+
+class Own(torch.optim.SGD):
+    """Its constructor wants more than parameters."""
+
+    def __init__(self, params: Any, lr: float, name: str) -> None:
+        super().__init__(params, lr, momentum=0.9)
+        self.name = name
+
+
+def an_optimizer_of_the_users() -> str:
+    model = mlp()
+    sync = hb.GradientSynchronizer(model, Own(model.parameters(), 0.1, "mine"))
+    assert sync.optimizer.name == "mine"
+    assert isinstance(sync.optimizer, Own)
+    train(sync)
+    sync.close()
+    other = mlp()
+    train(hb.GradientSynchronizer(other, sgd(other)))
+    assert digest(*model.parameters()) == digest(*other.parameters())
+    return digest(*model.parameters())
+
+
+def static_graph_that_accumulates_first() -> str:
+    model = mlp()
+    sync = hb.GradientSynchronizer(model, sgd(model), static_graph=True)
+    with sync.no_sync():
+        return said(lambda: sync.model(data()))
+
+
 def torchs_ddp_is_replaced() -> str:
     """Scripts put ours in the place of torch's, ask for a static graph late, and register hooks on theirs."""
     found = []
@@ -585,6 +668,7 @@ CASES = [
     ignored_parameters, group_is_a_mesh, optimizers_within_backward, other_parameters, the_same_parameters,
     without_a_forward, optimizer_of_others, refused_at_construction, default_device, checkpoints_of_plain_ddp,
     torchs_ddp_is_replaced, sharded_optimizer, hooks_that_change_gradients, the_forward_decides, outputs_left_out,
+    buffers, an_optimizer_of_the_users, static_graph_that_accumulates_first,
     wrappers, large_copies, compiled, backwards_of_all_kinds, shared_parts,
 ]  # fmt: skip
 
