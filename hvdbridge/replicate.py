@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from hvdbridge.collectives import Broadcast, Collective
 from hvdbridge.communicators.base import Communicator
@@ -27,12 +28,14 @@ def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0) -> Generator[Col
     for group in kinds.values():
         for parts in packed(group, PIECE_BYTES):
             flat = yield Broadcast(torch.cat([part.reshape(-1) for part in parts]), root)
-            for part, values in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-                part.copy_(values.view(part.shape))
+            torch._foreach_copy_(parts, _unflatten_dense_tensors(flat, parts))
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor consists of, without graphs; mostly itself."""
+    if type(tensor) is Tensor and not tensor.requires_grad:  # a buffer; they are sent in each step
+        yield tensor
+        return
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor.detach().as_subclass(Tensor)
@@ -53,15 +56,18 @@ def packed(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
     parts: list[Tensor] = []
     left = most
     for tensor in tensors:
-        # By shape alone, since ranks may have other strides
-        dim = next((d for d, length in enumerate(tensor.shape) if length > 1), 0)
-        rows = max(1, most * tensor.shape[dim] // tensor.nbytes) if tensor.nbytes > most else 0
-        for part in tensor.split(rows, dim) if rows else [tensor]:
-            if parts and part.nbytes > left:
+        pieces: Iterable[Tensor] = [tensor]
+        if tensor.nbytes > most:
+            # By shape alone, since ranks may have other strides
+            dim = next((d for d, length in enumerate(tensor.shape) if length > 1), 0)
+            pieces = tensor.split(max(1, most * tensor.shape[dim] // tensor.nbytes), dim)
+        for part in pieces:
+            size = part.nbytes
+            if parts and size > left:
                 yield parts
                 parts, left = [], most
             parts.append(part)
-            left -= part.nbytes
+            left -= size
     if parts:
         yield parts
 

@@ -163,7 +163,7 @@ class Source:
         self.expected = self.running = False
         self.root = 0  # whose buffers count
         self._buffers: dict[str, Module] = {}  # the modules whose buffers are sent: they may be given new ones
-        self._ignored = frozenset(options.ignored)
+        self._ignored = {tuple(name.rpartition(".")[::2]) for name in options.ignored}  # modules' names, and buffers'
         self.touched: list[Tensor] = []
         self.steps = 0
 
@@ -181,7 +181,7 @@ class Source:
             id(buffer): buffer
             for prefix, module in self._buffers.items()
             for name, buffer in module._buffers.items()
-            if buffer is not None and f"{prefix}.{name}".removeprefix(".") not in self._ignored
+            if buffer is not None and (prefix, name) not in self._ignored
         }
         if not found:
             return None
