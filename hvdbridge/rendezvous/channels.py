@@ -233,8 +233,8 @@ def tcp_store(host: str, port: int, serve: bool, config: Config, who: str, share
             listener = first_free(lambda free: listening(host, port or free, 4096, bool(port)), ports)
             port = listener.getsockname()[1]
             store = TCPStore(
-                host, port, is_master=True, wait_for_workers=False, timeout=limit,
-                multi_tenant=shared, master_listen_fd=listener.detach(),
+                host, port, is_master=True, wait_for_workers=False, timeout=limit, multi_tenant=shared,
+                master_listen_fd=listener.detach(), use_libuv=False,  # which takes no open socket in older torch
             )  # fmt: skip
         else:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)

@@ -47,7 +47,7 @@ def attach_torch(
     known = signature(TORCHS).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # renamed in torch 2.13
     given: dict[str, Any] = {} if options.broadcast_buffers else {name: False}
-    if "init_sync" in known:  # not in torch 2.4, which then copies from rank 0 once more
+    if "init_sync" in known:  # older torch copies from rank 0 once more
         given["init_sync"] = False
     # None: a small first bucket. A list of sizes makes one, too. Where buckets of the mean have a size that the user
     # said, they are those of a DDP of that size, and so are their sums' bits.

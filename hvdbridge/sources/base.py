@@ -424,7 +424,7 @@ def refuse_compiled_autograd() -> None:
         Unsupported: backwards are compiled, and with them the hooks that aggregate, of which nothing is left then.
     """
     dynamo = sys.modules.get("torch._dynamo")  # a script that compiles nothing has not imported it
-    if dynamo is not None and getattr(dynamo.config, "compiled_autograd", False):  # torch < 2.5 has none
+    if dynamo is not None and dynamo.config.compiled_autograd:
         raise Unsupported(
             "torch._dynamo.config.compiled_autograd compiles what aggregates gradients within backward (and so does "
             "optimize_ddp='python_reducer', which needs it). Leave it False: torch.compile of the model, or of the "

@@ -502,6 +502,7 @@ def test_a_bucket_among_many_nodes_asks_for_two() -> None:
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], float]:
     """The last size of a bucket with which each policy was predicted among so many ranks, in MiB."""
+    monkeypatch.setattr("hvdbridge.sources.base.SIZES", True)
     found: dict[tuple[str, int], float] = {}
     predict = Planner.predict
 

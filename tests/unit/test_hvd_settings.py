@@ -39,8 +39,9 @@ NAMES = [
 ]  # fmt: skip
 
 
-def test_buckets_among_the_ranks_of_a_process_set() -> None:
+def test_buckets_among_the_ranks_of_a_process_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one node and of several, whatever the job has; or as said."""
+    monkeypatch.setattr("hvdbridge.sources.base.SIZES", True)
     world = SimpleNamespace(nodes=(0, 0, 1, 1), capabilities=Capabilities())
     session = SimpleNamespace(communicator=world, config=Config())
     operations: Any = SimpleNamespace(session=session, settings=SimpleNamespace(bucket_bytes=None))
