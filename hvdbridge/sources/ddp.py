@@ -248,7 +248,7 @@ class DdpSource(Source):
         self._layouts = Layouts(self.names)
         self._outside = False  # the step that runs began outside of a backward, within join()
         self._whole = False  # the step's last bucket came
-        self._first_step = True
+        self._backward = -1
         self.unmarked = 0  # buckets of the first step, of which DDP marks none as the last (``_set_static_graph()``)
         self._waiting: AbstractContextManager[None] | None = None
         self._since = 0.0
@@ -256,14 +256,11 @@ class DdpSource(Source):
         self._seconds = 0.0
         self._before = 0  # parameters that were touched before the step began
         model.source = self
-        self._hook(self._first_gradient)
+        self._handles = [p.register_post_accumulate_grad_hook(self._gradient) for p in self.names]
         if plain:
             aggregator.traffic_elsewhere = self._ddp_traffic
         else:
             self._register()
-
-    def _hook(self, hook: Callable[[Tensor], None]) -> None:
-        self._handles = [p.register_post_accumulate_grad_hook(hook) for p in self.names]
 
     def _register(self) -> None:
         """From now on buckets come through a hook."""
@@ -326,15 +323,14 @@ class DdpSource(Source):
         if self.expected:
             self._begin_step()
             self._before -= 1
-
-    def _first_gradient(self, parameter: Tensor) -> None:
-        """The same in the first step."""
-        refuse_reentrant()  # later ones are made by the same script
-        self._gradient(parameter)
+        elif self.running and torch._C._current_graph_task_id() != self._backward:
+            refuse_reentrant()
+            raise self.left_open()
 
     def _begin_step(self) -> None:
         """Within backward, before its first gradient comes to DDP's reducer."""
         self.expected = False
+        self._backward = torch._C._current_graph_task_id()
         self._before = len(self.touched)
         at_end_of_backward(self._end_of_backward)
         self.begin()
@@ -436,15 +432,6 @@ class DdpSource(Source):
         sizes = [int(size) for size in data.get("rebuilt_bucket_sizes", data["bucket_sizes"]).split(",")]
         ranks = self.aggregator.communicator.size
         return Traffic(len(sizes), sum(2 * size * (ranks - 1) // ranks for size in sizes), self._seconds)
-
-    def finished(self) -> None:
-        super().finished()
-        takes_hooks = self._first_step and all(p.requires_grad for p in self.names)  # a frozen one does not
-        if takes_hooks and self.steps:
-            self._first_step = False
-            for handle in self._handles:
-                handle.remove()
-            self._hook(self._gradient)
 
 
 def dense(buffer: Tensor, rank: int | str) -> Tensor:

@@ -27,6 +27,7 @@ CASES = {
     "buffers": "",
     "an_optimizer_of_the_users": "",
     "static_graph_that_accumulates_first": "StepError: rank: with static_graph=True the first backward of all must",
+    "reentrant_from_the_second_step_on": "Unsupported: Reentrant activation checkpointing",
     "outputs_left_out": "looks for tensors in what the forward returns, and there are none in Hidden",
     "wrappers": "whose module was wrapped again since",
     "large_copies": "",

@@ -443,6 +443,24 @@ def static_graph_that_accumulates_first() -> str:
         return said(lambda: sync.model(data()))
 
 
+class Checkpointed(Mlp):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self[0](x)
+        return checkpoint(self[2], x, use_reentrant=True) if self.reentrant else self[2](x)
+
+
+def reentrant_from_the_second_step_on() -> str:
+    model = Checkpointed()
+    sync = hb.GradientSynchronizer(model, sgd(model))
+    train(sync, 1)
+    model.reentrant = True
+    found = said(lambda: train(sync, 1))
+    sync.close()
+    return found
+
+
 def torchs_ddp_is_replaced() -> str:
     """Scripts put ours in the place of torch's, ask for a static graph late, and register hooks on theirs."""
     found = []
@@ -668,7 +686,7 @@ CASES = [
     ignored_parameters, group_is_a_mesh, optimizers_within_backward, other_parameters, the_same_parameters,
     without_a_forward, optimizer_of_others, refused_at_construction, default_device, checkpoints_of_plain_ddp,
     torchs_ddp_is_replaced, sharded_optimizer, hooks_that_change_gradients, the_forward_decides, outputs_left_out,
-    buffers, an_optimizer_of_the_users, static_graph_that_accumulates_first,
+    buffers, an_optimizer_of_the_users, static_graph_that_accumulates_first, reentrant_from_the_second_step_on,
     wrappers, large_copies, compiled, backwards_of_all_kinds, shared_parts,
 ]  # fmt: skip
 
