@@ -56,7 +56,7 @@ test-recipes: $(STAMP)  ## the recipes of docs/migrate.md, with Lightning, Accel
 	@$(PYTEST) -m recipes tests/launch
 
 OLDEST := $(shell sed -n 's/^ *torch>=//p' setup.cfg)
-test-versions:  ## the oldest and the newest torch of setup.cfg's range: units, policies, one cell of each backend (GB)
+test-versions:  ## the oldest and the newest torch of setup.cfg's range: units, policies, the demo's cells (GB)
 	@for name in oldest newest; do \
 		torch=torch; test $$name = newest || torch='torch==$(OLDEST).*'; env=.versions/$$name; \
 		echo "[$$name] $$torch, in an environment of its own"; \
@@ -64,7 +64,7 @@ test-versions:  ## the oldest and the newest torch of setup.cfg's range: units, 
 		&& $$env/bin/pip install -qq --disable-pip-version-check "$$torch" -e '.[mpich,tools]' \
 		&& $$env/bin/hvdbridge install-horovod \
 		&& OMP_NUM_THREADS=1 $$env/bin/python -m pytest -q -n auto -m "not waits" tests/unit tests/policies \
-		&& $$env/bin/python -m pytest -q tests/launch/test_cells.py -k test_four_ranks || exit 1; \
+		&& $$env/bin/python examples/demo.py --quick || exit 1; \
 	done
 
 lint: $(STAMP)  ## ruff

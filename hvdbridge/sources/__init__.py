@@ -46,7 +46,7 @@ def attach_torch(
     own_group = None if ranks is None else dist.new_group(ranks, limit, use_local_synchronization=True)
     known = signature(TORCHS).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # renamed in torch 2.13
-    given: dict[str, Any] = {} if options.broadcast_buffers else {name: False}
+    given: dict[str, Any] = {name: False}  # we send them, but within join()
     if "init_sync" in known:  # older torch copies from rank 0 once more
         given["init_sync"] = False
     # None: a small first bucket. A list of sizes makes one, too. Where buckets of the mean have a size that the user
@@ -76,7 +76,6 @@ def attach_torch(
     plain = aggregator.policy.plain_mean and not aggregator.weighted and not aggregator.driver.checks
     source = DdpSource(wrapped, params, aggregator, options, plain, own_group)
     if options.broadcast_buffers:
-        wrapped.broadcast_buffers = False  # but within join(); else we send them
         source.watch_buffers(model)
     return source, wrapped, optimizers
 
