@@ -137,6 +137,7 @@ class Source:
         running: a synchronizing backward has begun and not ended.
         touched: parameters whose local gradient changed since the last aggregation.
         steps: synchronizing backwards of this rank that ended.
+        root: the rank whose buffers all get: 0, but within ``join()`` the last one that has data.
         names: of the parameters.
         parameters: tells when the model has others; None: there is no model.
         started: called when the first step is through.
@@ -161,7 +162,7 @@ class Source:
         self._static: Set[Tensor] | None = None  # the parameters that got gradients in the first step
         self.synchronizing = True
         self.expected = self.running = False
-        self.root = 0  # whose buffers count
+        self.root = 0
         self._buffers: dict[str, Module] = {}  # the modules whose buffers are sent: they may be given new ones
         self._ignored = {tuple(name.rpartition(".")[::2]) for name in options.ignored}  # modules' names, and buffers'
         self.touched: list[Tensor] = []
@@ -176,7 +177,10 @@ class Source:
         self._buffers = dict(model.named_modules())
 
     def send_buffers(self) -> Pending[None] | None:
-        """They go before ``end()``, which may start what runs on in the background: nobody waits for that here."""
+        """Begin to copy rank :attr:`root`'s buffers to all; None where there are none.
+
+        Called before ``aggregator.end()``, which may start flows that outlive the step: these need not be waited for.
+        """
         found = {
             id(buffer): buffer
             for prefix, module in self._buffers.items()
@@ -197,7 +201,7 @@ class Source:
     def share_buffers(self) -> None:
         """Called before a forward that aggregates: where another one came before it, and no backward, they are sent."""
         if self.expected and any(module._buffers for module in self._buffers.values()) and not inside_backward():
-            # Where one rank alone makes this forward, nothing but the flag waits for the others
+            # Where one rank alone makes this forward, the flag waits for the others, and no bucket is taken for buffers
             self.aggregator.driver.run(gather_flag(True), self.aggregator.control)
             self.await_buffers(self.send_buffers())
 
@@ -222,7 +226,7 @@ class Source:
         """Called by a wrapper after each forward, with what it returns."""
 
     def outputs(self, output: Any) -> list[Tensor]:
-        """The tensors in what a forward returned, which tell DDP's reducer what is unused.
+        """The tensors in what a forward returned: from them ``find_unused_parameters`` looks back through the graph.
 
         Raises:
             StepError: there are none.
@@ -390,7 +394,7 @@ def accumulating(parameter: Tensor) -> Any:
 
 
 def reached(nodes: Iterable[Any]) -> set[Tensor]:
-    """The leaves that a backward of these nodes reaches."""
+    """The leaf tensors that a backward from these ``grad_fn`` nodes would give gradients."""
     found = set(nodes)
     open_ones = list(found)
     while open_ones:

@@ -135,7 +135,7 @@ class HookSource(Source):
                     tensor.grad_fn.register_hook(self._passed)
 
     def _passed(self, *_: Any) -> None:
-        """A backward has passed an output of a forward."""
+        """Called by autograd at the node of an output of a forward that aggregates."""
         self._roots.append(torch._C._current_autograd_node())
 
     def _announce(self) -> bool:
