@@ -34,7 +34,8 @@ from hvdbridge.memory import return_holes
 from hvdbridge.policy import Early, Flow, Policy, advance, check_weights, finish
 from hvdbridge.state import StateStore
 
-UNSET, SET, JOINED = 0.0, 1.0, 2.0
+UNSET, SET, JOINED, FORWARD = 0.0, 1.0, 2.0, 3.0
+"""What a rank's weight is, or that it is none: a forward's flag."""
 
 SMALL = 1 << 22
 """Bytes of a step's only bucket up to which the thread that waits sees it through: threads keep memory of their own for
@@ -152,7 +153,8 @@ class Aggregator:
                 )
             self.weights = None
             return
-        self._pending.append(self.driver.submit(Pending(self._exchange(self.step), self.control, then=self._take)))
+        weights = Pending(self._exchange_weights(self.step), self.control, then=self._take)
+        self._pending.append(self.driver.submit(weights))
 
     def submit(self, piece: Piece, last: bool) -> None:
         """Hand in the next bucket; flows start here for policies of scope "bucket"."""
@@ -318,13 +320,31 @@ class Aggregator:
             self._joint = {key: join_layouts(key)}
         return self._joint[key], torch.cat([piece.buffer for piece in pieces])  # in the widest of their types
 
-    def _exchange(self, step: int) -> Task[Tensor]:
-        self._count(step)
+    def in_forward(self, flag: bool) -> list[bool]:
+        """Every rank's flag, in rank order, where a forward has to know it, or that the others make one.
+
+        Raises:
+            StepError: another rank began a backward, and exchanges weights.
+        """
+        rows = self.driver.run(self._exchange(self.step, FORWARD, flag), self.control)
+        return [value != 0.0 for value in rows[:, 1].tolist()]
+
+    def _exchange_weights(self, step: int) -> Task[Tensor]:
         if self.joined:
-            mine = [JOINED, self.joined_weight]
-        else:
-            mine = [UNSET, 1.0] if self.weight is None else [SET, float(self.weight)]
-        return (yield AllGather(torch.tensor(mine, dtype=torch.float64, device="cpu")))
+            return self._exchange(step, JOINED, self.joined_weight)
+        return self._exchange(step, UNSET, 1.0) if self.weight is None else self._exchange(step, SET, self.weight)
+
+    def _exchange(self, step: int, mark: float, value: float) -> Task[Tensor]:
+        self._count(step)
+        rows = yield AllGather(torch.tensor([mark, value], dtype=torch.float64, device="cpu"))
+        forward = [rank for rank, mark in enumerate(rows[:, 0].tolist()) if mark == FORWARD]
+        if forward and len(forward) < len(rows):
+            raise StepError(
+                f"ranks {forward} began a forward that aggregates while the others began a backward, or had no more "
+                "data within join(). Make as many forwards on every rank, one before each backward; what one rank "
+                "does alone belongs under torch.no_grad()."
+            )
+        return rows
 
     def _take(self, rows: Tensor) -> None:
         marks, values = rows[:, 0].tolist(), rows[:, 1].tolist()

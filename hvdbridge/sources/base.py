@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from hvdbridge.aggregator import Aggregator
-from hvdbridge.collectives import AllGather, Collective
 from hvdbridge.errors import StepError, Unsupported
 from hvdbridge.flows import Pending
 from hvdbridge.parameters import ParameterWatch, listed
@@ -202,7 +201,7 @@ class Source:
         """Called before a forward that aggregates: where another one came before it, and no backward, they are sent."""
         if self.expected and any(module._buffers for module in self._buffers.values()) and not inside_backward():
             # Where one rank alone makes this forward, the flag waits for the others, and no bucket is taken for buffers
-            self.aggregator.driver.run(gather_flag(True), self.aggregator.control)
+            self.aggregator.in_forward(True)
             self.await_buffers(self.send_buffers())
 
     def leave_out(self, renormalized: Iterable[Tensor]) -> None:
@@ -368,12 +367,6 @@ class Source:
     def remove(self) -> None:
         """Take the hooks off."""
         raise NotImplementedError
-
-
-def gather_flag(flag: bool) -> Generator[Collective, Tensor, list[int]]:
-    """Every rank's flag, in rank order."""
-    rows = yield AllGather(torch.tensor([flag], dtype=torch.uint8, device="cpu"))
-    return rows.flatten().tolist()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

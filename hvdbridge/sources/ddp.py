@@ -113,6 +113,21 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
             self.source.after_forward(output)
         return output
 
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        """Within ``join()``: of all types, where Gloo's broadcast takes some."""
+        if self.source is None:
+            super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
+        else:
+            self.source.root = authoritative_rank
+            self.source.await_buffers(self.source.send_buffers())
+            self.source.root = 0
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        buffers, self.broadcast_buffers = self.broadcast_buffers, False
+        super()._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
+        if buffers:
+            self._sync_module_buffers(self._authoritative_rank)
+
     def join_hook(self, **kwargs: Any) -> Any:
         """torch's, within our own ``join()``.
 

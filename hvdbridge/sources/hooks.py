@@ -31,7 +31,6 @@ from hvdbridge.sources.base import (
     Source,
     accumulating,
     at_end_of_backward,
-    gather_flag,
     reached,
     refuse_reentrant,
 )
@@ -140,9 +139,8 @@ class HookSource(Source):
 
     def _announce(self) -> bool:
         """Within ``join()``: tell who still has data; False when nobody has. Called by every rank alike."""
-        aggregator = self.aggregator
-        rows = aggregator.driver.run(gather_flag(not aggregator.joined), aggregator.control)
-        active = [rank for rank, flag in enumerate(rows) if flag]
+        flags = self.aggregator.in_forward(not self.aggregator.joined)
+        active = [rank for rank, flag in enumerate(flags) if flag]
         if active:
             self.root = active[-1]
         return bool(active)

@@ -25,6 +25,8 @@ CASES = {
     "checkpoints_of_plain_ddp": "<All keys matched successfully>",
     "the_forward_decides": "",
     "buffers": "",
+    "a_forward_of_one_rank": "StepError: ranks [0] began a forward that aggregates while the others began a backward",
+    "buffers_of_the_last": "",
     "an_optimizer_of_the_users": "",
     "static_graph_that_accumulates_first": "StepError: rank: with static_graph=True the first backward of all must",
     "reentrant_from_the_second_step_on": "Unsupported: Reentrant activation checkpointing",

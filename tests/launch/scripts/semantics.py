@@ -415,6 +415,33 @@ def buffers() -> str:
     return "\n".join(ours)
 
 
+def a_forward_of_one_rank() -> str:
+    """It meets the others' weights, and all hear of it."""
+    model = Codebook()
+    sync = hb.GradientSynchronizer(model, sgd(model), weighted=True)
+
+    def steps() -> None:
+        for step in range(2):
+            sync.weight = 1.0 + RANK
+            if step == 1 and RANK == 0:
+                sync.model(data())
+            train(sync, 1)
+
+    found = said(steps)
+    sync.close()
+    return found
+
+
+def buffers_of_the_last() -> str:
+    """Within join() they are those of a rank that still has data, of whatever type."""
+    model = Codebook()
+    sync = hb.GradientSynchronizer(model, sgd(model))
+    with sync.join():
+        train(sync, 2 + RANK)
+    sync.close()
+    return digest(*model.parameters(), *model.buffers())
+
+
 class Own(torch.optim.SGD):
     """Its constructor wants more than parameters."""
 
@@ -686,8 +713,9 @@ CASES = [
     ignored_parameters, group_is_a_mesh, optimizers_within_backward, other_parameters, the_same_parameters,
     without_a_forward, optimizer_of_others, refused_at_construction, default_device, checkpoints_of_plain_ddp,
     torchs_ddp_is_replaced, sharded_optimizer, hooks_that_change_gradients, the_forward_decides, outputs_left_out,
-    buffers, an_optimizer_of_the_users, static_graph_that_accumulates_first, reentrant_from_the_second_step_on,
-    wrappers, large_copies, compiled, backwards_of_all_kinds, shared_parts,
+    buffers, a_forward_of_one_rank, buffers_of_the_last, an_optimizer_of_the_users,
+    static_graph_that_accumulates_first, reentrant_from_the_second_step_on, wrappers,
+    large_copies, compiled, backwards_of_all_kinds, shared_parts,
 ]  # fmt: skip
 
 if __name__ == "__main__":
