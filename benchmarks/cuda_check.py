@@ -246,15 +246,17 @@ def rank(device: str, specs: Sequence[str]) -> None:
         model = net(str(hb.device()) if device == "cuda" else "cpu")
         at_first = [p.detach().clone() for p in model.parameters()]
         try:
-            sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=RATE), policy=spec)
+            with at_first[0].device:
+                sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=RATE), policy=spec)
         except ConfigurationError as error:  # of a policy that so few ranks cannot have: on all of them
             found: Any = str(error)
         else:
             x = batch(hb.rank()).to(at_first[0].device)
-            for _ in range(STEPS):
-                sync.optimizer.zero_grad()
-                sync.model(x).square().sum().backward()
-                sync.optimizer.step()
+            with at_first[0].device:  # as many scripts have it, by torch.set_default_device
+                for _ in range(STEPS):
+                    sync.optimizer.zero_grad()
+                    sync.model(x).square().sum().backward()
+                    sync.optimizer.step()
             went = zip(model.named_parameters(), at_first, strict=True)
             found = {name: (p.detach() - first).cpu().tolist() for (name, p), first in went}
             sync.close()

@@ -44,7 +44,7 @@ def overlaps(tensor: Tensor) -> bool:
     else:
         return False
     last = sum(stride * (length - 1) for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
-    places = torch.arange(last + 1).as_strided(tensor.shape, tensor.stride())
+    places = torch.arange(last + 1, device="cpu").as_strided(tensor.shape, tensor.stride())
     return bool(places.unique().numel() < tensor.numel())
 
 

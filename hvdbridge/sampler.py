@@ -65,9 +65,9 @@ class DistributedSampler(Sampler[int]):
         count = len(self.dataset)
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(count, generator=generator)
+            order = torch.randperm(count, generator=generator, device="cpu")
         else:
-            order = torch.arange(count)
+            order = torch.arange(count, device="cpu")
         if self.pad and count:
-            order = order[torch.arange(-(-count // self.size) * self.size) % count]
+            order = order[torch.arange(-(-count // self.size) * self.size, device="cpu") % count]
         return iter(order[self.rank :: self.size].tolist())

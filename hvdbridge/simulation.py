@@ -338,7 +338,7 @@ def _parameter(name: str, given: Tensor | Sequence[int], grads_per_rank: Sequenc
     if isinstance(given, Tensor):
         return given.detach()
     grads = (grad for grads in grads_per_rank if (grad := grads.get(name)) is not None)
-    example = next(grads, torch.empty(0))
+    example = next(grads, torch.empty(0, device="cpu"))
     return torch.zeros(torch.Size(given), dtype=example.dtype, device=example.device)
 
 

@@ -382,7 +382,7 @@ class StateStore:
             self._merge((*path, key), node[key], layout, child, guard)
 
     def _fresh(self) -> State:
-        return self.policy.init({n: torch.zeros(p.shape, dtype=p.dtype) for n, p in self.params.items()})
+        return self.policy.init({n: torch.zeros(p.shape, dtype=p.dtype, device="cpu") for n, p in self.params.items()})
 
 
 def resized(saved: int, size: int) -> ConfigurationError:

@@ -56,7 +56,7 @@ class HorovodCompression(Policy):
             bucket.buffer.mul_(factor)
         pieces = [self.compression.compress(gradient) for gradient in bucket.grads.values()]
         parts = [compressed for compressed, _ in pieces]
-        totals: list[Tensor] = [torch.empty(0)] * len(parts)
+        totals: list[Tensor] = [torch.empty(0, device="cpu")] * len(parts)
         for dtype in dict.fromkeys(part.dtype for part in parts):  # one message per type
             mine = [i for i, part in enumerate(parts) if part.dtype == dtype]
             total = yield AllReduce(torch.cat([parts[i].reshape(-1) for i in mine]))
@@ -160,7 +160,7 @@ def to_horovod_compression(policy: str | Policy) -> PolicyCompression:
     tensor([1., 2.])
     """
     made = PolicyCompression(from_spec(policy))
-    probe = {"tensor": torch.zeros(8)}
+    probe = {"tensor": torch.zeros(8, device="cpu")}
     if made.policy.scope != "bucket":
         raise made._refused("it needs all gradients of a step at once")
     if _has_leaves(made.policy.init(probe)):

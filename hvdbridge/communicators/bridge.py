@@ -140,7 +140,7 @@ class Bridged(Communicator):
 
     def _through_host(self, request: Collective) -> Answer:
         tensor = request.tensor.detach()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(tensor.device).synchronize()
         answer = yield from self._answer(replace(request, tensor=host))

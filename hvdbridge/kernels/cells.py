@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class Cells:
     """
 
     def __init__(self, layout: Layout, pieces: Sequence[tuple[int, int, int, int]], device: torch.device) -> None:
+        cpu: Any = {"dtype": torch.int64, "device": "cpu"}  # a default device may be another
         starts = [layout.offsets[name] for name in layout.names]
         pieces = sorted(pieces, key=lambda piece: piece[3])
         whole = [piece for piece in pieces if piece[2] == BLOCK]
@@ -55,23 +57,23 @@ class Cells:
             chosen = [piece for piece in short if floor < piece[2] <= width]
             floor = width
             if chosen:
-                rows = torch.full((len(chosen), width), self._end, dtype=torch.int64)
+                rows = torch.full((len(chosen), width), self._end, **cpu)
                 for row, (start, _, size, offset) in zip(rows, chosen, strict=True):
-                    row[:size] = torch.arange(size) + offset - self.full * BLOCK
+                    row[:size] = torch.arange(size, **cpu) + offset - self.full * BLOCK
                     order.append(bisect_right(starts, start) - 1)
                 indices.append(rows.to(device))
         self._groups = indices
         self.count = len(order)
         self.parameters = len(starts)
         names = {number: place for place, number in enumerate(sorted(range(len(starts)), key=layout.names.__getitem__))}
-        number = torch.tensor(order, dtype=torch.int64)
-        place = torch.tensor([names[i] for i in order], dtype=torch.int64)
+        number = torch.tensor(order, **cpu)
+        place = torch.tensor([names[i] for i in order], **cpu)
         self._by_parameter = torch.argsort(number, stable=True).to(device)
         self._by_name = torch.argsort(place, stable=True).to(device)
         self._lengths = torch.bincount(number, minlength=len(starts)).to(device)
         self._of_block = torch.tensor(owners, dtype=torch.int64, device=device)
-        sizes = torch.tensor([width for _, _, width, _ in short], dtype=torch.int64)
-        short_owners = torch.tensor([bisect_right(starts, start) - 1 for start, _, _, _ in short], dtype=torch.int64)
+        sizes = torch.tensor([width for _, _, width, _ in short], **cpu)
+        short_owners = torch.tensor([bisect_right(starts, start) - 1 for start, _, _, _ in short], **cpu)
         self._of_element = torch.repeat_interleave(short_owners, sizes).to(device)
 
     def batches(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:

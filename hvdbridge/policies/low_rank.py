@@ -125,7 +125,8 @@ class PowerSGD(WithFeedback):
             if matrix is None:
                 return None
             rank, length = matrix[2], matrix[side]
-        drawn = torch.randn((rank, length), generator=generator(self.seed, "powersgd", slot, name), dtype=torch.float32)
+        draw = generator(self.seed, "powersgd", slot, name)
+        drawn = torch.randn((rank, length), generator=draw, dtype=torch.float32, device="cpu")
         return drawn.to(param.device, torch.promote_types(param.dtype, torch.float32))
 
     def compression_rate(self, params: Mapping[str, Tensor]) -> float:

@@ -220,8 +220,9 @@ class Plan(ABC):
 
         def make() -> Tensor:
             rows = [
-                key("powersgd", name) % 2**32 + torch.arange(g.rank * g.cols) for g in self.groups for name in g.names
-            ]
+                key("powersgd", name) % 2**32 + torch.arange(g.rank * g.cols, device="cpu")
+                for g in self.groups for name in g.names
+            ]  # fmt: skip
             return ((torch.cat(rows) + 2**31) % 2**32 - 2**31).to(device, torch.int32)
 
         return self.layout.derive(("numbers", type(self), tuple(self.groups), device), make)

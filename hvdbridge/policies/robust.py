@@ -330,7 +330,7 @@ def _distances(products: Tensor, point: Tensor) -> Tensor:
 
 def _shares(good: Tensor, weights: Sequence[float], f: int | None) -> tuple[Tensor, Tensor]:
     """The good rows' shares of their weight, float64, and whether the others are too many."""
-    given = torch.tensor(weights, dtype=torch.float64, pin_memory=good.is_cuda)
+    given = torch.tensor(weights, dtype=torch.float64, device="cpu", pin_memory=good.is_cuda)
     given = given.to(good.device, non_blocking=True)  # a GPU's stream is not waited for
     share = torch.where(good, given, 0.0)
     bad = (~good).sum()

@@ -254,7 +254,7 @@ class Trained(Simulation):
         names: Sequence[str] = tuple(SHAPES),
         **more: Any,
     ) -> None:
-        start = {name: torch.full(SHAPES[name], START, dtype=dtype) for name in names}
+        start = {name: torch.full(SHAPES[name], START, dtype=dtype, device="cpu") for name in names}
         super().__init__(case.policy, start, size, **{"local_size": case.local_size, **more})
         self.case = case
         self.parameters: list[Grads] = [dict(start) for _ in range(size)]

@@ -130,6 +130,22 @@ def test_types_and_non_contiguous_gradients(case: Case, dtype: torch.dtype) -> N
         alike(case, one, found)
 
 
+@every
+def test_only_what_users_make_follows_a_default_device(case: Case) -> None:
+    """Memory of ours that is on "meta" would have no values; on a GPU it would meet what is on the CPU."""
+    size = case.sizes(2)[0]
+    grads = [gradients(size, step) for step in range(case.horizon)]
+    found: list[list[list[Grads]]] = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            simulated = Trained(case, size)
+            found.append([simulated.step([dict(each) for each in step]) for step in grads])
+            found[-1].append(flat_state(simulated))
+    for step, again in zip(*found, strict=True):
+        for mine, other in zip(step, again, strict=True):
+            assert not same(mine, other)
+
+
 @every_that(case for case in CASES if case.policy.deterministic and case.aggregates)
 def test_double_gradients_give_what_single_ones_give(case: Case) -> None:
     """To 1e-4 of the norm: sums in float32 are off by 1e-6, and near-ties that fall otherwise are rare."""
