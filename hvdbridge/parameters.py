@@ -21,7 +21,7 @@ from weakref import WeakMethod, WeakSet, ref
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, ModuleList, Parameter, Sequential
 from torch.nn.modules import module as registration
 from torch.nn.parameter import is_lazy
 
@@ -86,11 +86,13 @@ def trainable(model: Module, left_alone: Iterable[str] = ()) -> dict[str, Parame
         Unsupported: an Embedding with ``sparse=True``, a complex parameter, or one of a lazy module.
     """
     alone = set(left_alone)
+    params = {bare_name(name): p for name, p in model.named_parameters() if p.requires_grad and name not in alone}
+    known = set(map(id, params.values()))
     for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        kinds = torch.nn.Embedding | torch.nn.EmbeddingBag
+        if getattr(module, "sparse", False) and isinstance(module, kinds) and id(module.weight) in known:
             shown = f"{type(module).__name__} {name!r}" if name else type(module).__name__
             raise Unsupported(f"{shown} makes sparse gradients. Use sparse=False.")
-    params = {bare_name(name): p for name, p in model.named_parameters() if p.requires_grad and name not in alone}
     if not params:
         raise ConfigurationError(f"{type(model).__name__} has no parameter that requires a gradient")
     if lazy := [name for name, p in params.items() if is_lazy(p)]:
@@ -111,6 +113,18 @@ def refuse_sharded(params: Mapping[str, Tensor]) -> None:
         )
 
 
+def refuse_sparse(gradient: Tensor | None, where: str, name: str) -> None:
+    """
+    Raises:
+        Unsupported: ``gradient``, that of the parameter ``name``, is sparse.
+    """
+    if gradient is not None and gradient.is_sparse:
+        raise Unsupported(
+            f"{where}: parameter {name!r} has a sparse gradient, which no policy takes. Use sparse=False in its "
+            "Embedding, or leave the parameter out by ignore=."
+        )
+
+
 def refuse_meta(tensors: Mapping[str, Tensor]) -> None:
     """
     Raises:
@@ -127,7 +141,8 @@ class ParameterWatch:
     """Tells when a module does not have the parameters any more that a synchronizer was made with.
 
     Whatever puts another parameter or module into a module (assignment, ``load_state_dict(assign=True)``,
-    parametrizations, adapters) is seen by torch's registration hooks, so that a forward need not look at all of them.
+    parametrizations, adapters) is seen by torch's registration hooks, so that a forward need not look at all of them;
+    containers are looked at.
 
     Args:
         model: the user's module.
@@ -139,17 +154,27 @@ class ParameterWatch:
         self._model = ref(model)
         self._params = dict(params)
         self._alone = set(left_alone)
-        self._changed = False
-        self._modules: WeakSet[Module] = WeakSet(model.modules())
         self._dtypes = list(map(_dtype, params.values()))
         self._devices = list(map(_device, params.values()))
-        known = set(map(id, params.values()))
-        self._frozen = [p for name, p in model.named_parameters() if id(p) not in known and name not in self._alone]
+        self._look(model)
         hook = _registered(WeakMethod(self._register))
         self._handles = [
             registration.register_module_parameter_registration_hook(hook),
             registration.register_module_module_registration_hook(hook),
         ]
+
+    def _look(self, model: Module) -> None:
+        """At the modules and frozen parameters that ``model`` has now."""
+        known = set(map(id, self._params.values()))
+        self._frozen = [p for name, p in model.named_parameters() if id(p) not in known and name not in self._alone]
+        self._modules: WeakSet[Module] = WeakSet(model.modules())
+        self._containers = [ref(module) for module in self._modules if isinstance(module, Sequential | ModuleList)]
+        self._contents = self._contained()
+        self._changed = False
+
+    def _contained(self) -> list[list[Module | None]]:
+        """What stands in containers, whose ``insert()`` calls no hook."""
+        return [list(found._modules.values()) for module in self._containers if (found := module()) is not None]
 
     def _register(self, module: Module) -> None:
         self._changed = self._changed or module in self._modules
@@ -162,7 +187,7 @@ class ParameterWatch:
         Raises:
             StepError: parameters were replaced, added, unfrozen or cast; by name.
         """
-        if self._changed or any(map(_requires_grad, self._frozen)):
+        if self._changed or any(map(_requires_grad, self._frozen)) or self._contained() != self._contents:
             self._compare(where)
         found = self._params.values()
         if list(map(_dtype, found)) != self._dtypes or list(map(_device, found)) != self._devices:
@@ -191,8 +216,7 @@ class ParameterWatch:
                 f"{'; '.join(parts)}. Construct it (and optimizers over them) after load_state_dict(assign=True), "
                 "adapters and parametrizations; or sync.close() this one, and construct it anew."
             )
-        self._modules = WeakSet(model.modules())
-        self._changed = False
+        self._look(model)
 
     def close(self) -> None:
         """Take the hooks off. Harmless when repeated."""

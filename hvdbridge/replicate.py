@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from hvdbridge.collectives import Broadcast, Collective
 from hvdbridge.communicators.base import Communicator
+from hvdbridge.driver import drive
 from hvdbridge.errors import Unsupported
 
 PIECE_BYTES = 8 << 20
@@ -79,7 +81,8 @@ def broadcast_optimizer(
 
     ``control`` is a host-side communicator. The state of parameters that are ``left_alone`` stays as it is. Nothing
     changes on ``root``, and groups stay the same objects anywhere.
-    An optimizer that shards its state keeps it.
+    An optimizer that shards its state keeps it. Tensors travel as :func:`broadcast_tensors` sends them: of large states
+    no copy is made.
 
     Raises:
         Unsupported: on all ranks: ``state_dict()`` of the one on ``root`` raised something.
@@ -87,10 +90,11 @@ def broadcast_optimizer(
     if shards_state(optimizer):
         return
     mine: Any = {}
+    tensors: list[Tensor] = []
     problem = None
     if control.rank == root:
         try:
-            mine = on_host(optimizer.state_dict())
+            mine = each_tensor(optimizer.state_dict(), partial(taken_out, tensors))
         except Exception as error:
             problem = error
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
@@ -98,6 +102,9 @@ def broadcast_optimizer(
     if said is not None:
         what = f"{type(optimizer).__name__}: its state cannot be copied from rank {root}, whose state_dict() raises"
         raise Unsupported(f"{what} {said}") from problem
+    if control.rank != root:
+        theirs = each_tensor(theirs, partial(put_in, tensors))
+    drive(broadcast_tensors(tensors, root), control.execute)
     if control.rank == root:
         return
     groups = list(optimizer.param_groups)
@@ -125,8 +132,30 @@ def shards_state(optimizer: torch.optim.Optimizer) -> bool:
 
 def on_host(value: Any) -> Any:
     """``value`` with the tensors in it on the CPU: pickled, they would ask for the same device on other ranks."""
+    return each_tensor(value, Tensor.cpu)
+
+
+def each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """``value``, a tree of dicts, lists and tuples, with ``change(tensor)`` in the place of each tensor."""
     if isinstance(value, Tensor):
-        return value.cpu()
+        return change(value)
     if isinstance(value, dict):
-        return {key: on_host(child) for key, child in value.items()}
-    return type(value)(map(on_host, value)) if type(value) in (list, tuple) else value
+        return {key: each_tensor(child, change) for key, child in value.items()}
+    return type(value)(each_tensor(child, change) for child in value) if type(value) in (list, tuple) else value
+
+
+def taken_out(tensors: list[Tensor], tensor: Tensor) -> Tensor:
+    """What is pickled in the place of a plain tensor, which goes into ``tensors``: one without values."""
+    host = tensor.cpu()
+    if type(host) is not Tensor or host.layout != torch.strided:
+        return host
+    tensors.append(host)
+    return torch.empty_like(host, device="meta")
+
+
+def put_in(tensors: list[Tensor], tensor: Tensor) -> Tensor:
+    """The counterpart of :func:`taken_out`: memory for the values."""
+    if not tensor.is_meta:
+        return tensor
+    tensors.append(torch.empty_like(tensor, device="cpu"))
+    return tensors[-1]

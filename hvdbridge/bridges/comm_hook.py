@@ -24,12 +24,12 @@ from hvdbridge import runtime
 from hvdbridge.aggregator import Aggregator
 from hvdbridge.bridges.hook_state import HookState, join_torch
 from hvdbridge.bucket import Layout, refuse_complex
-from hvdbridge.errors import ConfigurationError
-from hvdbridge.parameters import trainable
+from hvdbridge.errors import ConfigurationError, Unsupported
+from hvdbridge.parameters import ignored, trainable
 from hvdbridge.policies import from_spec
 from hvdbridge.policy import Policy
 from hvdbridge.sources.base import at_end_of_backward, inside_backward
-from hvdbridge.sources.ddp import Layouts, Strided, dense, future_of
+from hvdbridge.sources.ddp import Layouts, Strided, future_of
 
 
 class HookLayouts(Layouts):
@@ -69,7 +69,9 @@ class CommHookState(HookState):
                 self._open_by_model(self._model)
             if self._aggregator is not None:
                 self._begin(self._aggregator)
-        buffer = dense(bucket.buffer(), runtime.rank() if runtime.is_initialized() else "?")
+        buffer = bucket.buffer()
+        if buffer.layout != torch.strided:
+            raise Unsupported("to_comm_hook: no policy takes sparse gradients. Use sparse=False in the Embedding.")
         future = future_of(buffer)
         if self._aggregator is not None:
             self._submit(self._aggregator, bucket.parameters(), buffer, future, bucket.is_last())
@@ -115,7 +117,7 @@ class CommHookState(HookState):
     def _open_by_model(self, model: Module) -> None:
         if self._aggregator is None:
             bare = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
-            self._join(trainable(bare), model)
+            self._join(trainable(bare, ignored(bare)), model)
 
     def _open_by_position(self) -> None:
         """The first step's buckets are DDP's from last to first, each in registered order."""

@@ -150,6 +150,8 @@ class Source:
         self.parameters: ParameterWatch | None = None
         self._steady = list(self.names)
         self._versions: list[int] = []  # of the parameters, when a backward begins
+        self._unaggregated: list[int] | None = None  # the same before a backward that does not aggregate
+        self._dropped: list[Tensor] = []  # whose gradients the user's hooks dropped in this backward
         self._local = False  # the last forward was one within no_sync()
         self._sharing: WeakSet[Source] = WeakSet(each for each in _sources if each.names.keys() & self.names.keys())
         for each in self._sharing:
@@ -242,14 +244,16 @@ class Source:
         """Called before each forward that records gradients.
 
         Raises:
-            StepError: the backward before did not end, the model has other parameters, or the first step of a static
-                graph would not aggregate.
+            StepError: the backward before did not end, parameters moved by gradients of this rank alone, the model has
+                other parameters, or the first step of a static graph would not aggregate.
             BaseException: what has ended an earlier step.
         """
         if self.running and not inside_backward():
             raise self.left_open()
         if synchronizing and self.aggregator.driver.failure is not None:
             raise self.aggregator.driver.failure
+        if (error := self.moved("forward")) is not None:
+            raise error
         refuse_compiled_autograd()
         if synchronizing and self.parameters is not None:
             self.parameters.check(f"{self._where}: forward")
@@ -272,6 +276,20 @@ class Source:
             "sync.model outside of no_sync(). Call sync.model itself and no other method of the module, and run one "
             "forward and one backward in turn."
         )
+
+    def moved(self, when: str) -> StepError | None:
+        """The error where parameters were changed, by no optimizer of torch, and have gradients that were never
+        aggregated; after a forward within ``no_sync()`` that is the user's own affair, as in DDP."""
+        before = self._unaggregated
+        if before is None or self._local or list(map(_version, self._steady)) == before:
+            return None
+        self._unaggregated = None  # it is told once
+        return self.strays(f"{when} after a change of parameters")
+
+    def local_gradient(self) -> None:
+        """Called after the gradient of a backward that does not aggregate was noted."""
+        if self._unaggregated is None:
+            self._unaggregated = list(map(_version, self._steady))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before each step of any optimizer in this process.
@@ -308,12 +326,27 @@ class Source:
                 "moves them by gradients of this rank alone; let it step after backward()"
             )
 
+    def check_kept(self) -> None:
+        """
+        Raises:
+            StepError: hooks of the user dropped gradients within this backward; not with ``find_unused_parameters``,
+                where that is as if this rank had not used the parameters.
+        """
+        if self._dropped and not self.find_unused:
+            raise self.refused(
+                f"hooks dropped the gradients of {listed(self.names[p] for p in self._dropped)}. If they were used up "
+                "by an optimizer, parameters moved by gradients of this rank alone: let it step after backward(). Else "
+                "zero them in place"
+            )
+
     def finished(self) -> None:
         """The step is over, or failed."""
         self.running = False
+        self._dropped = []
         if self.aggregator.driver.failure is None:
             self.steps += not self.aggregator.joined
             self.touched.clear()
+            self._unaggregated = None
             if self.started is not None:
                 self.started()
                 self.started = None
@@ -329,8 +362,12 @@ class Source:
         if self._static is None:
             self._static = arrived
         elif arrived != self._static:
-            changed = [name for p, name in self.names.items() if p in arrived ^ self._static]
-            raise self.refused(f"the graph has changed for {listed(changed)}. Leave out static_graph=True")
+            raise self.changed(arrived ^ self._static)
+
+    def changed(self, parameters: Set[Tensor]) -> StepError:
+        """The error of a graph that is not static, by the parameters that show it."""
+        names = [name for p, name in self.names.items() if p in parameters]
+        return self.refused(f"the graph has changed for {listed(names)}. Leave out static_graph=True")
 
     def incomplete(self, arrived: Set[Tensor]) -> StepError:
         """The error of a backward that made gradients for these parameters alone."""

@@ -42,6 +42,7 @@ from hvdbridge.aggregator import Aggregator, Piece
 from hvdbridge.bucket import Layout
 from hvdbridge.driver import Traffic
 from hvdbridge.errors import Unsupported
+from hvdbridge.parameters import refuse_sparse
 from hvdbridge.policy import Policy
 from hvdbridge.sources.base import Options, Source, at_end_of_backward, inside_backward, refuse_reentrant
 from hvdbridge.sources.wrapper import Wrapper
@@ -338,9 +339,16 @@ class DdpSource(Source):
         if self.expected:
             self._begin_step()
             self._before -= 1
-        elif self.running and torch._C._current_graph_task_id() != self._backward:
+        elif not self.running:
+            self.local_gradient()
+            return
+        elif torch._C._current_graph_task_id() != self._backward:
             refuse_reentrant()
             raise self.left_open()
+        if self.steps == 0:
+            refuse_sparse(parameter.grad, self._where, self.names[parameter])
+        if self._static is not None and parameter not in self._static:
+            raise self.changed({parameter})
 
     def _begin_step(self) -> None:
         """Within backward, before its first gradient comes to DDP's reducer."""
@@ -359,7 +367,7 @@ class DdpSource(Source):
         """DDP's hook."""
         if bucket.index() == 0:
             self._first()
-        buffer = dense(bucket.buffer(), self.aggregator.communicator.rank)
+        buffer = bucket.buffer()
         future = future_of(buffer)
         piece = self._layouts.piece(bucket.parameters(), buffer, future, self.aggregator.policy)
         self.unmarked -= 1
@@ -387,6 +395,7 @@ class DdpSource(Source):
 
     def _end_of_backward(self) -> None:
         """All gradients are there. DDP's own callback, which follows, takes over what has arrived, and waits."""
+        self._dropped = [p for p in self.touched[self._before :] if p.grad is None]
         if self._whole and self.find_unused:
             self._finish()
             return
@@ -399,6 +408,7 @@ class DdpSource(Source):
             if self._waiting is not None:
                 self._ddp_is_through()
             if not self._outside:
+                self.check_kept()
                 self._check_complete()
                 self.check_unchanged()
             buffers = None if self.aggregator.joining else self.send_buffers()
@@ -447,14 +457,3 @@ class DdpSource(Source):
         sizes = [int(size) for size in data.get("rebuilt_bucket_sizes", data["bucket_sizes"]).split(",")]
         ranks = self.aggregator.communicator.size
         return Traffic(len(sizes), sum(2 * size * (ranks - 1) // ranks for size in sizes), self._seconds)
-
-
-def dense(buffer: Tensor, rank: int | str) -> Tensor:
-    """``buffer`` of a bucket.
-
-    Raises:
-        Unsupported: it is sparse.
-    """
-    if buffer.layout != torch.strided:
-        raise Unsupported(f"rank {rank}: sparse gradients are taken by no policy. Use sparse=False in the Embedding.")
-    return buffer

@@ -13,7 +13,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -52,6 +52,7 @@ class HookSource(Source):
         self._roots: list[Any] = []  # with find_unused: the nodes of the forward's outputs that this backward passed
         self.reducer = Reducer(make_buckets(params, options), aggregator)
         self._backward = -1
+        self._attributes: Mapping[str, Any] = {}  # of the user's module
         ours = list(params.values() if hooked is None else hooked)
         self._nodes = list(map(accumulating, ours))  # a node that nobody holds loses its hooks
         self._handles: list[Any] = [
@@ -59,11 +60,14 @@ class HookSource(Source):
             for node, p in zip(self._nodes, ours, strict=True)
         ]
 
-    def ready(self, entry: BucketEntry, *_: Any) -> None:
-        """A gradient has arrived (called by autograd, once per parameter and backward)."""
+    def ready(self, entry: BucketEntry, _: Any = (), given: Sequence[Tensor | None] = ()) -> None:
+        """A gradient has arrived (called by autograd, once per parameter and backward, with what it added)."""
         if entry.parameter.grad is not None:  # as for DDP an undefined one does not count as use
             self.touched.append(entry.parameter)
+        elif any(gradient is not None for gradient in given):
+            self._dropped.append(entry.parameter)
         if not (self.running or self.expected):
+            self.local_gradient()
             return
         backward = torch._C._current_graph_task_id()
         if not self.running:
@@ -107,25 +111,32 @@ class HookSource(Source):
         if options.broadcast_buffers:
             self.watch_buffers(model)
         if options.wrapper is None:
+            self._attributes = vars(model)
             self._handles.append(model.register_forward_pre_hook(BeforeForward(self.before_forward)))
             self._handles.append(model.register_forward_hook(AfterForward(self.after_forward)))
         else:
             options.wrapper.adopt(model)
 
+    @property
+    def _aggregates(self) -> bool:
+        """Whether the backward of a forward does; the user may say so on the module, too, as on a DDP."""
+        return self.synchronizing and bool(self._attributes.get("require_backward_grad_sync", True))
+
     def before_forward(self) -> None:
         """A forward of the model begins."""
         if not torch.is_grad_enabled():
             return
-        self.check_forward(self.synchronizing)
-        if self.synchronizing and self.aggregator.joining:  # from the last rank that still has data, as in DDP
+        aggregates = self._aggregates
+        self.check_forward(aggregates)
+        if aggregates and self.aggregator.joining:  # from the last rank that still has data, as in DDP
             self._announce()
             self.await_buffers(self.send_buffers())
-        elif self.synchronizing:
+        elif aggregates:
             self.share_buffers()
 
     def after_forward(self, output: Any) -> None:
         """A forward of the model has returned ``output``."""
-        if not (self.synchronizing and torch.is_grad_enabled()):
+        if not (self._aggregates and torch.is_grad_enabled()):
             return
         self.expected = True
         if self.find_unused:
@@ -158,6 +169,7 @@ class HookSource(Source):
     def _finish(self) -> None:
         """All gradients of this backward are there."""
         try:
+            self.check_kept()
             self._check_complete()
             self.check_unchanged()
             missing = [e.parameter for bucket in self.reducer.incomplete for e in bucket.entries if not e.arrived]

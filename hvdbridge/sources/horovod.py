@@ -58,15 +58,15 @@ class HorovodSource(HookSource):
             feeds.clear()
 
 
-def take_over(optimizer: Any, feeds: Mapping[Parameter, Callable[[], None]]) -> None:
+def take_over(optimizer: Any, feeds: Mapping[Parameter, Callable[..., None]]) -> None:
     """Have Horovod's hooks call ``feeds``; what is not or no longer in there is left as it is."""
     base: Any = type(optimizer).__mro__[1]  # the user's optimizer class, below Horovod's
 
-    def ready(parameter: Parameter) -> tuple[None, None]:
+    def ready(parameter: Parameter, *given: Any) -> tuple[None, None]:
         optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
         feed = feeds.get(parameter)
         if feed is not None:
-            feed()
+            feed(*given)
         return None, None
 
     def synchronize() -> None:
@@ -122,8 +122,8 @@ def construct(optimizer: Any, defaults: dict[str, Any], params: Any) -> None:
 def make_hook(optimizer: Any, parameter: Parameter) -> Callable[..., None]:
     """In the place of Horovod's."""
 
-    def hook(*_: object) -> None:
-        optimizer._allreduce_grad_async(parameter)
+    def hook(*given: object) -> None:
+        optimizer._allreduce_grad_async(parameter, *given)
 
     return hook
 

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from hvdbridge.aggregator import Aggregator, Deliver, Piece
 from hvdbridge.bucket import Layout, Views, cut_layouts
 from hvdbridge.collectives import used_here
-from hvdbridge.errors import Unsupported
+from hvdbridge.parameters import refuse_sparse
 from hvdbridge.sources.base import Options
 
 
@@ -167,11 +167,7 @@ class Reducer:
             Unsupported: it is sparse.
         """
         gradient = entry.parameter.grad
-        if gradient is not None and gradient.is_sparse:
-            raise Unsupported(
-                f"rank {self.aggregator.communicator.rank}: parameter {entry.name!r} has a sparse gradient, which no "
-                "policy takes. Use sparse=False in its Embedding."
-            )
+        refuse_sparse(gradient, f"rank {self.aggregator.communicator.rank}", entry.name)
         return gradient
 
     @torch.no_grad()

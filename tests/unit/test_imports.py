@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "flows": {"mailbox", "collectives", "communicators"},
     "driver": {"errors", "flows", "mailbox", "collectives", "communicators"},
     "aggregator": VOCABULARY | {"state", "flows", "driver", "communicators"},
-    "replicate": {"errors", "collectives", "communicators"},
+    "replicate": {"errors", "collectives", "communicators", "driver"},
     "module_hook": set(),
     "parameters": {"errors", "bucket"},
     "sources": VOCABULARY | {"parameters", "flows", "driver", "aggregator", "module_hook", "replicate", "sources"},

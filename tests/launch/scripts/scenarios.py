@@ -647,7 +647,7 @@ def never_used() -> str:
         digests.append(digest(model))
     if not PLAIN:
         sync.optimizer.zero_grad()
-        with pytest.raises((hb.StepError, RuntimeError), match="graph has changed"):  # on torch DDP's own
+        with pytest.raises(hb.StepError, match=r"graph has changed for .*'heads\.1\."):
             sync.model(batch(0)[0], 1).sum().backward()
     return " ".join(digests)
 

@@ -6,6 +6,7 @@ What is refused is recorded as the error's type and words, without the number of
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import sys
 import tempfile
@@ -181,10 +182,23 @@ def other_parameters() -> str:
     def cast(model: nn.Module) -> None:
         model[2].double()
 
+    def added_and_unfrozen(model: nn.Module) -> None:
+        model.adapter = nn.Linear(2, 2).requires_grad_(False)
+        sync.model(data()).sum().backward()
+        model.adapter.requires_grad_(True)
+
+    def inserted(model: nn.Module) -> None:
+        model.frozen.insert(0, nn.Linear(8, 8))
+
+    def shared(model: nn.Module) -> None:
+        model[0].weight = model[2].weight
+
     found = []
-    for change in (assigned, halved, parametrized, adapted, tied, unfrozen, cast):
+    for change in (
+        assigned, halved, parametrized, adapted, tied, unfrozen, cast, added_and_unfrozen, inserted, shared
+    ):  # fmt: skip
         model = mlp()
-        model.frozen = nn.Linear(1, 1).requires_grad_(False)
+        model.frozen = nn.ModuleList([nn.Linear(1, 1).requires_grad_(False)])
         sync = hb.GradientSynchronizer(model)
         sync.model(data()).sum().backward()
         change(model)
@@ -222,7 +236,97 @@ def optimizer_of_others() -> str:
     model = mlp()
     sync = hb.GradientSynchronizer(model, sgd(mlp()))
     sync.model(data()).sum().backward()
-    return said(sync.optimizer.step)
+    found = said(sync.optimizer.step)
+    sync.close()
+    head = nn.Linear(2, 2)
+    sync = hb.GradientSynchronizer(model, torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1))
+    head(sync.model(data())).sum().backward()
+    found += said(sync.optimizer.step)
+    sync.close()
+    return found
+
+
+def without_an_optimizer() -> str:
+    """The next forward, or else close(), tells of steps that the user makes by hand with local gradients."""
+    found = []
+    for end in ("forward", "close"):
+        model = mlp()
+        sync = hb.GradientSynchronizer(model)
+        for local in (False, True):
+            (model[2](model[0](data())) if local else sync.model(data())).sum().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+        found.append(said(lambda sync=sync: sync.model(data())) if end == "forward" else said(sync.close))
+        sync.close()
+    model = mlp()
+    sync = hb.GradientSynchronizer(model, sgd(model))
+    model[2](model[0](data())).sum().backward()
+    sync.optimizer.zero_grad()
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.1, 0.1)  # allowed: the local gradients are gone
+    train(sync)
+    sync.close()
+    return "\n".join([*found, digest(*model.parameters())])
+
+
+def changed_within_backward() -> str:
+    """By hand, in a hook; the gradient stays."""
+    found = []
+    for policy in ("mean", "ef(bf16)"):
+        model = mlp()
+        sync = hb.GradientSynchronizer(model, policy=policy)
+
+        def change(p: nn.Parameter) -> None:
+            with torch.no_grad():
+                p -= 0.1 * p.grad
+
+        model[0].weight.register_post_accumulate_grad_hook(change)
+        found.append(said(lambda sync=sync: sync.model(data()).square().mean().backward()))
+        sync.close()
+    return "\n".join(found)
+
+
+def left_in_the_middle() -> str:
+    """An exception within backward: the next forward says that others wait."""
+    model = mlp()
+    sync = hb.GradientSynchronizer(model, bucket_mb=1e-4)
+
+    def fail(p: nn.Parameter) -> None:
+        raise ValueError("of the user")
+
+    handle = model[0].weight.register_post_accumulate_grad_hook(fail)
+    found = [said(lambda: sync.model(data()).sum().backward())]
+    handle.remove()
+    found.append(said(lambda: sync.model(data())))
+    sync.close()
+    return "\n".join(found)
+
+
+def sparse_by_function() -> str:
+    """No module says that gradients will be sparse; what is ignored may have such."""
+
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            torch.manual_seed(7)
+            super().__init__()
+            self.table, self.linear = nn.Parameter(torch.randn(5, 4)), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(nn.functional.embedding(x, self.table, sparse=True))
+
+    found, x = [], torch.tensor([RANK, 3])
+    for policy in ("mean", "ef(bf16)"):
+        model = Lookup()
+        sync = hb.GradientSynchronizer(model, policy=policy)
+        found.append(said(lambda sync=sync: sync.model(x).sum().backward()))
+        sync.close()
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    sync = hb.GradientSynchronizer(model, ignore="0.weight")
+    sync.model(x).sum().backward()
+    assert model[0].weight.grad.is_sparse
+    sync.close()
+    return "\n".join([*found, digest(*(p.grad for p in model[1].parameters()))])
 
 
 def refused_at_construction() -> str:
@@ -297,7 +401,7 @@ def hooks_that_change_gradients() -> str:
         p.grad.mul_(0.5)
 
     found = []
-    for change in (drop, double, halve):
+    for change in (double, halve):
         digests = []
         for early, policy in ((True, "mean"), (False, "mean"), (True, "mean:exact=true"), (False, "mean:exact=true")):
             model = mlp()
@@ -311,8 +415,19 @@ def hooks_that_change_gradients() -> str:
             digests.append(digest(*model.parameters()))
         assert len(set(digests)) == 1, (change, digests)
         found.append(digests[0])
-    assert len(set(found)) == 3
-    return " ".join(found)
+    assert len(set(found)) == 2
+    for options in ({}, {"find_unused_parameters": True}):
+        for early in (True, False):
+            model = mlp()
+            if early:
+                model[0].weight.register_post_accumulate_grad_hook(drop)
+            sync = hb.GradientSynchronizer(model, sgd(model), **options)
+            if not early:
+                model[0].weight.register_post_accumulate_grad_hook(drop)
+            found.append(said(lambda sync=sync: train(sync)))
+            sync.close()
+    assert found[2:] == [found[2]] * 2 + ["nothing"] * 2, found
+    return "\n".join(found)
 
 
 class Heads(nn.Module):
@@ -533,9 +648,11 @@ def checkpoints_of_plain_ddp() -> str:
 
 def the_forward_decides() -> str:
     found = []
-    for inside in ("forward", "backward"):
+    kinds = (hb.DistributedDataParallel, hb.GradientSynchronizer)
+    for inside, make in itertools.product(("forward", "backward"), kinds):
         model = mlp()
-        wrapped = hb.DistributedDataParallel(model)
+        made = make(model)
+        wrapped = made.model if isinstance(made, hb.GradientSynchronizer) else made
         wrapped.require_backward_grad_sync = inside != "forward"
         loss = wrapped(data()).mean()
         wrapped.require_backward_grad_sync = inside == "forward"
@@ -683,9 +800,9 @@ def shared_parts() -> str:
 
 
 def compiled() -> str:
-    """torch.compile around or inside of a wrapper, or in place, changes nothing."""
+    """torch.compile around or inside of a wrapper, in place, or of the whole step, changes nothing."""
     found = []
-    for way in ("not", "around", "inside", "around a synchronizer", "in place"):
+    for way in ("not", "around", "inside", "around a synchronizer", "in place", "aot around", "step"):
         torch._dynamo.reset()
         model = mlp()
         optimizer = sgd(model)
@@ -693,16 +810,20 @@ def compiled() -> str:
             trained: Any = hb.DistributedDataParallel(torch.compile(model, backend="eager"))
         elif "around" in way:
             wrapped: Any = (
-                hb.DistributedDataParallel(model) if way == "around" else hb.GradientSynchronizer(model).model
+                hb.GradientSynchronizer(model).model if "synchronizer" in way else hb.DistributedDataParallel(model)
             )
-            trained = torch.compile(wrapped, backend="eager")
+            trained = torch.compile(wrapped, backend="aot_eager" if way == "aot around" else "eager")
         else:
             trained = hb.DistributedDataParallel(model)
             if way == "in place":
                 trained.compile(backend="eager")
+
+        def gradients(x: torch.Tensor, trained: Any = trained) -> None:
+            trained(x).square().mean().backward()
+
         for step in range(3):
             optimizer.zero_grad()
-            trained(data(step)).square().mean().backward()
+            (torch.compile(gradients, backend="aot_eager") if way == "step" else gradients)(data(step))
             optimizer.step()
         found.append(digest(*model.parameters()))
     assert len(set(found)) == 1, found
@@ -711,7 +832,8 @@ def compiled() -> str:
 
 CASES = [
     ignored_parameters, group_is_a_mesh, optimizers_within_backward, other_parameters, the_same_parameters,
-    without_a_forward, optimizer_of_others, refused_at_construction, default_device, checkpoints_of_plain_ddp,
+    without_a_forward, without_an_optimizer, changed_within_backward, left_in_the_middle, sparse_by_function,
+    optimizer_of_others, refused_at_construction, default_device, checkpoints_of_plain_ddp,
     torchs_ddp_is_replaced, sharded_optimizer, hooks_that_change_gradients, the_forward_decides, outputs_left_out,
     buffers, a_forward_of_one_rank, buffers_of_the_last, an_optimizer_of_the_users,
     static_graph_that_accumulates_first, reentrant_from_the_second_step_on, wrappers,
