@@ -87,9 +87,8 @@ def trainable(model: Module, left_alone: Iterable[str] = ()) -> dict[str, Parame
     """
     alone = set(left_alone)
     params = {bare_name(name): p for name, p in model.named_parameters() if p.requires_grad and name not in alone}
-    known = set(map(id, params.values()))
+    known, kinds = set(map(id, params.values())), torch.nn.Embedding | torch.nn.EmbeddingBag
     for name, module in model.named_modules():
-        kinds = torch.nn.Embedding | torch.nn.EmbeddingBag
         if getattr(module, "sparse", False) and isinstance(module, kinds) and id(module.weight) in known:
             shown = f"{type(module).__name__} {name!r}" if name else type(module).__name__
             raise Unsupported(f"{shown} makes sparse gradients. Use sparse=False.")
@@ -141,8 +140,9 @@ class ParameterWatch:
     """Tells when a module does not have the parameters any more that a synchronizer was made with.
 
     Whatever puts another parameter or module into a module (assignment, ``load_state_dict(assign=True)``,
-    parametrizations, adapters) is seen by torch's registration hooks, so that a forward need not look at all of them;
-    containers are looked at.
+    parametrizations, adapters) is seen by torch's registration hooks, so that a forward need not look at all of them,
+    only at what Sequential and ModuleList hold, whose ``insert()`` calls no hook. Not seen: a module that is written
+    into the ``_modules`` of another.
 
     Args:
         model: the user's module.
@@ -156,24 +156,24 @@ class ParameterWatch:
         self._alone = set(left_alone)
         self._dtypes = list(map(_dtype, params.values()))
         self._devices = list(map(_device, params.values()))
-        self._look(model)
+        self._record(model)
         hook = _registered(WeakMethod(self._register))
         self._handles = [
             registration.register_module_parameter_registration_hook(hook),
             registration.register_module_module_registration_hook(hook),
         ]
 
-    def _look(self, model: Module) -> None:
-        """At the modules and frozen parameters that ``model`` has now."""
+    def _record(self, model: Module) -> None:
+        """The modules and frozen parameters that ``model`` has now are those that it may have."""
         known = set(map(id, self._params.values()))
         self._frozen = [p for name, p in model.named_parameters() if id(p) not in known and name not in self._alone]
         self._modules: WeakSet[Module] = WeakSet(model.modules())
         self._containers = [ref(module) for module in self._modules if isinstance(module, Sequential | ModuleList)]
-        self._contents = self._contained()
+        self._layers = self._contained()
         self._changed = False
 
     def _contained(self) -> list[list[Module | None]]:
-        """What stands in containers, whose ``insert()`` calls no hook."""
+        """The modules that each container holds."""
         return [list(found._modules.values()) for module in self._containers if (found := module()) is not None]
 
     def _register(self, module: Module) -> None:
@@ -187,7 +187,7 @@ class ParameterWatch:
         Raises:
             StepError: parameters were replaced, added, unfrozen or cast; by name.
         """
-        if self._changed or any(map(_requires_grad, self._frozen)) or self._contained() != self._contents:
+        if self._changed or any(map(_requires_grad, self._frozen)) or self._contained() != self._layers:
             self._compare(where)
         found = self._params.values()
         if list(map(_dtype, found)) != self._dtypes or list(map(_device, found)) != self._devices:
@@ -216,7 +216,7 @@ class ParameterWatch:
                 f"{'; '.join(parts)}. Construct it (and optimizers over them) after load_state_dict(assign=True), "
                 "adapters and parametrizations; or sync.close() this one, and construct it anew."
             )
-        self._look(model)
+        self._record(model)
 
     def close(self) -> None:
         """Take the hooks off. Harmless when repeated."""

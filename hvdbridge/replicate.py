@@ -81,8 +81,8 @@ def broadcast_optimizer(
 
     ``control`` is a host-side communicator. The state of parameters that are ``left_alone`` stays as it is. Nothing
     changes on ``root``, and groups stay the same objects anywhere.
-    An optimizer that shards its state keeps it. Tensors travel as :func:`broadcast_tensors` sends them: of large states
-    no copy is made.
+    An optimizer that shards its state keeps it. Tensors travel as :func:`broadcast_tensors` sends them, so that a state
+    on the CPU is not copied as a whole.
 
     Raises:
         Unsupported: on all ranks: ``state_dict()`` of the one on ``root`` raised something.
@@ -94,7 +94,7 @@ def broadcast_optimizer(
     problem = None
     if control.rank == root:
         try:
-            mine = each_tensor(optimizer.state_dict(), partial(taken_out, tensors))
+            mine = each_tensor(optimizer.state_dict(), partial(placeholder, {}, tensors))
         except Exception as error:
             problem = error
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
@@ -103,7 +103,7 @@ def broadcast_optimizer(
         what = f"{type(optimizer).__name__}: its state cannot be copied from rank {root}, whose state_dict() raises"
         raise Unsupported(f"{what} {said}") from problem
     if control.rank != root:
-        theirs = each_tensor(theirs, partial(put_in, tensors))
+        theirs = each_tensor(theirs, partial(allocated, {}, tensors))
     drive(broadcast_tensors(tensors, root), control.execute)
     if control.rank == root:
         return
@@ -144,18 +144,30 @@ def each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return type(value)(each_tensor(child, change) for child in value) if type(value) in (list, tuple) else value
 
 
-def taken_out(tensors: list[Tensor], tensor: Tensor) -> Tensor:
-    """What is pickled in the place of a plain tensor, which goes into ``tensors``: one without values."""
-    host = tensor.cpu()
-    if type(host) is not Tensor or host.layout != torch.strided:
-        return host
-    tensors.append(host)
-    return torch.empty_like(host, device="meta")
+Known = dict[int, tuple[Tensor, Tensor]]
+"""By the id of a tensor, it and what took its place: a tensor that several entries of a state share stays shared."""
 
 
-def put_in(tensors: list[Tensor], tensor: Tensor) -> Tensor:
-    """The counterpart of :func:`taken_out`: memory for the values."""
+def placeholder(known: Known, tensors: list[Tensor], tensor: Tensor) -> Tensor:
+    """What is pickled in the place of a plain tensor, which is appended to ``tensors``: one without values."""
+    if id(tensor) not in known:
+        host = tensor.cpu()
+        shape = host
+        if type(host) is Tensor and host.layout == torch.strided and not host.is_inference():
+            shape = torch.empty_like(host, device="meta")
+        if shape.stride() != host.stride():  # not dense: written to, its elements would be each other's
+            shape = host
+        if shape is not host:
+            tensors.append(host)
+        known[id(tensor)] = tensor, shape
+    return known[id(tensor)][1]
+
+
+def allocated(known: Known, tensors: list[Tensor], tensor: Tensor) -> Tensor:
+    """The counterpart of :func:`placeholder`: memory for the values, which is appended to ``tensors``."""
     if not tensor.is_meta:
         return tensor
-    tensors.append(torch.empty_like(tensor, device="cpu"))
-    return tensors[-1]
+    if id(tensor) not in known:
+        tensors.append(torch.empty_like(tensor, device="cpu"))
+        known[id(tensor)] = tensor, tensors[-1]
+    return known[id(tensor)][1]

@@ -367,15 +367,10 @@ class GradientSynchronizer:
     def close(self) -> None:
         """Take the hooks off and free the communicators. The model stays as it is, its gradients stay local, and a
         synchronizer may be constructed anew: for :attr:`model` and :attr:`optimizer`, or for what they were made of.
-        Harmless when repeated.
-
-        Raises:
-            StepError: parameters moved by gradients of this rank alone since the last step; it is closed all the same.
-        """
+        Harmless when repeated."""
         if self._closed:
             return
         self._closed = True
-        moved = self._source.moved("close()") if self._context.driver.failure is None else None
         self._settle()
         for hook in self._hooks:
             hook.remove()
@@ -389,8 +384,6 @@ class GradientSynchronizer:
             norm.communicator = norm.synchronizer = None
         runtime.forget_at_shutdown(self.close)
         self._context.close()
-        if moved is not None:
-            raise moved
 
     def _settle(self) -> None:
         """From now on waits may take as long as any step's."""

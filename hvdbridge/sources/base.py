@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -150,8 +150,6 @@ class Source:
         self.parameters: ParameterWatch | None = None
         self._steady = list(self.names)
         self._versions: list[int] = []  # of the parameters, when a backward begins
-        self._unaggregated: list[int] | None = None  # the same before a backward that does not aggregate
-        self._dropped: list[Tensor] = []  # whose gradients the user's hooks dropped in this backward
         self._local = False  # the last forward was one within no_sync()
         self._sharing: WeakSet[Source] = WeakSet(each for each in _sources if each.names.keys() & self.names.keys())
         for each in self._sharing:
@@ -244,16 +242,14 @@ class Source:
         """Called before each forward that records gradients.
 
         Raises:
-            StepError: the backward before did not end, parameters moved by gradients of this rank alone, the model has
-                other parameters, or the first step of a static graph would not aggregate.
+            StepError: the backward before did not end, the model has other parameters, or the first step of a static
+                graph would not aggregate.
             BaseException: what has ended an earlier step.
         """
-        if self.running and not inside_backward():
-            raise self.left_open()
         if synchronizing and self.aggregator.driver.failure is not None:
             raise self.aggregator.driver.failure
-        if (error := self.moved("forward")) is not None:
-            raise error
+        if self.running and not inside_backward():
+            raise self.left_open()
         refuse_compiled_autograd()
         if synchronizing and self.parameters is not None:
             self.parameters.check(f"{self._where}: forward")
@@ -276,20 +272,6 @@ class Source:
             "sync.model outside of no_sync(). Call sync.model itself and no other method of the module, and run one "
             "forward and one backward in turn."
         )
-
-    def moved(self, when: str) -> StepError | None:
-        """The error where parameters were changed, by no optimizer of torch, and have gradients that were never
-        aggregated; after a forward within ``no_sync()`` that is the user's own affair, as in DDP."""
-        before = self._unaggregated
-        if before is None or self._local or list(map(_version, self._steady)) == before:
-            return None
-        self._unaggregated = None  # it is told once
-        return self.strays(f"{when} after a change of parameters")
-
-    def local_gradient(self) -> None:
-        """Called after the gradient of a backward that does not aggregate was noted."""
-        if self._unaggregated is None:
-            self._unaggregated = list(map(_version, self._steady))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before each step of any optimizer in this process.
@@ -326,27 +308,28 @@ class Source:
                 "moves them by gradients of this rank alone; let it step after backward()"
             )
 
-    def check_kept(self) -> None:
+    def check_kept(self, dropped: Sequence[Tensor]) -> None:
         """
+        Args:
+            dropped: the parameters whose gradients hooks of the user dropped within this backward.
+
         Raises:
-            StepError: hooks of the user dropped gradients within this backward; not with ``find_unused_parameters``,
-                where that is as if this rank had not used the parameters.
+            StepError: there are some; not with ``find_unused_parameters``, where that is as if this rank had not used
+                them.
         """
-        if self._dropped and not self.find_unused:
+        if dropped and not self.find_unused:
             raise self.refused(
-                f"hooks dropped the gradients of {listed(self.names[p] for p in self._dropped)}. If they were used up "
-                "by an optimizer, parameters moved by gradients of this rank alone: let it step after backward(). Else "
-                "zero them in place"
+                f"hooks dropped the gradients of {listed(self.names[p] for p in dropped)}. If an optimizer had used "
+                "them, parameters moved by gradients of this rank alone: let it step after backward(). Else zero them "
+                "in place"
             )
 
     def finished(self) -> None:
         """The step is over, or failed."""
         self.running = False
-        self._dropped = []
         if self.aggregator.driver.failure is None:
             self.steps += not self.aggregator.joined
             self.touched.clear()
-            self._unaggregated = None
             if self.started is not None:
                 self.started()
                 self.started = None

@@ -264,6 +264,7 @@ class DdpSource(Source):
         self._layouts = Layouts(self.names)
         self._outside = False  # the step that runs began outside of a backward, within join()
         self._whole = False  # the step's last bucket came
+        self._dropped: list[Tensor] = []  # whose gradients hooks of the user dropped in this backward
         self._backward = -1
         self.unmarked = 0  # buckets of the first step, of which DDP marks none as the last (``_set_static_graph()``)
         self._waiting: AbstractContextManager[None] | None = None
@@ -340,12 +341,11 @@ class DdpSource(Source):
             self._begin_step()
             self._before -= 1
         elif not self.running:
-            self.local_gradient()
             return
         elif torch._C._current_graph_task_id() != self._backward:
             refuse_reentrant()
             raise self.left_open()
-        if self.steps == 0:
+        if self.steps == 0 or self.find_unused:
             refuse_sparse(parameter.grad, self._where, self.names[parameter])
         if self._static is not None and parameter not in self._static:
             raise self.changed({parameter})
@@ -408,7 +408,7 @@ class DdpSource(Source):
             if self._waiting is not None:
                 self._ddp_is_through()
             if not self._outside:
-                self.check_kept()
+                self.check_kept(self._dropped)
                 self._check_complete()
                 self.check_unchanged()
             buffers = None if self.aggregator.joining else self.send_buffers()

@@ -5,7 +5,7 @@ Rules:
 1. Results are in ``p.grad`` when backward returns: an engine callback, queued by the first gradient, waits.
 2. As in DDP the forward decides whether its backward aggregates, and one backward follows it that does.
 3. As in DDP hooks of the user see and may change a gradient before it is aggregated, whenever they were registered:
-   ours are behind the nodes that accumulate. What they drop counts as zeros.
+   ours are behind the nodes that accumulate. They must not drop it.
 4. As in DDP every parameter gets a gradient in a backward that aggregates, or, with ``find_unused_parameters``, every
    one that the loss depends on. Then a used-map ends the step: a parameter that no rank used keeps its old gradient.
    With ``static_graph`` the first step's map counts for all.
@@ -52,7 +52,8 @@ class HookSource(Source):
         self._roots: list[Any] = []  # with find_unused: the nodes of the forward's outputs that this backward passed
         self.reducer = Reducer(make_buckets(params, options), aggregator)
         self._backward = -1
-        self._attributes: Mapping[str, Any] = {}  # of the user's module
+        self._dropped: list[Tensor] = []  # whose gradients hooks of the user had dropped when they arrived
+        self._attributes: dict[str, Any] = {}  # of the user's module
         ours = list(params.values() if hooked is None else hooked)
         self._nodes = list(map(accumulating, ours))  # a node that nobody holds loses its hooks
         self._handles: list[Any] = [
@@ -64,10 +65,7 @@ class HookSource(Source):
         """A gradient has arrived (called by autograd, once per parameter and backward, with what it added)."""
         if entry.parameter.grad is not None:  # as for DDP an undefined one does not count as use
             self.touched.append(entry.parameter)
-        elif any(gradient is not None for gradient in given):
-            self._dropped.append(entry.parameter)
         if not (self.running or self.expected):
-            self.local_gradient()
             return
         backward = torch._C._current_graph_task_id()
         if not self.running:
@@ -78,6 +76,10 @@ class HookSource(Source):
         elif backward != self._backward:
             refuse_reentrant()
             raise self.left_open()
+        if entry.parameter.grad is None and any(gradient is not None for gradient in given):
+            self._dropped.append(entry.parameter)
+        if self._static is not None and entry.parameter not in self._static:
+            raise self.changed({entry.parameter})
         self.reducer.arrive(entry)
 
     @contextmanager
@@ -105,13 +107,14 @@ class HookSource(Source):
         for handle in self._handles:
             handle.remove()
         self._nodes.clear()
+        self._attributes.pop("require_backward_grad_sync", None)
 
     def watch_forwards(self, model: Module, options: Options) -> None:
         """Hear of forwards, by hooks on the module, which is the user's own, or by the wrapper around it."""
         if options.broadcast_buffers:
             self.watch_buffers(model)
         if options.wrapper is None:
-            self._attributes = vars(model)
+            self._attributes = vars(getattr(model, "_orig_mod", model))  # where torch.compile's module sets them
             self._handles.append(model.register_forward_pre_hook(BeforeForward(self.before_forward)))
             self._handles.append(model.register_forward_hook(AfterForward(self.after_forward)))
         else:
@@ -169,7 +172,8 @@ class HookSource(Source):
     def _finish(self) -> None:
         """All gradients of this backward are there."""
         try:
-            self.check_kept()
+            later = [p for p in self.touched if p.grad is None and self.reducer.entries[p].arrived]
+            self.check_kept([*self._dropped, *dict.fromkeys(later)])
             self._check_complete()
             self.check_unchanged()
             missing = [e.parameter for bucket in self.reducer.incomplete for e in bucket.entries if not e.arrived]
@@ -218,6 +222,7 @@ class HookSource(Source):
     def _reset(self) -> None:
         self.reducer.reset()
         self._roots.clear()
+        self._dropped.clear()
         self.finished()
 
 

@@ -246,30 +246,6 @@ def optimizer_of_others() -> str:
     return found
 
 
-def without_an_optimizer() -> str:
-    """The next forward, or else close(), tells of steps that the user makes by hand with local gradients."""
-    found = []
-    for end in ("forward", "close"):
-        model = mlp()
-        sync = hb.GradientSynchronizer(model)
-        for local in (False, True):
-            (model[2](model[0](data())) if local else sync.model(data())).sum().backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 0.1 * p.grad
-        found.append(said(lambda sync=sync: sync.model(data())) if end == "forward" else said(sync.close))
-        sync.close()
-    model = mlp()
-    sync = hb.GradientSynchronizer(model, sgd(model))
-    model[2](model[0](data())).sum().backward()
-    sync.optimizer.zero_grad()
-    with torch.no_grad():
-        model[0].weight.clamp_(-0.1, 0.1)  # allowed: the local gradients are gone
-    train(sync)
-    sync.close()
-    return "\n".join([*found, digest(*model.parameters())])
-
-
 def changed_within_backward() -> str:
     """By hand, in a hook; the gradient stays."""
     found = []
@@ -417,16 +393,17 @@ def hooks_that_change_gradients() -> str:
         found.append(digests[0])
     assert len(set(found)) == 2
     for options in ({}, {"find_unused_parameters": True}):
-        for early in (True, False):
+        for way in ("early", "late", "of another"):
             model = mlp()
-            if early:
-                model[0].weight.register_post_accumulate_grad_hook(drop)
+            hooked = model[0].weight if way == "of another" else model[2].weight
+            if way == "early":
+                hooked.register_post_accumulate_grad_hook(drop)
             sync = hb.GradientSynchronizer(model, sgd(model), **options)
-            if not early:
-                model[0].weight.register_post_accumulate_grad_hook(drop)
+            if way != "early":
+                hooked.register_post_accumulate_grad_hook(lambda _, model=model: drop(model[2].weight))
             found.append(said(lambda sync=sync: train(sync)))
             sync.close()
-    assert found[2:] == [found[2]] * 2 + ["nothing"] * 2, found
+    assert found[2:] == [found[2]] * 3 + ["nothing"] * 3, found
     return "\n".join(found)
 
 
@@ -832,7 +809,7 @@ def compiled() -> str:
 
 CASES = [
     ignored_parameters, group_is_a_mesh, optimizers_within_backward, other_parameters, the_same_parameters,
-    without_a_forward, without_an_optimizer, changed_within_backward, left_in_the_middle, sparse_by_function,
+    without_a_forward, changed_within_backward, left_in_the_middle, sparse_by_function,
     optimizer_of_others, refused_at_construction, default_device, checkpoints_of_plain_ddp,
     torchs_ddp_is_replaced, sharded_optimizer, hooks_that_change_gradients, the_forward_decides, outputs_left_out,
     buffers, a_forward_of_one_rank, buffers_of_the_last, an_optimizer_of_the_users,
