@@ -29,6 +29,14 @@ def test_every_sample_is_used_once(count: int, size: int, epoch: int, shuffle: b
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("pad", [True, False])
+def test_another_default_device_deals_the_same(shuffle: bool, pad: bool) -> None:
+    usual = parts(11, 3, shuffle=shuffle, pad=pad)
+    with torch.device("meta"):
+        assert parts(11, 3, shuffle=shuffle, pad=pad) == usual
+
+
 @settings(deadline=None)
 @given(st.integers(1, 70), SIZES, EPOCHS, st.booleans())
 def test_padding_is_torchs_order(count: int, size: int, epoch: int, shuffle: bool) -> None:
