@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
 import hvdbridge as hb
-from hvdbridge.state import leaves
+from hvdbridge.execution.state_store import leaves
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))

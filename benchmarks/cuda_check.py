@@ -44,19 +44,20 @@ from torch import Tensor, nn
 
 import hvdbridge as hb
 import hvdbridge.torch as hvd
-from hvdbridge.bucket import Bucket, Layout
-from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
-from hvdbridge.communicators.base import DTYPES
-from hvdbridge.communicators.bridge import Bridged
-from hvdbridge.communicators.torch import OPS, TorchCommunicator
+from hvdbridge.backends.bridge import Bridged
+from hvdbridge.backends.communicator import DTYPES
+from hvdbridge.backends.torch.communicator import OPS, TorchCommunicator
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels import select
-from hvdbridge.kernels.fused import differences, on_cuda
+from hvdbridge.kernels.fused import on_cuda
 from hvdbridge.kernels.quantise import Blocks, Linear, Part, encode
 from hvdbridge.kernels.signs import ScaledSign
 from hvdbridge.policies.matrices import COLS, ROWS, aligned, project
 from hvdbridge.policies.sharded import _code_plan
-from hvdbridge.rendezvous.network import free_port
+from hvdbridge.policy.bucket import Bucket, Layout
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.startup.network import free_port
+from hvdbridge.tools.gpu_kernels import differences
 
 SPECS = [
     "mean", "sum", "fp16", "bf16", "int8", "int4", "fp8", "natural", "qsgd", "terngrad", "topk:ratio=0.05",
@@ -371,7 +372,7 @@ def collectives(device: str) -> Iterator[Finding]:
     try:
         import horovod.torch
 
-        from hvdbridge.communicators.horovod import HorovodCommunicator
+        from hvdbridge.backends.horovod.communicator import HorovodCommunicator
     except Exception as error:
         yield Finding(part, "all", "missing", f"{type(error).__name__}: {error}"[:150])
         return

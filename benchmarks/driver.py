@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hvdbridge.aggregator import Aggregator, Piece
-from hvdbridge.bucket import Layout
-from hvdbridge.collectives import AllGather, AllReduce, Collective
-from hvdbridge.communicators.base import Answer, Communicator, Work
-from hvdbridge.driver import ThreadDriver
-from hvdbridge.flows import Pending
+from hvdbridge.backends.communicator import Answer, Communicator, Work
+from hvdbridge.execution.flow import Pending
+from hvdbridge.execution.scheduler import ThreadDriver
 from hvdbridge.policies import from_spec
+from hvdbridge.policy.bucket import Layout
+from hvdbridge.policy.collectives import AllGather, AllReduce, Collective
+from hvdbridge.reduction.aggregator import Aggregator, Piece
 
 BUCKETS, ELEMENTS, STEPS = 16, 256, 300
 POLICIES = ["mean", "bf16", "int8", "onebit", "topk:ratio=0.01", "powersgd:rank=4"]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdbridge.rendezvous.network import free_port
+from hvdbridge.startup.network import free_port
 
 BIN = Path(sys.executable).parent
 LAUNCHERS = ("torchrun", "horovodrun", "mpiexec")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 import hvdbridge as hb
-from hvdbridge.options import option
+from hvdbridge.policy.options import option
 
 
 @dataclass(frozen=True)

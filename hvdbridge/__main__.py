@@ -2,7 +2,7 @@
 
 import sys
 
-from hvdbridge.cli import main
+from hvdbridge.tools import main
 
 if __name__ == "__main__":
     sys.exit(main())

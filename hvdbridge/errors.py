@@ -85,3 +85,20 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = get_close_matches(name, names, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(names)}."
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Rank numbers for a message.
+
+    >>> ranks_text([3, 0, 1, 2, 5]), ranks_text([4])
+    ('ranks 0-3, 5', 'rank 4')
+    """
+    numbers = sorted(ranks)
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][1] == n - 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"

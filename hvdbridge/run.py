@@ -60,13 +60,13 @@ STANDS_FOR = {
 """Horovod's module -> ours."""
 
 PACKAGES: Mapping[str, Mapping[str, str]] = {
-    "horovod": {"run": "hvdbridge.launching:launch"},
+    "horovod": {"run": "hvdbridge.startup.launching:launch"},
     "horovod.common": {},
     "horovod.data": {
         "AsyncDataLoaderMixin": "hvdbridge.torch.data_loader_base:AsyncDataLoaderMixin",
         "BaseDataLoader": "hvdbridge.torch.data_loader_base:BaseDataLoader",
     },
-    "horovod.runner": {"run": "hvdbridge.launching:launch"},
+    "horovod.runner": {"run": "hvdbridge.startup.launching:launch"},
 }
 """Packages that are made up, with what they hold."""
 

@@ -43,8 +43,8 @@ GRACE_SECONDS = 5.0
 MODULES = (
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.optim", "torch.multiprocessing",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch._dynamo", "torch._inductor.compile_fx",
-    "hvdbridge", "hvdbridge.torch", "hvdbridge.synchronizer", "hvdbridge.simulation", "hvdbridge.primitives",
-    "numpy", "psutil", "pytest",
+    "hvdbridge", "hvdbridge.torch", "hvdbridge.training.synchronizer", "hvdbridge.training.primitives",
+    "hvdbridge.execution.simulation", "numpy", "psutil", "pytest",
 )  # fmt: skip
 """What most ranks import. torch's compiler (1,000 modules) is among it: torch imports it with the first optimizer."""
 PYTHON = """#!/bin/sh

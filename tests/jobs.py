@@ -56,7 +56,7 @@ def command(launcher: str | None, size: int, argv: Sequence[str], real: bool = F
     python = str(binaries / "python")
     if launcher == "torchrun":
         # Not at the top: real ranks import this file, too, and decide themselves when hvdbridge is imported.
-        from hvdbridge.rendezvous.network import free_port
+        from hvdbridge.startup.network import free_port
 
         return [str(binaries / "torchrun"), f"--nproc-per-node={size}", f"--master-port={free_port()}", *argv]
     if launcher == "horovodrun":
@@ -95,7 +95,7 @@ def forking() -> Path:
 
 def bare(size: int) -> list[dict[str, str]]:
     """The variables of ``size`` ranks on this host that no launcher starts."""
-    from hvdbridge.rendezvous.network import free_port
+    from hvdbridge.startup.network import free_port
 
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     return [job | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)} for rank in range(size)]
@@ -221,6 +221,6 @@ def _of_job(records: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "environ"]):  # None: it has ended, or is not ours to ask
         ours = (process.info["environ"] or {}).get("JOB_RECORDS") == records
-        if ours and not any(argument.startswith("hvdbridge.helper") for argument in process.info["cmdline"] or ()):
+        if ours and not any(argument.startswith("hvdbridge.supervisor") for argument in process.info["cmdline"] or ()):
             found.append(process)
     return found

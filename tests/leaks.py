@@ -34,7 +34,7 @@ TICK = 0.02
 CHANGING = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "KMP_")
 """Environment variables that pytest, torch's compiler and scikit-learn set themselves."""
 POOL = "fiber"
-"""The name of the threads of ``hvdbridge.bridges.fiber``, which keeps idle ones for the next flow."""
+"""The name of the threads of ``hvdbridge.training.fiber``, which keeps idle ones for the next flow."""
 
 
 def children() -> set[str]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import BLOCK, Layout
+from hvdbridge.policy.bucket import BLOCK, Layout
 
 CHUNK, ON_DEVICE = 1 << 17, 1 << 21
 """Elements that are worked on at a time: what a core's cache holds in float64; of a GPU, which needs longer to be told

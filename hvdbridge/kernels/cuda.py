@@ -6,8 +6,7 @@ Rules:
    divisions and roundings as IEEE 754 has them, nothing contracted (:data:`AS_WRITTEN`).
 2. One program handles one block of a code, or so many words, slots or elements as stands below; the work of a matrix
    that is not element by element is one program's.
-3. Nothing here is trusted before it has given the bits of torch's operations on the device at hand; see
-   :mod:`.fused`.
+3. ``hvdbridge doctor --gpu`` compares the bits on the device at hand with the CPU's.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hvdbridge.kernels.orthogonal import FEW, HIGH, LOW, NOTHING
-from hvdbridge.kernels.quantise import Places
+from hvdbridge.kernels.places import Places
 
 AS_WRITTEN = {"enable_fp_fusion": False}
 SIZES = ("blocks", "messages", "rows", "code_stride", "scale_stride", "count", "room", "parameters", "length",
@@ -34,6 +32,8 @@ WIDTH = 1024
 HEIGHT, WARPS = 256, 4
 """Words of 32 elements that a program looks through, and by how many warps: of 32 and one, a GPU needs four times as
 long to list what was found, since it is the number of programs that takes time."""
+SIDE = 16
+"""Columns that :func:`orthonormal` takes at most: a square of so many numbers is in a program's registers."""
 aligned, packs, packed = True, True, False
 
 
@@ -409,17 +409,17 @@ def shuffle(owner: Tensor, sizes: Tensor, first: Tensor, pivots: Tensor, salts: 
     return out
 
 
-def orthonormal(batch: Tensor, epsilon: float) -> Tensor:
+def orthonormal(batch: Tensor, epsilon: float, high: float, low: float, nothing: float) -> Tensor:
     count, rank, length = batch.shape
     wide: dict[str, Any] = {"dtype": torch.float64, "device": batch.device}
     halves = torch.empty((count, 2 * rank, length), **wide)
     units, changes = torch.empty((count, rank), **wide), torch.empty((count, rank, rank), **wide)
     epsilons = torch.full((1,), epsilon, **wide)  # as a number it would come as float32
     out, blocks = torch.empty_like(batch), triton.cdiv(length, WIDTH)
-    steps = {"HIGH": HIGH, "LOW": LOW}
+    steps = {"HIGH": high, "LOW": low}
     _launch(_halves, count * rank, batch, rank, length, halves, units, **steps, WIDTH=4 * WIDTH, num_warps=8)
     products = torch.bmm(halves, halves.mT)
-    _launch(_gram_schmidt, count, products, rank, units, epsilons, changes, **steps, SIDE=FEW, NOTHING=NOTHING)
+    _launch(_gram_schmidt, count, products, rank, units, epsilons, changes, **steps, SIDE=SIDE, NOTHING=nothing)
     _launch(_combine, count * blocks, halves, rank, length, changes, blocks, out, **steps, WIDTH=WIDTH)
     return out
 

@@ -8,7 +8,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -16,53 +15,6 @@
 #define INLINE static inline __attribute__((always_inline))
 
 #define TINY 0x1p-126f
-
-/* memory.Memory: bytes on pages of their own, as DLPack has a tensor (version 0.8), which gives them back when the last
-   of its owners lets go. NULL: there are none. */
-struct managed {
-    struct {
-        void *data;
-        struct { int32_t type, id; } device;
-        int32_t dimensions;
-        struct { uint8_t code, bits; uint16_t lanes; } dtype;
-        int64_t *shape, *strides;
-        uint64_t offset;
-    } tensor;
-    void *context;
-    void (*deleter)(struct managed *);
-    int64_t bytes;
-};
-
-static void give_back(struct managed *pages)
-{
-    munmap(pages->tensor.data, (size_t)pages->bytes);
-    free(pages);
-}
-
-void *map_pages(int64_t bytes)
-{
-    enum { CPU = 1, UNSIGNED = 1 };
-    struct managed *pages = calloc(1, sizeof *pages);
-    if (!pages) return NULL;
-    void *data = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) {
-        free(pages);
-        return NULL;
-    }
-#ifdef MADV_HUGEPAGE
-    madvise(data, (size_t)bytes, MADV_HUGEPAGE);  /* a fault for 2 MiB, not for 4 KiB, where the kernel has such */
-#endif
-    pages->bytes = bytes;
-    pages->deleter = give_back;
-    pages->tensor.data = data;
-    pages->tensor.device.type = CPU;
-    pages->tensor.dimensions = 1;
-    pages->tensor.dtype.code = UNSIGNED;
-    pages->tensor.dtype.bits = 8;
-    pages->tensor.dtype.lanes = 1;
-    pages->tensor.shape = &pages->bytes;
-    return pages;
-}
 
 static inline int32_t bits_of(float x) { int32_t i; memcpy(&i, &x, 4); return i; }
 static inline float float_of(int32_t i) { float x; memcpy(&x, &i, 4); return x; }

@@ -38,7 +38,6 @@ FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-
 P, I32, I64, U32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 F32, F64 = ctypes.c_float, ctypes.c_double
 FUNCTIONS = {
-    "map_pages": (P, I64),
     "lay_blocks": (None, P, I64, I64, P),
     "linear_encode": (None, P, P, I64, I64, I32, I32, I32, I32, I32, I32, U32, U32, P, I64, P, I64, I32),
     "linear_decode": (None, P, I64, P, I64, I64, I64, P, I64, I32, I32, P, I32),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Layout
 from hvdbridge.kernels.runs import SHORT
+from hvdbridge.policy.bucket import Layout
 
 CHUNK = 1 << 15
 """Elements that a CPU widens at a time, so that they stay in a core's cache."""

@@ -22,8 +22,6 @@ from torch import Tensor
 from hvdbridge.kernels.fused import on_cuda
 from hvdbridge.kernels.native import compiled
 
-FEW = 16
-"""Columns up to which CUDA's kernels do it: a square of so many numbers is in a program's registers. A power of two."""
 NOTHING = 2.0**-18
 """Part of a column's length that float32 cannot tell from rounding."""
 HIGH, LOW = 2.0**13, 2.0**14
@@ -45,9 +43,9 @@ def orthonormal(batches: Sequence[Tensor], epsilon: float = 0.0) -> list[Tensor]
     if all(batch.dtype == torch.float32 for batch in batches):
         if native := compiled(*batches):
             return [_in_c(native, batch, epsilon) for batch in batches]
-        few = all(batch.is_cuda and batch.shape[1] <= FEW for batch in batches)
-        if few and (kernels := on_cuda(batches[0].device)):
-            return [kernels.orthonormal(batch.contiguous(), epsilon) for batch in batches]
+        kernels = on_cuda(batches[0].device) if all(batch.is_cuda for batch in batches) else None
+        if kernels and all(batch.shape[1] <= kernels.SIDE for batch in batches):
+            return [kernels.orthonormal(batch.contiguous(), epsilon, HIGH, LOW, NOTHING) for batch in batches]
     columns, grams, units = [], [], []
     for batch in batches:
         # Columns of 1e30 and of 1e-30 alike. (inf / inf is NaN, as it should be.)

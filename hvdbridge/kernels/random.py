@@ -14,8 +14,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import BLOCK, Bucket, number_blocks
 from hvdbridge.kernels.native import compiled
+from hvdbridge.policy.bucket import BLOCK, Bucket, number_blocks
 
 
 def key(*parts: object) -> int:

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Layout
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.fused import OnDevice, on_cuda
 from hvdbridge.kernels.native import compiled
 from hvdbridge.kernels.random import generator, key
+from hvdbridge.policy.bucket import Layout
 
 Array = np.ndarray[Any, Any]
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from hvdbridge.kernels.fused import Fused
 from hvdbridge.kernels.pack import pack_bits, unpack_bits
-from hvdbridge.kernels.quantise import CHUNK, Code, Places, row_sums
+from hvdbridge.kernels.places import Places
+from hvdbridge.kernels.quantise import CHUNK, Code, row_sums
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from hvdbridge import spec
 from hvdbridge.errors import ConfigurationError, nearest
-from hvdbridge.policy import Policy
+from hvdbridge.policy import spec
+from hvdbridge.policy.base import Policy
+from hvdbridge.policy.dry_run import bytes_per_step as bytes_per_step
 
 BUILT_IN = {
     "adasum": "adasum:Adasum",
@@ -67,7 +68,8 @@ _registered: dict[str, type[Policy]] = {}
 
 
 def from_spec(text: str | Policy) -> Policy:
-    """The policy that a spec string describes; a policy is returned as it is. :mod:`hvdbridge.spec`: the grammar.
+    """The policy that a spec string describes; a policy is returned as it is. The grammar is that of
+    :mod:`hvdbridge.policy.spec`.
 
     Raises:
         SpecError: the text does not parse; the message marks the position and names what is known.

@@ -19,10 +19,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Views, flatten
 from hvdbridge.kernels.cells import combine_by_parameter
 from hvdbridge.policies.combining import collect, divide, gram_by_parameter, participants, plan, raw, release
-from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, Slot, State
+from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, Slot, State
+from hvdbridge.policy.bucket import Bucket, Views, flatten
 
 GROUP = 8
 """Ranks whose three levels of the tree share one table of dot products, and so one round."""

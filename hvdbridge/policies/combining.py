@@ -25,12 +25,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket
-from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Collective
 from hvdbridge.kernels.cells import Cells, by_parameter, dots, in_all
-from hvdbridge.memory import Memory, share
 from hvdbridge.policies.sharded import BlockShards, Shards, accumulator, block_shards
-from hvdbridge.policy import Exchange
+from hvdbridge.policy.base import Exchange
+from hvdbridge.policy.bucket import Bucket
+from hvdbridge.policy.buffer_pool import Memory, share
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Collective
 
 Rows = list[Tensor]
 """The ranks' pieces of one shard."""

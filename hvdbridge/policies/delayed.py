@@ -17,10 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Views, flatten
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies.dense import MEAN
-from hvdbridge.policy import Aggregated, Early, Flow, Policy, Slot, State, finish
+from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, Slot, State, finish
+from hvdbridge.policy.bucket import Bucket, Views, flatten
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket
-from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.memory import NONE
 from hvdbridge.policies.sharded import FlatShards, accumulator, scaled, sharded_sum, shards_of, sum_rows
-from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State, rewrite
+from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State, rewrite
+from hvdbridge.policy.bucket import Bucket
+from hvdbridge.policy.buffer_pool import NONE
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Views, flatten
 from hvdbridge.kernels.norm import global_norm
 from hvdbridge.kernels.select import largest
-from hvdbridge.options import option
 from hvdbridge.policies.feedback import residuals
 from hvdbridge.policies.sharded import accumulator
 from hvdbridge.policies.sparse import contributors, gathered_sum, plan_of
-from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
+from hvdbridge.policy.base import Aggregated, Flow, Policy, Slot, State
+from hvdbridge.policy.bucket import Bucket, Views, flatten
+from hvdbridge.policy.options import option
 
 
 @dataclass(frozen=True)

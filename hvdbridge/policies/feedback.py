@@ -9,8 +9,8 @@ Rules:
    that it owns in that step is then nobody's.
 4. Memory: beside gradients and state there is the new residual, which begins as the corrected gradient and from
    which a leaf takes off what it sends as soon as it knows (:attr:`Aggregated.rest
-   <hvdbridge.policy.Aggregated.rest>`). The update goes to where the gradient was (:meth:`Bucket.room
-   <hvdbridge.bucket.Bucket.room>`). What else there is are messages. An inner policy that returns ``sent`` adds that.
+   <hvdbridge.Aggregated.rest>`). The update goes to where the gradient was (:meth:`Bucket.room
+   <hvdbridge.Bucket.room>`). What else there is are messages. An inner policy that returns ``sent`` adds that.
 5. Two ways lead here: the wrapper ``ef(inner)``, and the option ``ef`` of a leaf that is :class:`WithFeedback`.
    Both hold the same state, ``{"residual": {name: tensor}, "inner": {...}}``, and give the same bits.
 """
@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Views, flatten
 from hvdbridge.kernels.native import compiled
-from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
+from hvdbridge.policy.base import Aggregated, Flow, Policy, Slot, State
+from hvdbridge.policy.bucket import Bucket, Views, flatten
 
 RESIDUAL: Mapping[str, Slot] = {"residual": Slot(local=True, gradient_units=True, reused=True)}
 """The slot that feedback keeps."""

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket
-from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
 from hvdbridge.errors import Unsupported
-from hvdbridge.memory import share
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.local import share_in_node
-from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State, check_weights, rewrite
+from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State, check_weights, rewrite
+from hvdbridge.policy.bucket import Bucket
+from hvdbridge.policy.buffer_pool import share
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Views, flatten
-from hvdbridge.collectives import AllReduce
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.options import option
 from hvdbridge.policies.delayed import has_delay
 from hvdbridge.policies.dense import MEAN, Mean, own
-from hvdbridge.policy import Aggregated, Flow, Policy, State, finish
+from hvdbridge.policy.base import Aggregated, Flow, Policy, State, finish
+from hvdbridge.policy.bucket import Bucket, Views, flatten
+from hvdbridge.policy.collectives import AllReduce
+from hvdbridge.policy.options import option
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout
-from hvdbridge.collectives import AllReduce, Collective
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.orthogonal import orthonormal
 from hvdbridge.kernels.random import generator, hashed, key
-from hvdbridge.options import option
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.feedback import WithFeedback
 from hvdbridge.policies.matrices import COLS, ROWS, Matrices, Pair, Plan, Square, aligned, as_matrix, project, side_of
-from hvdbridge.policy import Aggregated, Flow, Slot, State
+from hvdbridge.policy.base import Aggregated, Flow, Slot, State
+from hvdbridge.policy.bucket import Bucket, Layout
+from hvdbridge.policy.collectives import AllReduce, Collective
+from hvdbridge.policy.options import option
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Layout
 from hvdbridge.kernels.native import compiled
 from hvdbridge.kernels.random import key
+from hvdbridge.policy.bucket import Layout
 
 ALIGNED = 16
 """Elements to which the address of a matrix is aligned: 64 bytes in float32."""

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout
-from hvdbridge.collectives import AllGather, AllToAll
 from hvdbridge.kernels.random import key
 from hvdbridge.kernels.select import Plan, add_up, largest, owners, pack_pairs, unpack_pairs
-from hvdbridge.options import option
 from hvdbridge.policies.feedback import WithFeedback
 from hvdbridge.policies.sharded import accumulator
 from hvdbridge.policies.sparse import plan_of, rest_of
-from hvdbridge.policy import Aggregated, Flow, State
+from hvdbridge.policy.base import Aggregated, Flow, State
+from hvdbridge.policy.bucket import Bucket, Layout
+from hvdbridge.policy.collectives import AllGather, AllToAll
+from hvdbridge.policy.options import option
 
 SHARED = 16
 """A parameter is divided among N ranks where at least this many times N of its elements are chosen."""

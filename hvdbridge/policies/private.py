@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket
-from hvdbridge.collectives import AllReduce
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.norm import global_norm
 from hvdbridge.kernels.random import uniform
-from hvdbridge.options import option
 from hvdbridge.policies.combining import participants, raw
-from hvdbridge.policy import Aggregated, Flow, Policy, State
+from hvdbridge.policy.base import Aggregated, Flow, Policy, State
+from hvdbridge.policy.bucket import Bucket
+from hvdbridge.policy.collectives import AllReduce
+from hvdbridge.policy.options import option
 
 
 @dataclass(frozen=True)

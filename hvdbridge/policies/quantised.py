@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hvdbridge.bucket import Bucket
 from hvdbridge.kernels.quantise import Code, Float8, Linear, Rounding
 from hvdbridge.policies.feedback import WithFeedback
 from hvdbridge.policies.sharded import check_block, sharded_code
-from hvdbridge.policy import Flow, State
+from hvdbridge.policy.base import Flow, State
+from hvdbridge.policy.bucket import Bucket
 
 
 class _Quantised(WithFeedback):

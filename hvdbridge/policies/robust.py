@@ -22,15 +22,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Views, flatten
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.cells import combine
 from hvdbridge.kernels.order import median, trimmed_mean
-from hvdbridge.options import option
 from hvdbridge.policies.combining import collect, divide, gram, participants, plan, raw, release, weights_of
 from hvdbridge.policies.feedback import residuals
 from hvdbridge.policies.sharded import FlatShards
-from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, Slot, State
+from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, Slot, State
+from hvdbridge.policy.bucket import Bucket, Views, flatten
+from hvdbridge.policy.options import option
 
 TINY = 1e-300
 """Stands for the distance zero where it divides."""

@@ -13,7 +13,7 @@ Rules:
    of whole blocks (:class:`BlockShards`): block j belongs to rank j mod N, wherever bucket boundaries lie.
 3. Shards are padded with zeros to the longest.
 4. Memory: of messages and sums no more is held at a time than the next step needs; the update goes to
-   :meth:`Bucket.room <hvdbridge.bucket.Bucket.room>`, and what was sent is taken off the bucket's buffer.
+   :meth:`Bucket.room <hvdbridge.Bucket.room>`, and what was sent is taken off the bucket's buffer.
 5. What travels in blocks with a scale each (:func:`sharded_code`) has a :class:`~hvdbridge.kernels.quantise.Code`
    for either stage; codes and scales are one message, so two collectives a bucket do.
 """
@@ -30,16 +30,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import BLOCK, Bucket, Layout, number_blocks
-from hvdbridge.collectives import AllGather, AllToAll, Collective
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels import native
 from hvdbridge.kernels.fused import fused
-from hvdbridge.kernels.quantise import Blocks, Code, Part, Places, Strip, decode, encode
+from hvdbridge.kernels.places import Places, Strip
+from hvdbridge.kernels.quantise import Blocks, Code, Part, decode, encode
 from hvdbridge.kernels.random import seed_of
 from hvdbridge.kernels.runs import SHORT, Runs
-from hvdbridge.memory import NONE, Memory, share
-from hvdbridge.policy import Aggregated
+from hvdbridge.policy.base import Aggregated
+from hvdbridge.policy.bucket import BLOCK, Bucket, Layout, number_blocks
+from hvdbridge.policy.buffer_pool import NONE, Memory, share
+from hvdbridge.policy.collectives import AllGather, AllToAll, Collective
 
 PIECE = 1 << 17
 """Elements that are brought to another type at a time on a CPU, where torch would make a copy of all of them."""

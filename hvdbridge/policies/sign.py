@@ -19,18 +19,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import BLOCK, Bucket, Layout, Views, flatten
-from hvdbridge.collectives import AllGather, AllToAll
 from hvdbridge.kernels.pack import pack_bits, unpack_bits
 from hvdbridge.kernels.quantise import decode, encode
 from hvdbridge.kernels.random import hashed_bits, key
 from hvdbridge.kernels.runs import Runs
 from hvdbridge.kernels.select import owners, poison
 from hvdbridge.kernels.signs import ScaledSign, majority, weighted_majority
-from hvdbridge.options import option
 from hvdbridge.policies.feedback import WithFeedback, residuals
 from hvdbridge.policies.sharded import accumulator, blocks_of, check_block, first_blocks, sharded_code
-from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
+from hvdbridge.policy.base import Aggregated, Flow, Policy, Slot, State
+from hvdbridge.policy.bucket import BLOCK, Bucket, Layout, Views, flatten
+from hvdbridge.policy.collectives import AllGather, AllToAll
+from hvdbridge.policy.options import option
 
 WORD = 32
 CHUNK = 1 << 18

@@ -18,15 +18,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket
-from hvdbridge.collectives import AllGather, AllReduce
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.random import key
 from hvdbridge.kernels.select import Plan, add_up, count_of, largest, owners, pack_pairs, poison, shuffled, unpack_pairs
-from hvdbridge.options import option
 from hvdbridge.policies.feedback import WithFeedback
 from hvdbridge.policies.sharded import accumulator
-from hvdbridge.policy import Aggregated, Exchange, Flow, State
+from hvdbridge.policy.base import Aggregated, Exchange, Flow, State
+from hvdbridge.policy.bucket import Bucket
+from hvdbridge.policy.collectives import AllGather, AllReduce
+from hvdbridge.policy.options import option
 
 
 def plan_of(bucket: Bucket, ratio: float, exact: bool = False) -> Plan:
@@ -42,7 +42,7 @@ def contributors(bucket: Bucket) -> int:
 
 def gathered_sum(bucket: Bucket, indices: Tensor, values: Tensor) -> Exchange:
     """The sum over ranks of sparse vectors like the bucket: one all-gather of 8 bytes per element. It goes to the
-    bucket's :meth:`~hvdbridge.bucket.Bucket.room`."""
+    bucket's :meth:`~hvdbridge.Bucket.room`."""
     dtype = values.dtype
     if not indices.numel():  # so it is on every rank
         return bucket.room(dtype).zero_()

@@ -21,15 +21,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import BLOCK, Bucket
-from hvdbridge.collectives import AllGather, AllToAll
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.pack import pack, unpack
 from hvdbridge.kernels.quantise import Blocks, Linear, PowerOfTwo, Ternary, decode, encode, largest, norms
 from hvdbridge.kernels.random import seed_of
-from hvdbridge.options import option
 from hvdbridge.policies.sharded import FlatShards, accumulator, blocks_of, check_block, sharded_code
-from hvdbridge.policy import Aggregated, Flow, Policy, State
+from hvdbridge.policy.base import Aggregated, Flow, Policy, State
+from hvdbridge.policy.bucket import BLOCK, Bucket
+from hvdbridge.policy.collectives import AllGather, AllToAll
+from hvdbridge.policy.options import option
 
 
 @dataclass(frozen=True)

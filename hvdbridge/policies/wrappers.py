@@ -20,14 +20,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.norm import global_norm
 from hvdbridge.kernels.runs import Runs
-from hvdbridge.options import option
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.feedback import RESIDUAL, feedback, residuals
-from hvdbridge.policy import Aggregated, Early, Flow, Policy, Slot, State, advance, finish
+from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, Slot, State, advance, finish
+from hvdbridge.policy.bucket import Bucket, Layout
+from hvdbridge.policy.options import option
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Warmup(Policy):
     """``first`` for ``steps`` steps, ``then`` from there on. The state of both is kept.
 
     After the last of these steps ``then`` is told the parameters with which its turn begins, if it remembers any
-    (:attr:`Policy.anchored <hvdbridge.policy.Policy.anchored>`). Where ranks have drifted apart under ``first``
+    (:attr:`Policy.anchored <hvdbridge.Policy.anchored>`). Where ranks have drifted apart under ``first``
     (``local_sgd``, ``noop``), parameters become their weighted mean then, once: an all-reduce of the model. Momenta of
     the optimizer are its own: where these differ, replicas under ``then=mean`` differ by what is left of them.
     """

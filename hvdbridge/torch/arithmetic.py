@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hvdbridge.collectives import AllGather, AllReduce, ReduceScatter
-from hvdbridge.communicators.base import Communicator
+from hvdbridge.backends.communicator import Communicator
+from hvdbridge.policy.collectives import AllGather, AllReduce, ReduceScatter
 
 OPS = {"Sum": "sum", "Average": "sum", "Min": "min", "Max": "max", "Product": "product"}
 BOOL_OPS = {"Sum": "max", "Max": "max", "Min": "min", "Product": "min"}

@@ -25,8 +25,9 @@ from contextlib import suppress
 from functools import partial
 
 from hvdbridge.errors import RendezvousError
-from hvdbridge.helper.client import Monitor
-from hvdbridge.helper.wire import (
+from hvdbridge.startup.ports import first_free, listening
+from hvdbridge.supervisor.client import Monitor
+from hvdbridge.supervisor.wire import (
     GUEST_FRAME,
     LENGTH,
     MEMBER_FRAME,
@@ -37,7 +38,6 @@ from hvdbridge.helper.wire import (
     pack,
     unpack,
 )  # fmt: skip
-from hvdbridge.ports import first_free, listening
 from hvdbridge.torch.coordinator import Coordinator, Request
 
 Deliver = Callable[[Message], None]

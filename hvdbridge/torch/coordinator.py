@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hvdbridge.helper.job import ranks_text
+from hvdbridge.errors import ranks_text
 
 Message = dict[str, Any]
 Shape = tuple[int, ...]

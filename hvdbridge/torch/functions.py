@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdbridge.torch.mpi_ops import _current, _number, allgather_async, broadcast_async_, rank, synchronize
+from hvdbridge.torch.asynchronous import _number, allgather_async, broadcast_async_, synchronize
+from hvdbridge.torch.basics import _current, rank
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdbridge.collectives import AllGather, AllToAll, Broadcast
-from hvdbridge.communicators.base import Communicator
+from hvdbridge.backends.communicator import Communicator
 from hvdbridge.errors import HvdbridgeError, Unsupported
-from hvdbridge.mailbox import Mailbox
-from hvdbridge.runtime import Session
+from hvdbridge.execution.mailbox import Mailbox
+from hvdbridge.policy.collectives import AllGather, AllToAll, Broadcast
+from hvdbridge.reduction.session import Session
 from hvdbridge.torch import arithmetic
 from hvdbridge.torch.arithmetic import as_bytes, from_bytes
 from hvdbridge.torch.control import Control, Hub, Spoke

@@ -39,24 +39,24 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvdbridge import runtime
-from hvdbridge.aggregator import Aggregator, Deliver
-from hvdbridge.bucket import Bucket, refuse_complex
-from hvdbridge.collectives import AllReduce
-from hvdbridge.context import ReductionContext
 from hvdbridge.errors import CollectiveTimeout, RankFailed
 from hvdbridge.policies import from_spec, label
-from hvdbridge.policy import Aggregated, Exchange, Flow, Policy, State
-from hvdbridge.sources.base import Options, usual_bucket_mb
-from hvdbridge.sources.reducer import BucketEntry, FlatBucket, Reducer, make_buckets
-from hvdbridge.torch import joining, mpi_ops
+from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State
+from hvdbridge.policy.bucket import Bucket, refuse_complex
+from hvdbridge.policy.collectives import AllReduce
+from hvdbridge.reduction.aggregator import Aggregator, Deliver
+from hvdbridge.reduction.context import ReductionContext
+from hvdbridge.reduction.reducer import BucketEntry, FlatBucket, Reducer, make_buckets
+from hvdbridge.reduction.source import Options, usual_bucket_mb
+from hvdbridge.torch import asynchronous, basics, joining
+from hvdbridge.torch.basics import Adasum, Average, Max, Min, Product, Sum
 from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.exceptions import DifferentParameters, internal_error
-from hvdbridge.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum
 from hvdbridge.torch.operations import Channel, Operations
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 from hvdbridge.torch.timeline import Timeline
 from hvdbridge.torch.util import split_list
+from hvdbridge.training import runtime
 
 OPS = ((Average, "sum"), (Sum, "sum"), (Min, "min"), (Max, "max"), (Product, "product"))
 """Horovod's reductions and ours."""
@@ -154,13 +154,13 @@ class Opening:
         self.params = params
         self.arrived = list(arrived)
         self.settings = settings
-        self.operations = mpi_ops._current()
+        self.operations = basics._current()
         self._reducer: OptimizerReducer | None = None
         self._error: Exception | None = None
         first = next(iter(params.values()))
         self._ready = torch.cuda.current_stream(first.device).record_event() if first.is_cuda else None
         title = f"DistributedOptimizer {number} (first parameter {next(iter(params))!r})"
-        self.key = mpi_ops._number(process_set), f"channel.{name}"
+        self.key = asynchronous._number(process_set), f"channel.{name}"
         self.bucket_mb = bucket_mb(self.operations, settings.policy, self.operations.members(self.key[0]))
         self._pending = self.operations.open(name, self.key[0], title, self._offer(), self._opened)
 
@@ -176,7 +176,7 @@ class Opening:
     @property
     def stale(self) -> bool:
         """Of a session that is over, or failed."""
-        return mpi_ops._operations is not self.operations or bool(self._pending.error)
+        return basics._operations is not self.operations or bool(self._pending.error)
 
     def _opened(self, channel: Channel) -> None:
         """On the thread of operations, which must go on: what goes wrong here is told to who waits."""
@@ -282,7 +282,7 @@ class OptimizerReducer(Reducer):
     def usable(self) -> bool:
         """Its session is open, and nothing has failed."""
         operations = self.operations
-        return operations is mpi_ops._operations and not operations.failure and self.driver.failure is None
+        return operations is basics._operations and not operations.failure and self.driver.failure is None
 
     def gradient_of(self, parameter: Tensor) -> None:
         """The gradient of ``parameter`` is there. Called once per step for each."""
@@ -417,7 +417,7 @@ class _Distributed(Optimizer):
     @property
     def _active(self) -> bool:
         """Whether there is anybody to reduce with; alone, only a policy of the user's own has something to do."""
-        alone = mpi_ops.size() == 1 and isinstance(self._settings.policy, Reduction)
+        alone = basics.size() == 1 and isinstance(self._settings.policy, Reduction)
         return not alone and bool(self.process_set.included())
 
     def _hook(self) -> list[Parameter]:
@@ -476,7 +476,7 @@ class _Distributed(Optimizer):
     def _ready(self) -> OptimizerReducer | None:
         """The reducer, if it is of the open session, for this step and whatever parameters came since."""
         reducer = self._reducer
-        fits = reducer is not None and reducer.operations is mpi_ops._operations and not self._outgrown
+        fits = reducer is not None and reducer.operations is basics._operations and not self._outgrown
         return reducer if fits else None
 
     def _begin_opening(self, arrived: Iterable[Tensor]) -> Opening:
@@ -501,7 +501,7 @@ class _Distributed(Optimizer):
     def _name(self) -> tuple[Operations, int, str]:
         """Of the channel: made of a parameter's name that does not depend on their order, and a number where several
         optimizers share it. The other number tells this process's optimizers apart, in messages."""
-        operations = mpi_ops._current()
+        operations = basics._current()
         if (named := self._named_now()) is None:
             place, same = self._next_place(operations)
             operations.optimizers[place] = same
@@ -510,10 +510,10 @@ class _Distributed(Optimizer):
 
     def _named_now(self) -> tuple[Operations, int, str] | None:
         """What it is called, if it has a name in this session."""
-        return self._named if self._named is not None and self._named[0] is mpi_ops._current() else None
+        return self._named if self._named is not None and self._named[0] is basics._current() else None
 
     def _next_place(self, operations: Operations) -> tuple[tuple[int, str], int]:
-        place = (mpi_ops._number(self.process_set), min(self._parameter_names.values(), default=""))
+        place = (asynchronous._number(self.process_set), min(self._parameter_names.values(), default=""))
         return place, operations.optimizers.get(place, 0) + 1
 
     def _only_was(self) -> bool:
@@ -525,7 +525,7 @@ class _Distributed(Optimizer):
         ranks look."""
         if (named := self._named_now()) is not None:
             return named[2]
-        (_, first), same = self._next_place(mpi_ops._current())
+        (_, first), same = self._next_place(basics._current())
         return f"{first}.{same}"
 
     def _new_step(self) -> None:
@@ -585,7 +585,7 @@ class Follower:
         process_set = self._optimizer.process_set
         if process_set.process_set_id is None or not self._optimizer._active or self._optimizer._only_was():
             return -1, ""
-        return mpi_ops._number(process_set), f"channel.{self._optimizer._expected_name()}"
+        return asynchronous._number(process_set), f"channel.{self._optimizer._expected_name()}"
 
     def follow(self, step: int) -> None:
         with internal_errors():
@@ -657,7 +657,7 @@ class _DistributedOptimizer(_Distributed):
         handles = {name: self._sparse.pop(name, None) or self._send_sparse(reducer, name) for name in reducer.sparse}
         reducer.finish()
         for name, handle in handles.items():
-            reducer.params[name].grad = mpi_ops.synchronize(handle)
+            reducer.params[name].grad = asynchronous.synchronize(handle)
 
     def _send_sparse(self, reducer: OptimizerReducer, name: str) -> Any:
         p, dims = reducer.params[name], reducer.sparse[name]
@@ -669,7 +669,7 @@ class _DistributedOptimizer(_Distributed):
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(dims)
         op = self.op if isinstance(self._settings.policy, Reduction) else Average
-        return mpi_ops.sparse_allreduce_async(gradient, name=name, op=op, process_set=self.process_set)
+        return asynchronous.sparse_allreduce_async(gradient, name=name, op=op, process_set=self.process_set)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -801,13 +801,13 @@ def DistributedOptimizer(
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is a DistributedOptimizer already")
     check_groups(groups)
-    delta = mpi_ops.size() > 1 and op == Adasum
+    delta = basics.size() > 1 and op == Adasum
     if delta and process_set is not global_process_set:
         raise NotImplementedError("Adasum takes the global process set only")
     if delta and policy is not None:
         raise ValueError(ONE_WAY)
     chosen = from_spec("adasum") if delta else choose_policy(policy, op, compression, gradient_predivide_factor)
-    bucket_mb(mpi_ops._current(), chosen, ())  # refused here rather than within backward
+    bucket_mb(basics._current(), chosen, ())  # refused here rather than within backward
     names = names_of(optimizer.param_groups, named_parameters)
     refuse_complex({name: p for p, name in names.items()})
     parent = _DistributedAdasumOptimizer if delta else _DistributedOptimizer

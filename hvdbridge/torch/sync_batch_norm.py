@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdbridge import sync_batchnorm
-from hvdbridge.torch import mpi_ops
+from hvdbridge.torch import basics
+from hvdbridge.training import sync_batchnorm
 
 
 class SyncBatchNorm(sync_batchnorm.SyncBatchNorm):
@@ -32,6 +32,6 @@ class SyncBatchNorm(sync_batchnorm.SyncBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        if mpi_ops.size() == 1:
+        if basics.size() == 1:
             return _BatchNorm.forward(self, input)
         return super().forward(input)

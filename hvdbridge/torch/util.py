@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from hvdbridge.torch import basics
+
 T = TypeVar("T")
 
 
@@ -78,9 +80,7 @@ def ccl_built(verbose: bool = False) -> Any:
 
 
 def _asked(name: str) -> Any:
-    from hvdbridge.torch import mpi_ops
-
-    return getattr(mpi_ops, name)()
+    return getattr(basics, name)()
 
 
 @contextmanager

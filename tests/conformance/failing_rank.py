@@ -16,10 +16,10 @@ import torch
 from conformance.natives import start
 from jobs import record
 
-from hvdbridge.collectives import AllGather, AllReduce
-from hvdbridge.communicators import load
-from hvdbridge.communicators.base import Communicator
+from hvdbridge.backends.communicator import Communicator
+from hvdbridge.backends.registry import load
 from hvdbridge.errors import HvdbridgeError
+from hvdbridge.policy.collectives import AllGather, AllReduce
 
 
 def flood(comm: Communicator) -> None:
@@ -36,7 +36,7 @@ def late() -> None:
     import horovod.torch as hvd
     from horovod.common.exceptions import HorovodInternalError
 
-    from hvdbridge.communicators.horovod import Operation
+    from hvdbridge.backends.horovod.communicator import Operation
 
     with suppress(HorovodInternalError):
         while True:

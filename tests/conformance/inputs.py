@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvdbridge.communicators.base import DTYPES
+from hvdbridge.backends.communicator import DTYPES
 
 SHAPES = ((), (0,), (1,), (7,), (3, 0, 2), (5, 3), (2051,))
 """Scalar, empty, odd; 2,051 elements of 2 bytes or more do not fit into the small messages' path."""

@@ -7,7 +7,7 @@ from conformance.natives import start
 from conformance.suite import CommunicatorSuite
 from jobs import record
 
-from hvdbridge.communicators import load
+from hvdbridge.backends.registry import load
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(100, exit=True)

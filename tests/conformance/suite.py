@@ -18,11 +18,11 @@ import torch
 from conformance.inputs import BITS, bits, brought, cases, difference, ops, reduction_error, values
 from torch import Tensor
 
-from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
-from hvdbridge.communicators.base import DTYPES, Answer, Communicator
-from hvdbridge.driver import ThreadDriver
+from hvdbridge.backends.communicator import DTYPES, Answer, Communicator
 from hvdbridge.errors import ConfigurationError, NotInitialized, Unsupported
-from hvdbridge.flows import Pending, Task
+from hvdbridge.execution.flow import Pending, Task
+from hvdbridge.execution.scheduler import ThreadDriver
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 
 
 class CommunicatorSuite:

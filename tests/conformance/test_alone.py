@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import cuda_check
-from hvdbridge.communicators.torch import TorchCommunicator
+from hvdbridge.backends.torch.communicator import TorchCommunicator
 
 
 def test_the_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,12 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-import hvdbridge.communicators as registry
+import hvdbridge.backends.registry as registry
 from hvdbridge.errors import BackendUnavailable, ConfigurationError
 
 
 def test_importing_the_package_imports_no_backend() -> None:
-    code = "import sys, hvdbridge.communicators; print({'mpi4py', 'horovod'} & set(sys.modules))"
+    code = "import sys, hvdbridge.backends.registry; print({'mpi4py', 'horovod'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 

@@ -20,10 +20,10 @@ import torch
 import benchmarks.hosts
 from benchmarks import cuda_check
 from benchmarks.hosts import NoHosts, hosts
-from hvdbridge.bench.models import model
-from hvdbridge.cli import main
-from hvdbridge.policies import from_spec
-from hvdbridge.world import usable_cores
+from hvdbridge.policies import bytes_per_step, from_spec
+from hvdbridge.startup.world import usable_cores
+from hvdbridge.tools import main
+from hvdbridge.tools.bench.models import model
 
 SMALL = ["--models", "small:8", "--samples", "4", "--steps", "3"]
 
@@ -47,7 +47,7 @@ def test_three_backends_in_one_job(tmp_path: Path, capsys: pytest.CaptureFixture
         assert (row["launcher"], row["ranks"], row["steps"]) == ("mpiexec", 2, 3)
         assert row["parameters"] == sum(p.numel() for p in params.values())
         # One bucket holds the model, so DDP cuts it as we predict
-        assert row["bytes_sent"] == from_spec(row["policy"]).bytes_per_step(params, 2)
+        assert row["bytes_sent"] == bytes_per_step(from_spec(row["policy"]), params, 2)
         assert row["step"] >= max(row["compression"], row["communication"]) > 0
         beside = row["compression"] if cores < 2 else 0
         assert row["exposed"] == pytest.approx(max(0, row["step"] - row["compute"] - beside))
@@ -95,7 +95,7 @@ def test_what_is_due_in_some_steps_has_its_share_and_what_cannot_be_is_left_out(
     rows = {row["policy"]: row for row in read(out)}
     assert list(rows) == ["local_sgd:every=2", "mean"]
     params = dict(model("small:8")[0].named_parameters())
-    both = [from_spec("local_sgd:every=2").bytes_per_step(params, 2, step) for step in (0, 1)]
+    both = [bytes_per_step(from_spec("local_sgd:every=2"), params, 2, step) for step in (0, 1)]
     assert rows["local_sgd:every=2"]["bytes_sent"] == sum(both) / 2
     assert min(both) == 0 < max(both)
     assert "krum:f=1: left out: " in job.output

@@ -27,7 +27,7 @@ CATCHES = """
 import os, signal
 import jobs, torch
 import hvdbridge as hb
-from hvdbridge.world import World
+from hvdbridge.startup.world import World
 rank = World.from_environment().rank
 if rank == 1 and os.fork():  # a launcher ends the others when it sees a rank die, and it sees this one
     jobs.record(rank, "nothing")

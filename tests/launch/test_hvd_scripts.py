@@ -8,11 +8,11 @@ from typing import Any
 import jobs
 import pytest
 
-from hvdbridge.rendezvous.network import free_port
+from hvdbridge.startup.network import free_port
 
 SCRIPTS = Path(__file__).parent / "scripts"
 OPTIMIZER, MNIST, BENCHMARK = (str(SCRIPTS / f"horovod_style_{n}.py") for n in ("optimizer", "mnist", "benchmark"))
-CLI = "import sys; from hvdbridge.cli import main; sys.exit(main())"
+CLI = "import sys; from hvdbridge.tools import main; sys.exit(main())"
 
 
 def native(*argv: str) -> list[Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-from hvdbridge.rendezvous.network import free_port
+from hvdbridge.startup.network import free_port
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLACES, TERMINALS, ADOPT, WRONG = (str(SCRIPTS / f"{n}.py") for n in ("places", "terminals", "adopt", "wrong"))

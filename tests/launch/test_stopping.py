@@ -11,8 +11,8 @@ import jobs
 import pytest
 
 from hvdbridge import policies
-from hvdbridge.helper.last_step import LastStep
-from hvdbridge.stopping import Handlers, dumps_stacks
+from hvdbridge.supervisor.last_step import LastStep
+from hvdbridge.training.stopping import Handlers, dumps_stacks
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "stopping.py")
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hvdbridge import policies
-from hvdbridge.policy import Policy
-from hvdbridge.simulation import Simulation
+from hvdbridge.execution.simulation import Simulation
+from hvdbridge.policy.base import Policy
 
 Grads = dict[str, Tensor]
 SHAPES: dict[str, tuple[int, ...]] = {

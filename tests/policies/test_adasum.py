@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Layout, number_blocks
 from hvdbridge.errors import WeightError
+from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.kernels.cells import Cells, by_parameter, dots, in_all
 from hvdbridge.policies import from_spec
 from hvdbridge.policies.adasum import tree_coefficients
 from hvdbridge.policies.sharded import BlockShards
-from hvdbridge.simulation import Simulation, simulate
+from hvdbridge.policy.bucket import Layout, number_blocks
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "w": (50, 70), "empty": (0,), "scalar": (), "b": (7,), "long": (2049,), "block": (1024,), "last": (300,),

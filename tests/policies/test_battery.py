@@ -17,17 +17,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdbridge import simulation
-from hvdbridge.bucket import Bucket, Layout
-from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
-from hvdbridge.dry_run import Asked, dry_run
 from hvdbridge.errors import ConfigurationError, SpecError, WeightError
-from hvdbridge.memory import Memory
-from hvdbridge.options import options_of
-from hvdbridge.policies import ErrorFeedback, Partition, from_spec, name_of, to_spec
-from hvdbridge.policy import Flow, Policy, State
-from hvdbridge.simulation import Simulation
-from hvdbridge.state import StateStore, leaves, slot_of
+from hvdbridge.execution import simulation
+from hvdbridge.execution.simulation import Simulation
+from hvdbridge.execution.state_store import StateStore, leaves, slot_of
+from hvdbridge.policies import ErrorFeedback, Partition, bytes_per_step, from_spec, name_of, to_spec
+from hvdbridge.policy.base import Flow, Policy, State
+from hvdbridge.policy.bucket import Bucket, Layout
+from hvdbridge.policy.buffer_pool import Memory
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.policy.dry_run import Asked, dry_run
+from hvdbridge.policy.options import options_of
 from policies.policies import CASES, SHAPES, Case, Grads, Trained, bits, close, gradients, unlisted, weights_for
 
 SIZES = (1, 2, 3, 4, 8)
@@ -608,7 +608,7 @@ def test_what_is_bytewise_sends_a_byte_for_each_element(case: Case) -> None:
     """Or more; in the last phase of those that change. A matrix, since ``powersgd`` and its like send a vector whole;
     nodes of one rank."""
     elements = 256 * 256
-    assert case.policy.bytes_per_step({"w": (256, 256)}, case.sizes(2)[0], 10**6, local_size=1) >= elements
+    assert bytes_per_step(case.policy, {"w": (256, 256)}, case.sizes(2)[0], 10**6, local_size=1) >= elements
 
 
 @every_that(telescoping())

@@ -14,18 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdbridge.after import AfterStep
-from hvdbridge.aggregator import Aggregator, Piece
-from hvdbridge.bucket import Bucket, Layout, Views, cut_layouts, flatten
-from hvdbridge.collectives import AllReduce, Collective
-from hvdbridge.communicators.base import Answer, Communicator
-from hvdbridge.driver import ThreadDriver
+from hvdbridge.backends.communicator import Answer, Communicator
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.execution.scheduler import ThreadDriver
+from hvdbridge.execution.simulation import Simulation, simulate
+from hvdbridge.execution.state_store import StateStore, slot_of
 from hvdbridge.kernels.norm import global_norm
-from hvdbridge.policies import dense, from_spec
-from hvdbridge.policy import Aggregated, Early, Flow, Policy, Slot, State
-from hvdbridge.simulation import Simulation, simulate
-from hvdbridge.state import StateStore, slot_of
+from hvdbridge.policies import bytes_per_step, dense, from_spec
+from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, Slot, State
+from hvdbridge.policy.bucket import Bucket, Layout, Views, cut_layouts, flatten
+from hvdbridge.policy.collectives import AllReduce, Collective
+from hvdbridge.reduction import aggregator
+from hvdbridge.reduction.aggregator import Aggregator, Piece
+from hvdbridge.reduction.post_step import AfterStep
 from policies.policies import CASES, SHAPES, Case, gradients, weights_for
 
 Grads = dict[str, Tensor]
@@ -314,7 +315,7 @@ class Harness:
 def test_holes_are_returned_after_the_first_steps_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     returned: list[int] = []
     with Harness(from_spec("bf16")) as harness:
-        monkeypatch.setattr("hvdbridge.aggregator.return_holes", lambda: returned.append(harness.aggregator.step))
+        monkeypatch.setattr(aggregator, "return_holes", lambda: returned.append(harness.aggregator.step))
         harness.aggregator.step = 1000  # as after a checkpoint
         for _ in range(10):
             harness.step(1.0)
@@ -628,20 +629,20 @@ def test_predicted_bytes_are_those_of_a_simulation(case: Case) -> None:
                 before = simulated.bytes_sent[0]
                 updates = simulated.step(gradients(size, step), weights_for(case, size))
                 simulated.after_step(updates)
-                predicted = case.policy.bytes_per_step(params, size, step, bucket_mb, local_size)
+                predicted = bytes_per_step(case.policy, params, size, step, bucket_mb, local_size)
                 assert simulated.bytes_sent[0] - before == predicted, f"{size} ranks, step {step}, {bucket_mb} MiB"
 
 
 def test_bytes_of_shapes_types_and_steps() -> None:
     mean = from_spec("mean")
-    assert mean.bytes_per_step({"w": (10, 10)}, 2) == 400
-    assert mean.bytes_per_step({"w": torch.zeros(10, 10, dtype=torch.float16)}, 2) == 200
-    assert mean.bytes_per_step({"w": torch.zeros(10, 10, dtype=torch.float64)}, 1) == 0
+    assert bytes_per_step(mean, {"w": (10, 10)}, 2) == 400
+    assert bytes_per_step(mean, {"w": torch.zeros(10, 10, dtype=torch.float16)}, 2) == 200
+    assert bytes_per_step(mean, {"w": torch.zeros(10, 10, dtype=torch.float64)}, 1) == 0
     local = from_spec("local_sgd:every=3")
-    assert [local.bytes_per_step({"w": (10, 10)}, 2, step) for step in range(6)] == [0, 0, 400, 0, 0, 400]
+    assert [bytes_per_step(local, {"w": (10, 10)}, 2, step) for step in range(6)] == [0, 0, 400, 0, 0, 400]
     for wrong in ({"size": 0}, {"size": 2, "bucket_mb": 0}, {"size": 2, "local_size": 0}):
         with pytest.raises(ConfigurationError):
-            mean.bytes_per_step({"w": (3,)}, **wrong)  # type: ignore[arg-type]
+            bytes_per_step(mean, {"w": (3,)}, **wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -662,7 +663,7 @@ def test_an_impossible_number_of_ranks_is_found_before_the_first_step(spec: str,
     with pytest.raises(ConfigurationError, match=message):
         Simulation(spec, PARAMS, size)
     with pytest.raises(ConfigurationError, match=message):
-        from_spec(spec).bytes_per_step(PARAMS, size)
+        bytes_per_step(from_spec(spec), PARAMS, size)
     Simulation(spec, PARAMS, size + 1)
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.execution.simulation import Simulation
 from hvdbridge.policies import from_spec
-from hvdbridge.policy import Early
-from hvdbridge.simulation import Simulation
+from hvdbridge.policy.base import Early
+from hvdbridge.policy.bucket import Bucket, Layout
 
 SHAPES = {"w": (6, 5), "b": (5,), "empty": (0,), "s": ()}
 Grads = dict[str, Tensor]

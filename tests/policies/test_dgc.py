@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError, SpecError
+from hvdbridge.execution.simulation import Simulation
+from hvdbridge.execution.state_store import slot_of
 from hvdbridge.policies import ErrorFeedback, from_spec
 from hvdbridge.policies.dgc import Dgc
-from hvdbridge.simulation import Simulation
-from hvdbridge.state import slot_of
 
 SHAPES = {"conv.weight": (8, 4, 3, 3), "conv.bias": (8,), "fc.weight": (60, 40), "scale": ()}
 Grads = dict[str, Tensor]

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from hvdbridge import policies
-from hvdbridge.bucket import Bucket, Views
-from hvdbridge.collectives import AllReduce
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.execution.simulation import Simulation
+from hvdbridge.execution.state_store import leaves, slot_of
 from hvdbridge.policies import ErrorFeedback, Partition, from_spec, to_spec
 from hvdbridge.policies.feedback import WithFeedback
-from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
-from hvdbridge.simulation import Simulation
-from hvdbridge.state import leaves, slot_of
+from hvdbridge.policy.base import Aggregated, Flow, Policy, Slot, State
+from hvdbridge.policy.bucket import Bucket, Views
+from hvdbridge.policy.collectives import AllReduce
 
 SHAPES = {"conv.weight": (4, 3, 3, 3), "conv.bias": (4,), "scale": ()}
 Grads = dict[str, Tensor]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout
-from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.errors import ConfigurationError, Unsupported, WeightError
-from hvdbridge.policies import Hierarchical, Mean, from_spec
-from hvdbridge.policy import Aggregated, Flow, Policy, State
-from hvdbridge.simulation import Simulation, simulate
+from hvdbridge.execution.simulation import Simulation, simulate
+from hvdbridge.policies import Hierarchical, Mean, bytes_per_step, from_spec
+from hvdbridge.policy.base import Aggregated, Flow, Policy, State
+from hvdbridge.policy.bucket import Bucket, Layout
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 
 SHAPES = {"conv.weight": (4, 3, 3), "fc.weight": (40, 30), "fc.bias": (41,), "empty": (0, 2), "scale": ()}
 PLACES = [(1, 1), (2, 2), (2, 1), (4, 2), (8, 4), (6, 2), (6, 3), (3, 2), (5, 2), (7, 3)]
@@ -202,7 +202,7 @@ def test_a_number_of_nodes_that_the_inner_policy_is_not_for() -> None:
     with pytest.raises(ConfigurationError, match=r"Krum: f=1 faulty ranks need .* there are 4"):
         Simulation("hierarchical(krum)", SHAPES, 8, 2)
     with pytest.raises(ConfigurationError, match="there are 4"):
-        from_spec("hierarchical(krum)").bytes_per_step(SHAPES, 8, local_size=2)
+        bytes_per_step(from_spec("hierarchical(krum)"), SHAPES, 8, local_size=2)
     Simulation("hierarchical(krum)", SHAPES, 10, 2)
     from_spec("hierarchical(krum)").check_size(8)  # on how many nodes is not known
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.algorithms.model_averaging import averagers
 
 from hvdbridge.errors import ConfigurationError, Unsupported
+from hvdbridge.execution.simulation import Simulation
 from hvdbridge.policies import from_spec
-from hvdbridge.simulation import Simulation
 
 SHAPES = {"conv.weight": (4, 3, 3), "fc.weight": (20, 30), "fc.bias": (20,), "empty": (0, 2), "scale": ()}
 RATE = 0.125
@@ -429,7 +429,7 @@ def test_bad_options() -> None:
 
 
 def test_a_node_must_be_known() -> None:
-    from hvdbridge.bucket import Bucket, Layout
+    from hvdbridge.policy.bucket import Bucket, Layout
 
     flow = from_spec("post_local_sgd:start=0").aggregate(Bucket(torch.ones(2), Layout({"w": (2,)}), size=2), {})
     with pytest.raises(Unsupported, match="group 'node' is not known"):

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.kernels import native
 from hvdbridge.kernels.orthogonal import orthonormal
-from hvdbridge.policies import PowerSGD, from_spec
+from hvdbridge.policies import PowerSGD, bytes_per_step, from_spec
 from hvdbridge.policies.matrices import SMALL
-from hvdbridge.simulation import Simulation, simulate
 
 SIZES = [1, 2, 3, 4, 8]
 SHAPES = {
@@ -327,7 +327,7 @@ def test_what_is_compressed_and_what_is_sent() -> None:
         simulation.step(gradients(size))
         predicted = 2 * (size - 1) * 4 * (thin + rest) / size
         assert abs(simulation.bytes_sent[0] - predicted) < 2
-        assert from_spec("powersgd:rank=2").bytes_per_step(params, size) == simulation.bytes_sent[0]
+        assert bytes_per_step(from_spec("powersgd:rank=2"), params, size) == simulation.bytes_sent[0]
         simulation = Simulation("powersgd:rank=2,alternate=true", SHAPES, size)
         for step in range(2):
             simulation.step(gradients(size, step))

@@ -20,19 +20,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout, Views
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.kernels import native, pack, select
 from hvdbridge.kernels.orthogonal import orthonormal
 from hvdbridge.kernels.quantise import Blocks, Code, Float8, Linear, Part, Places, PowerOfTwo, Strip, decode, encode
 from hvdbridge.kernels.random import hashed_bits
 from hvdbridge.kernels.runs import SHORT, Runs
 from hvdbridge.kernels.signs import ScaledSign
-from hvdbridge.memory import SMALL
 from hvdbridge.policies.feedback import _corrected
 from hvdbridge.policies.matrices import COLS, ROWS, outer, project, take_outer
 from hvdbridge.policies.sharded import BlockShards, _code_plan
-from hvdbridge.simulation import Simulation, simulate
+from hvdbridge.policy.bucket import Bucket, Layout, Views
+from hvdbridge.policy.buffer_pool import SMALL
 from policies.policies import CASES, SHAPES, Case
 
 several = settings(max_examples=100, deadline=None)

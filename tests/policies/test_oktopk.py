@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError, SpecError
+from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.policies import ErrorFeedback, OkTopK, from_spec
-from hvdbridge.simulation import Simulation, simulate
 
 SMALL = {"conv.weight": (8, 4, 3, 3), "conv.bias": (8,), "fc.weight": (30, 20), "fc.bias": (20,), "scale": ()}
 LARGE = {"w": (300, 400), "v": (90, 50), "b": (100,)}

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError, WeightError
-from hvdbridge.policies import from_spec
+from hvdbridge.execution.simulation import Simulation, simulate
+from hvdbridge.policies import bytes_per_step, from_spec
 from hvdbridge.policies.private import DifferentiallyPrivate
-from hvdbridge.simulation import Simulation, simulate
 
 SHAPES: dict[str, tuple[int, ...]] = {"w": (50, 70), "empty": (0,), "scalar": (), "b": (7,), "long": (2049,)}
 MANY = 150_000
@@ -76,7 +76,7 @@ def test_a_part_of_the_gradient_is_refused(spec: str) -> None:
     with pytest.raises(ConfigurationError, match="a part of it"):
         simulate(spec, gradients(2))
     with pytest.raises(ConfigurationError, match="a part of it"):
-        from_spec(spec).bytes_per_step(SHAPES, 2)
+        bytes_per_step(from_spec(spec), SHAPES, 2)
 
 
 def test_all_of_the_gradient_is_not_a_part() -> None:

@@ -20,15 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout, Views
-from hvdbridge.collectives import AllGather, Collective
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.kernels import quantise as kernels
 from hvdbridge.kernels.quantise import Blocks, Code, Float8, Linear, Part, PowerOfTwo, decode, encode
 from hvdbridge.policies import Fp8, Int4, Int8, from_spec
 from hvdbridge.policies.sharded import _code_plan, sharded_code
-from hvdbridge.policy import Flow, Policy, State
-from hvdbridge.simulation import Simulation, simulate
+from hvdbridge.policy.base import Flow, Policy, State
+from hvdbridge.policy.bucket import Bucket, Layout, Views
+from hvdbridge.policy.collectives import AllGather, Collective
 from policies.codes import (
     Array,
     Quantiser,

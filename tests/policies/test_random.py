@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from hvdbridge.bucket import Bucket, Layout, number_blocks
 from hvdbridge.kernels import random
 from hvdbridge.kernels.random import elements, generator, hashed, hashed_bits, key, uniform
+from hvdbridge.policy.bucket import Bucket, Layout, number_blocks
 from policies.codes import noise, numbers_of
 
 SHAPES = {"a": (3, 700), "empty": (0,), "s": (), "b": (1024,), "c": (1025,)}

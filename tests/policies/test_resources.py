@@ -24,17 +24,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hvdbridge.aggregator import brought
-from hvdbridge.bucket import Bucket, Layout, cut_layouts, number_blocks
-from hvdbridge.collectives import AllGather, AllToAll, Collective, ReduceScatter, room
-from hvdbridge.driver import drive
+from hvdbridge.execution.scheduler import drive
+from hvdbridge.execution.simulation import Simulation
+from hvdbridge.execution.state_store import AT_ONCE, ROOMS, StateStore, leaves, slot_of
 from hvdbridge.kernels.quantise import CHUNK
-from hvdbridge.memory import ANY, Memory, return_holes
 from hvdbridge.policies import from_spec
 from hvdbridge.policies.sharded import add
-from hvdbridge.policy import Aggregated, Early, Flow, Policy, advance, finish
-from hvdbridge.simulation import Simulation
-from hvdbridge.state import AT_ONCE, ROOMS, StateStore, leaves, slot_of
+from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, advance, finish
+from hvdbridge.policy.bucket import Bucket, Layout, cut_layouts, number_blocks
+from hvdbridge.policy.buffer_pool import ANY, Memory, return_holes
+from hvdbridge.policy.collectives import AllGather, AllToAll, Collective, ReduceScatter, room
+from hvdbridge.reduction.aggregator import brought
 from policies.policies import CASES, Case
 
 SIZE = 5

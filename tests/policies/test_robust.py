@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError, WeightError
+from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.kernels.order import comparators
 from hvdbridge.policies import from_spec
-from hvdbridge.simulation import Simulation, simulate
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "w": (50, 70), "empty": (0,), "scalar": (), "b": (7,), "long": (2049,), "block": (1024,),

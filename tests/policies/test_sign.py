@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.execution.simulation import Simulation, simulate
+from hvdbridge.execution.state_store import StateStore, leaves
 from hvdbridge.kernels.signs import ScaledSign, majority, weighted_majority
-from hvdbridge.policies import from_spec
-from hvdbridge.simulation import Simulation, simulate
-from hvdbridge.state import StateStore, leaves
+from hvdbridge.policies import bytes_per_step, from_spec
 
 SIZES = [1, 2, 3, 4, 8]
 SHAPES = {"w": (50, 70), "empty": (0,), "scalar": (), "b": (7,), "long": (2049,), "even": (64,)}
@@ -358,7 +358,7 @@ def test_one_bit_per_element_on_the_wire(size: int) -> None:
         simulation.step([{} for _ in range(size)])
         assert simulation.bytes_sent == [messages * (size - 1) * (numel // 8 + extra) // size] * size, spec
         params = {"w": torch.empty(numel)}
-        assert from_spec(spec).bytes_per_step(params, size) == simulation.bytes_sent[0]
+        assert bytes_per_step(from_spec(spec), params, size) == simulation.bytes_sent[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout
 from hvdbridge.errors import ConfigurationError, SpecError
+from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.kernels import select
 from hvdbridge.kernels.select import Plan, count_of, largest, shuffled
 from hvdbridge.policies import ErrorFeedback, RandomK, Threshold, TopK, from_spec
-from hvdbridge.simulation import Simulation, simulate
+from hvdbridge.policy.bucket import Bucket, Layout
 
 SHAPES = {"conv.weight": (8, 4, 3, 3), "conv.bias": (8,), "fc.weight": (60, 40), "fc.bias": (40,), "scale": ()}
 CPU = torch.device("cpu")

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout
-from hvdbridge.collectives import AllGather
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.kernels.quantise import Blocks, Code, Linear, Part, PowerOfTwo, decode, encode
 from hvdbridge.policies import Qsgd, TernGrad, from_spec
 from hvdbridge.policies.sharded import _code_plan, sharded_code
 from hvdbridge.policies.stochastic import counted
-from hvdbridge.simulation import Simulation, simulate
+from hvdbridge.policy.bucket import Bucket, Layout
+from hvdbridge.policy.collectives import AllGather
 from policies.codes import (
     Array,
     Quantiser,

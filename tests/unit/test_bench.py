@@ -16,23 +16,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdbridge.bench import checks, models, predict
-from hvdbridge.bench.arithmetic import Arithmetic, kinds, measure_arithmetic
-from hvdbridge.bench.measure import Row
-from hvdbridge.bench.native import WAYS, native
-from hvdbridge.bench.network import Line, Load, Network
-from hvdbridge.bench.predict import MOST, Planner, Prediction
-from hvdbridge.bench.report import measured, plot_measured, predicted, recommend, save, show
-from hvdbridge.bridges.compression import from_horovod_compression
-from hvdbridge.cli import bench, main
-from hvdbridge.collectives import Broadcast
-from hvdbridge.dry_run import Asked, Ended, dry_run
-from hvdbridge.errors import BackendUnavailable, ConfigurationError, Unsupported
-from hvdbridge.policies import from_spec
-from hvdbridge.policy import Policy
-from hvdbridge.sources.base import usual_bucket_mb
-from hvdbridge.torch.compression import Compression
-from hvdbridge.world import World, usable_cores
+from hvdbridge.errors import BackendUnavailable, ConfigurationError
+from hvdbridge.policies import bytes_per_step, from_spec
+from hvdbridge.policy.base import Policy
+from hvdbridge.policy.dry_run import Asked, Ended, dry_run
+from hvdbridge.reduction.source import usual_bucket_mb
+from hvdbridge.startup.world import World, usable_cores
+from hvdbridge.tools import main
+from hvdbridge.tools.bench import checks, command, models
+from hvdbridge.tools.bench.computing import Arithmetic, kinds, measure_arithmetic
+from hvdbridge.tools.bench.measure import Row
+from hvdbridge.tools.bench.predict import MOST, Planner, Prediction
+from hvdbridge.tools.bench.reference import WAYS, native
+from hvdbridge.tools.bench.report import measured, plot_measured, predicted, recommend, save, show
+from hvdbridge.tools.bench.transport import Line, Load, Network
 
 pytestmark = pytest.mark.slow
 
@@ -114,14 +111,14 @@ def test_a_backend_is_left_out_where_all_ranks_know_it(local_size: int, monkeypa
         def check(self, world: World) -> None:
             raise BackendUnavailable("not here")
 
-    monkeypatch.setattr(bench, "starter", lambda name: Absent)
+    monkeypatch.setattr(command, "starter", lambda name: Absent)
     world = World(rank=0, size=4, local_rank=0, local_size=local_size, launcher="torchrun")
     monkeypatch.setattr(World, "from_environment", classmethod(lambda cls: world))
     if local_size == 4:
-        assert bench._missing("horovod") == "not here"
+        assert command._missing("horovod") == "not here"
     else:
         with pytest.raises(BackendUnavailable):
-            bench._missing("horovod")
+            command._missing("horovod")
 
 
 @pytest.mark.parametrize(("text", "error"), [("resnet5", "Did you mean 'resnet50'"), ("os:nowhere", "os:nowhere: ")])
@@ -313,7 +310,7 @@ def test_predicted_bytes_are_those_of_bytes_per_step(spec: str) -> None:
     job = Planner(PARAMS, 1e-3, 2e-3, Network.given(1e-6, 1e9), bucket_mb=0.005)
     for ranks in (4, 8):
         found = job.predict(spec, policy, ranks, arithmetic)
-        every = [policy.bytes_per_step(PARAMS, ranks, step, 0.005, 1) for step in range(10_000, 10_004)]
+        every = [bytes_per_step(policy, PARAMS, ranks, step, 0.005, 1) for step in range(10_000, 10_004)]
         assert found.bytes_sent == pytest.approx(sum(every) / 4)
         assert found.step >= 3e-3
 
@@ -325,7 +322,7 @@ def test_beyond_a_dry_run_bytes_go_on_as_they_grew(spec: str, ranks: int) -> Non
     params = {"w": (2000, 2000)}
     arithmetic = measure_arithmetic(policy, params, repeats=1)
     found = Planner(params, 0.0, 0.0, Network.given(1e-6, 1e9)).predict(spec, policy, ranks, arithmetic)
-    assert found.bytes_sent == pytest.approx(policy.bytes_per_step(params, ranks), rel=0.01)
+    assert found.bytes_sent == pytest.approx(bytes_per_step(policy, params, ranks), rel=0.01)
 
 
 def test_a_policy_that_needs_more_ranks_is_measured_where_it_is_defined() -> None:
@@ -355,50 +352,6 @@ def test_operations_that_do_not_follow_are_refused() -> None:
     planner = Planner(PARAMS, 0.0, 0.0, Network.given(1e-6, 1e9))
     with pytest.raises(ConfigurationError, match="among 1000 ranks it asks for other operations"):
         planner.predict("adasum", policy, 1000, arithmetic)
-
-
-class Two:
-    """As much of a communicator of two ranks as a choice needs."""
-
-    size, nodes = 2, (0, 1)
-
-    @staticmethod
-    def execute(request: Broadcast) -> torch.Tensor:
-        return request.tensor
-
-
-@pytest.mark.parametrize(("network", "expected"), [
-    (Network.given(1e-5, 1e7), {1.0, 2.5, 5.0}),  # 10 MB/s: what waits for a whole bucket loses
-    (Network.given(5.0, 1e12), {25.0, 50.0}),  # seconds per operation: few of them
-])  # fmt: skip
-def test_a_bucket_is_as_large_as_the_network_wants(
-    network: Network, expected: set[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(predict, "probe", lambda *_: network)
-    params = {f"w{i}": torch.zeros(1 << 19) for i in range(20)}  # 40 MiB
-    assert predict.best_bucket_mb(from_spec("mean"), params, Two()) in expected  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("steps", "expected"), [
-    ((1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 25.0),
-    ((1.0, 1.0, 1.02, 1.04, 1.2, 1.0), 10.0),
-    ((1.0, 1.06, 1.06, 1.06, 1.06, 1.06), 1.0),
-    ((2.0, 2.0, 2.0, 2.0, 1.1, 1.0), 50.0),
-])  # fmt: skip
-def test_of_sizes_that_end_alike_it_is_the_largest_up_to_ddps(
-    steps: tuple[float, ...], expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = dict(zip(predict.BUCKETS_MB, steps, strict=True))
-    monkeypatch.setattr(predict, "probe", lambda *_: Network.given(1e-5, 1e9))
-    monkeypatch.setattr(Planner, "_simulate", lambda self, *_: (known[self.bucket_mb], 0.0))
-    params = {f"w{i}": torch.zeros(1 << 8) for i in range(4)}
-    assert predict.best_bucket_mb(from_spec("mean"), params, Two()) == expected  # type: ignore[arg-type]
-
-
-def test_what_remembers_is_not_timed() -> None:
-    policy = from_horovod_compression(Compression.fp16)
-    with pytest.raises(Unsupported, match="bucket_mb='auto' cannot time"):
-        predict.best_bucket_mb(policy, {"w": torch.zeros(4)}, Two())  # type: ignore[arg-type]
 
 
 def test_the_recommendation_prefers_the_simple() -> None:
@@ -502,7 +455,7 @@ def test_a_bucket_among_many_nodes_asks_for_two() -> None:
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], float]:
     """The last size of a bucket with which each policy was predicted among so many ranks, in MiB."""
-    monkeypatch.setattr("hvdbridge.sources.base.SIZES", True)
+    monkeypatch.setattr("hvdbridge.reduction.source.SIZES", True)
     found: dict[tuple[str, int], float] = {}
     predict = Planner.predict
 
@@ -640,7 +593,7 @@ def test_a_file_that_cannot_be_written_is_told_at_once(
     words: list[str], name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(bench, "_launch", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(command, "_launch", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").touch()
     assert main([*words, "--json", str(tmp_path / name)]) == 2
     printed = capsys.readouterr().err
@@ -681,7 +634,7 @@ def test_signals_are_heard_within_only(ends: type[Exception] | None) -> None:
     def heard(*_: object) -> None:
         pass
 
-    with suppress(KeyError), bench._heard(heard):
+    with suppress(KeyError), command._heard(heard):
         assert [signal.getsignal(number) for number in numbers] == [heard, heard]
         if ends is not None:
             raise ends

@@ -25,12 +25,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.futures import Future
 
 import hvdbridge as hb
-from hvdbridge.bridges.fiber import ask, flow_of
-from hvdbridge.bridges.foreign_hook import GradBucket, name_of
-from hvdbridge.bucket import Layout
-from hvdbridge.collectives import AllGather, AllReduce
-from hvdbridge.driver import drive
+from hvdbridge.execution.scheduler import drive
 from hvdbridge.policies import from_spec, label
+from hvdbridge.policy.bucket import Layout
+from hvdbridge.policy.collectives import AllGather, AllReduce
+from hvdbridge.training.fiber import ask, flow_of
+from hvdbridge.training.foreign_hook import GradBucket, name_of
 
 GRADS = [
     {"w": torch.randn(6, 5, generator=torch.Generator().manual_seed(r)), "b": torch.ones(5) * r} for r in (1, 2, 3)

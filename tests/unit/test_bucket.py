@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdbridge.bucket import BLOCK, Bucket, Layout, Views, cut_layouts, flatten, join_layouts, number_blocks
 from hvdbridge.errors import Unsupported
 from hvdbridge.policies.sharded import BlockShards, FlatShards, shards_of
+from hvdbridge.policy.bucket import BLOCK, Bucket, Layout, Views, cut_layouts, flatten, join_layouts, number_blocks
 
 SHAPES = st.dictionaries(
     st.sampled_from("abcdef"),

@@ -10,14 +10,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from hvdbridge.backends.horovod.starter import serve
+from hvdbridge.backends.tcp import Exchange
 from hvdbridge.config import Config
 from hvdbridge.errors import RendezvousError
-from hvdbridge.messages.tcp import Exchange
-from hvdbridge.ports import first_free, listening
-from hvdbridge.rendezvous.channels import ATTEMPTS, HorovodChannel, slurm_port, tcp_store
-from hvdbridge.rendezvous.horovod import serve
-from hvdbridge.rendezvous.network import free_port
-from hvdbridge.world import World
+from hvdbridge.startup.channels import ATTEMPTS, HorovodChannel, slurm_port, tcp_store
+from hvdbridge.startup.network import free_port
+from hvdbridge.startup.ports import first_free, listening
+from hvdbridge.startup.world import World
 
 
 class Store(ThreadingHTTPServer):

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hvdbridge.cli import COMMANDS, doctor, install_horovod, main, probe, starts
-from hvdbridge.cli.doctor import Cell, Facts, Launcher, cells
 from hvdbridge.errors import BackendUnavailable
+from hvdbridge.tools import COMMANDS, doctor, install_horovod, main, probe, starts
+from hvdbridge.tools.doctor import Cell, Facts, Launcher, cells
 
 pytestmark = pytest.mark.slow
 
@@ -70,10 +70,10 @@ def working(facts: Facts) -> set[tuple[str, str]]:
 
 def test_help_and_wrong_words_import_no_subcommand():
     source = (
-        "import sys, hvdbridge.cli\n"
-        "try: hvdbridge.cli.main(['--help'])\n"
+        "import sys, hvdbridge.tools\n"
+        "try: hvdbridge.tools.main(['--help'])\n"
         "except SystemExit: pass\n"
-        "print(*[name for name in sys.modules if name.startswith('hvdbridge.cli.')])"
+        "print(*[name for name in sys.modules if name.startswith('hvdbridge.tools.')])"
     )
     answer = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert all(command in answer.stdout for command in COMMANDS)

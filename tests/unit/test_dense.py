@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout
-from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
 from hvdbridge.errors import Unsupported
+from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.policies import Bf16, Fp16, Mean, from_spec
-from hvdbridge.policy import Aggregated, Flow, Policy, State
-from hvdbridge.simulation import Simulation, simulate
+from hvdbridge.policy.base import Aggregated, Flow, Policy, State
+from hvdbridge.policy.bucket import Bucket, Layout
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
 
 SIZES = [1, 2, 3, 4, 8]
 SHAPES = {"w": (50, 70), "empty": (0,), "scalar": (), "b": (7,), "long": (2049,)}

@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdbridge.collectives import AllReduce, Collective
-from hvdbridge.communicators.base import Answer, Communicator, Work
-from hvdbridge.driver import Driver, ThreadDriver, drive
+from hvdbridge.backends.communicator import Answer, Communicator, Work
 from hvdbridge.errors import CollectiveMismatch, HvdbridgeError
-from hvdbridge.flows import Pending, Task
-from hvdbridge.mailbox import Mailbox
+from hvdbridge.execution.flow import Pending, Task
+from hvdbridge.execution.mailbox import Mailbox
+from hvdbridge.execution.scheduler import Driver, ThreadDriver, drive
+from hvdbridge.policy.collectives import AllReduce, Collective
 
 
 class Loopback(Communicator):

@@ -20,12 +20,12 @@ import pytest
 
 from hvdbridge.config import Config
 from hvdbridge.errors import CollectiveMismatch, CollectiveTimeout, RankFailed, RankMismatch, RendezvousError
-from hvdbridge.helper import client
-from hvdbridge.helper.client import Monitor
-from hvdbridge.helper.job import Job
-from hvdbridge.helper.processes import SHM
-from hvdbridge.helper.start import HelperAddress, start_helper
-from hvdbridge.helper.wire import FrameError, length_of, pack, unpack
+from hvdbridge.supervisor import client
+from hvdbridge.supervisor.client import Monitor
+from hvdbridge.supervisor.job import Job
+from hvdbridge.supervisor.processes import SHM
+from hvdbridge.supervisor.spawn import HelperAddress, start_helper
+from hvdbridge.supervisor.wire import FrameError, length_of, pack, unpack
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -38,7 +38,7 @@ def helper_process(address: HelperAddress) -> psutil.Process:
     """The process that listens at ``address``."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            ports = process.net_connections() if "hvdbridge.helper" in process.cmdline() else ()
+            ports = process.net_connections() if "hvdbridge.supervisor" in process.cmdline() else ()
             if any(c.laddr.port == address.port for c in ports):
                 return process
     raise AssertionError("no helper listens")
@@ -132,7 +132,7 @@ def test_the_secret_is_in_no_argument_or_environment(team):
 
 
 def test_helper_does_not_import_heavy_modules():
-    code = "import sys, hvdbridge.helper.client, hvdbridge.helper.server; print(*sys.modules)"
+    code = "import sys, hvdbridge.supervisor.client, hvdbridge.supervisor.server; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "mpi4py", "horovod", "numpy"} & set(loaded)
 
@@ -423,7 +423,7 @@ def test_it_ends_when_nobody_comes():
 
 
 def test_it_ends_when_its_parent_vanishes_before_anybody_came():
-    code = "from hvdbridge.helper import start; print(start.start_helper('127.0.0.1', 2, start.Config()))"
+    code = "from hvdbridge.supervisor import start; print(start.start_helper('127.0.0.1', 2, start.Config()))"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     address = HelperAddress.parse(done.stdout.strip())
     with suppress(AssertionError):  # it may have ended already
@@ -459,9 +459,9 @@ def test_it_survives_nonsense(team):
 RANK = """
 import os, sys, time, signal, threading
 from hvdbridge.config import Config
-from hvdbridge.helper import client
-from hvdbridge.helper.client import Monitor
-from hvdbridge.helper.start import HelperAddress
+from hvdbridge.supervisor import client
+from hvdbridge.supervisor.client import Monitor
+from hvdbridge.supervisor.spawn import HelperAddress
 rank, size, timeout = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 monitor = Monitor.connect(HelperAddress.parse(sys.stdin.readline()), rank, size, Config(timeout_seconds=timeout))
 monitor.install_exit_hooks()
@@ -574,7 +574,7 @@ def test_sys_exit_with_a_status(call):
 
 
 SLOWLY = """
-from hvdbridge.helper import exits
+from hvdbridge.supervisor import exits
 client.UNWIND = 5
 at_once = exits.end_process
 exits.end_process = lambda *words: (time.sleep(0.5), at_once(*words))
@@ -662,7 +662,7 @@ def test_no_segment_stays_under_mpiexec_whose_kvsname_we_do_not_know(ends, tmp_p
         "import sys, os; sys.argv[1:] = [os.environ['PMI_RANK'], '2', '30']; sys.stdin = open('address')\n"
         + RANK
         + "with monitor.phase('MPI_Init'): from mpi4py import MPI\n"
-        + "from hvdbridge.helper.processes import segments_of\nnames = ' '.join(segments_of(os.getpid()))\n"
+        + "from hvdbridge.supervisor.processes import segments_of\nnames = ' '.join(segments_of(os.getpid()))\n"
         + "open(f'part{rank}', 'w').write(names); os.rename(f'part{rank}', f'up{rank}')\n"
         + "until = time.time() + 30\n"
         + "while rank and not os.path.exists('up0') and time.time() < until: time.sleep(0.01)\n"
@@ -703,7 +703,7 @@ def test_descriptors_are_returned():
 def test_the_guard_says_what_it_waited_for(call: str, waits: str) -> None:
     code = f"""
 import time
-from hvdbridge.helper.guard import Guard
+from hvdbridge.supervisor.guard import Guard
 guard = Guard(0.5, "rank 1 of 2", -1)
 {call}
 time.sleep(30)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import hvdbridge.torch as hvd
-from hvdbridge.communicators.base import Capabilities
+from hvdbridge.backends.communicator import Capabilities
 from hvdbridge.config import Config
 from hvdbridge.errors import ConfigurationError, RendezvousError
-from hvdbridge.helper.client import Monitor
-from hvdbridge.helper.wire import Message, pack
 from hvdbridge.policies import from_spec
+from hvdbridge.supervisor.client import Monitor
+from hvdbridge.supervisor.wire import Message, pack
 from hvdbridge.torch.control import Hub, Spoke
 from hvdbridge.torch.coordinator import Coordinator, Request
 from hvdbridge.torch.optimizer import bucket_mb
@@ -41,7 +41,7 @@ NAMES = [
 
 def test_buckets_among_the_ranks_of_a_process_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one node and of several, whatever the job has; or as said."""
-    monkeypatch.setattr("hvdbridge.sources.base.SIZES", True)
+    monkeypatch.setattr("hvdbridge.reduction.source.SIZES", True)
     world = SimpleNamespace(nodes=(0, 0, 1, 1), capabilities=Capabilities())
     session = SimpleNamespace(communicator=world, config=Config())
     operations: Any = SimpleNamespace(session=session, settings=SimpleNamespace(bucket_bytes=None))

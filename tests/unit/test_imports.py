@@ -17,76 +17,49 @@ FILES = {
     for path in sorted(ROOT.rglob("*.py"))
 }
 
-VOCABULARY = {"errors", "options", "collectives", "memory", "bucket", "policy"}
+POLICIES = {"errors", "policy", "kernels", "policies"}
+CORE = {*POLICIES, "config", "startup", "supervisor", "backends", "execution", "reduction", "training"}
 MAY_IMPORT = {
     "errors": set(),
+    "deprecated": set(),
+    "run": set(),
     "config": {"errors"},
-    "ports": set(),
-    "options": {"errors"},
-    "collectives": {"errors"},
-    "memory": {"kernels"},  # the compiled functions, which know nothing of buckets
-    "bucket": {"errors", "memory"},
-    "policy": VOCABULARY | {"dry_run"},
-    "dry_run": VOCABULARY,
-    "spec": VOCABULARY,
-    "kernels": {"errors", "config", "bucket", "kernels"},
-    "policies": VOCABULARY | {"spec", "kernels", "policies"},
-    "state": VOCABULARY,
-    "simulation": VOCABULARY | {"state", "policies"},
-    "communicators": {"errors", "collectives", "communicators"},
-    "mailbox": set(),
-    "flows": {"mailbox", "collectives", "communicators"},
-    "driver": {"errors", "flows", "mailbox", "collectives", "communicators"},
-    "aggregator": VOCABULARY | {"state", "flows", "driver", "communicators"},
-    "replicate": {"errors", "collectives", "communicators", "driver"},
-    "module_hook": set(),
-    "parameters": {"errors", "bucket"},
-    "sources": VOCABULARY | {"parameters", "flows", "driver", "aggregator", "module_hook", "replicate", "sources"},
-    "messages": {"errors", "ports", "communicators", "messages"},
-    "helper": {"errors", "config", "ports", "helper"},
-    "world": {"errors"},
-    "rendezvous": {"errors", "config", "ports", "world", "helper", "communicators", "rendezvous"},
-    "torch.coordinator": {"helper"},
-    "torch.control": {"errors", "helper", "ports", "torch"},
-    "torch.arithmetic": {"collectives", "communicators"},
-    "torch.operations": {"errors", "mailbox", "collectives", "communicators", "runtime", "torch"},
-    "torch.mpi_ops": {"communicators", "memory", "runtime", "torch"},
-    "torch.functions": {"torch"},
+    "policy": {"errors"},
+    "kernels": {"errors", "config", "policy"},
+    "policies": POLICIES,
+    "startup": {"errors", "config", "run"},
+    "supervisor": {"errors", "config", "startup"},
+    "backends": {"errors", "config", "policy", "startup", "supervisor"},
+    "execution": {*POLICIES, "backends"},
+    "reduction": CORE - {"training"},
+    "training": CORE,
+    "torch": CORE,
+    "tools": {*CORE, "run", "torch"},
+    "__main__": {"tools"},
 }
-"""Top-level part -> what it may import; parts that join others (runtime, synchronizer, cli) are not limited."""
+"""What each package and module at the top may import, beside itself; in type-checking blocks and functions, too."""
 
 LIBRARIES = ("torch.distributed", "torch.nn.parallel", "mpi4py", "horovod")
 SPEAKS = {
-    "torch.distributed": (
-        "bench.native",
-        "bridges",
-        "communicators.torch",
-        "rendezvous",
-        "sources",
-        "torch",
-        "synchronizer",
-    ),
-    "torch.nn.parallel": ("bench.native", "bridges", "sources", "synchronizer"),
-    "mpi4py": ("bench.native", "communicators.mpi", "messages.mpi", "rendezvous.mpi", "cli"),
-    "horovod": (
-        "bench.native",
-        "communicators.horovod",
-        "rendezvous.horovod",
-        "sources.horovod",
-        "torch.elastic.restart",
-        "cli",
-    ),
+    "torch.distributed": ("startup.channels", "backends", "reduction", "training", "torch", "tools.bench.reference"),
+    "torch.nn.parallel": ("reduction", "training", "tools.bench.reference"),
+    "mpi4py": ("backends.mpi", "tools"),
+    "horovod": ("backends.horovod", "reduction.horovod_optimizer", "torch.elastic.restart", "tools"),
 }
-"""Library -> the modules that may know it; above all no policy, no kernel, no driver."""
+"""Library -> the modules that may know it; above all no policy, no kernel, no scheduler."""
 
 
-def imports(module: str) -> list[str]:
-    """Everything that a module imports anywhere in it, absolute; type-checking blocks included."""
+def imports(module: str, typing: bool = True) -> list[str]:
+    """Everything that a module imports anywhere in it, absolute; with and without its type-checking blocks."""
     package = ["hvdbridge", *module.split(".")] if module else ["hvdbridge"]
     if FILES[module].name != "__init__.py":
         package = package[:-1]
     found = []
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
+    tree = ast.parse(FILES[module].read_text())
+    for block in () if typing else [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
+        if "TYPE_CHECKING" in ast.unparse(block.test):
+            block.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -96,11 +69,40 @@ def imports(module: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("module", [name for name in FILES if {name, name.split(".")[0]} & set(MAY_IMPORT)])
-def test_own_imports_point_one_way(module: str) -> None:
-    part = module if module in MAY_IMPORT else module.split(".")[0]
-    own = {name.split(".")[1] for name in imports(module) if name.startswith("hvdbridge.")}
-    assert own <= MAY_IMPORT[part], f"{module} must not import {sorted(own - MAY_IMPORT[part])}"
+def own_imports(module: str, typing: bool = True) -> set[str]:
+    """The files of ours that a file imports."""
+    found = set()
+    for name in imports(module, typing):
+        parts = name.split(".")[1:] if name.startswith("hvdbridge.") else []
+        while parts and ".".join(parts) not in FILES:
+            parts.pop()
+        if parts:
+            found.add(".".join(parts))
+    return found - {module}
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if name != "__init__"])
+def test_packages_import_one_way(module: str) -> None:
+    part = module.split(".")[0]
+    own = {name.split(".")[0] for name in own_imports(module)}
+    assert own <= {part, *MAY_IMPORT[part]}, f"{module} must not import {sorted(own - MAY_IMPORT[part])}"
+
+
+def test_the_table_has_no_cycle() -> None:
+    left = dict(MAY_IMPORT)
+    while free := [name for name, needs in left.items() if not (needs - {name}) & set(left)]:
+        for name in free:
+            del left[name]
+    assert not left
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    """Imports within functions are included."""
+    left = {name: own_imports(name, typing=False) for name in FILES}
+    while free := [name for name, needs in left.items() if not needs & set(left)]:
+        for name in free:
+            del left[name]
+    assert not left, "these files import each other"
 
 
 @pytest.mark.parametrize("module", FILES)
@@ -113,9 +115,9 @@ def test_a_library_is_known_to_few(module: str) -> None:
 
 def test_the_test_sees_relative_and_nested_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "bad.py"
-    source.write_text("def f():\n    from ..driver import drive\n    import mpi4py.MPI\n")
+    source.write_text("def f():\n    from ..execution import drive\n    import mpi4py.MPI\n")
     monkeypatch.setitem(FILES, "policies.bad", source)
-    assert imports("policies.bad") == ["hvdbridge.driver.drive", "mpi4py.MPI"]
+    assert imports("policies.bad") == ["hvdbridge.execution.drive", "mpi4py.MPI"]
 
 
 def test_importing_the_package_brings_in_no_library() -> None:

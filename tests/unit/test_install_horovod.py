@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdbridge.cli import horovod_build, install_horovod, main, probe
-from hvdbridge.cli.horovod_build import Recipe
-from hvdbridge.cli.install_horovod import SmokeTestFailed
-from hvdbridge.cli.process import call
 from hvdbridge.errors import HvdbridgeError
+from hvdbridge.tools import horovod_build, install_horovod, main, probe
+from hvdbridge.tools.horovod_build import Recipe
+from hvdbridge.tools.install_horovod import SmokeTestFailed
+from hvdbridge.tools.process import call
 
 TORCH = probe.Torch("2.13.0+cpu", "abc", None, True, 20, True, True, None, [])
 WORKING = probe.Horovod("0.28.1", "/env/horovod", gloo=True, mpi=False, nccl=False)

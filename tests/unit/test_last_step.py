@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from hvdbridge.helper.job import Job
-from hvdbridge.helper.last_step import LastStep
+from hvdbridge.supervisor.job import Job
+from hvdbridge.supervisor.last_step import LastStep
 
 Message = dict[str, object]
 

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 import pytest
 
 from hvdbridge.config import Config
-from hvdbridge.helper.pmi import Pmi, parse, pmi_id, process_mapping
-from hvdbridge.helper.processes import segments_of_kvs
-from hvdbridge.helper.start import HelperAddress, start_helper
+from hvdbridge.supervisor.pmi import Pmi, parse, pmi_id, process_mapping
+from hvdbridge.supervisor.processes import segments_of_kvs
+from hvdbridge.supervisor.spawn import HelperAddress, start_helper
 
 pytestmark = pytest.mark.slow
 

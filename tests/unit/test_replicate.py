@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdbridge.replicate import allocated, each_tensor, placeholder
+from hvdbridge.reduction.replicate import allocated, each_tensor, placeholder
 
 
 def test_a_state_is_pickled_without_its_tensors() -> None:

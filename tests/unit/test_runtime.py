@@ -13,7 +13,7 @@ import torch
 
 import hvdbridge as hb
 from hvdbridge.config import Config
-from hvdbridge.rendezvous import network
+from hvdbridge.startup import network
 
 
 @pytest.fixture(autouse=True)

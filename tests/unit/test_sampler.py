@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.sampler import DistributedSampler
+from hvdbridge.training.distributed_sampler import DistributedSampler
 
 COUNTS, SIZES, EPOCHS = st.integers(0, 70), st.integers(1, 9), st.integers(0, 5)
 

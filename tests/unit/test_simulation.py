@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket
-from hvdbridge.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.errors import CollectiveMismatch, ConfigurationError, Unsupported, WeightError
-from hvdbridge.policy import Aggregated, Flow, Policy, State
-from hvdbridge.simulation import Simulation, execute, simulate
+from hvdbridge.execution.simulation import Simulation, execute, simulate
+from hvdbridge.policy.base import Aggregated, Flow, Policy, State
+from hvdbridge.policy.bucket import Bucket
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 
 Body = Callable[[Bucket], Generator[Collective, Tensor, Tensor]]
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hvdbridge import policies
 from hvdbridge.errors import ConfigurationError, SpecError
-from hvdbridge.options import option
 from hvdbridge.policies import Bf16, ErrorFeedback, Fp16, Mean, Partition, Sum, Warmup, from_spec, register, to_spec
-from hvdbridge.policy import Policy
-from hvdbridge.spec import DEEPEST
+from hvdbridge.policy.base import Policy
+from hvdbridge.policy.options import option
+from hvdbridge.policy.spec import DEEPEST
 
 
 @dataclass(frozen=True)

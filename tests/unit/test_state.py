@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket, Layout, Views
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.execution.simulation import Simulation
+from hvdbridge.execution.state_store import StateStore, _Finite, leaves, redistribute, select, to_portable
 from hvdbridge.policies import from_spec
-from hvdbridge.policy import Aggregated, Flow, Policy, Slot, State
-from hvdbridge.runtime import session
-from hvdbridge.simulation import Simulation
-from hvdbridge.state import StateStore, _Finite, leaves, redistribute, select, to_portable
-from hvdbridge.synchronizer import GradientSynchronizer, average_gradients
+from hvdbridge.policy.base import Aggregated, Flow, Policy, Slot, State
+from hvdbridge.policy.bucket import Bucket, Layout, Views
+from hvdbridge.training.runtime import session
+from hvdbridge.training.synchronizer import GradientSynchronizer, average_gradients
 
 PARAMS = {"w": torch.zeros(4, 3), "b": torch.zeros(4), "e": torch.zeros(0), "s": torch.zeros(())}
 ALL = Layout({name: p.shape for name, p in PARAMS.items()})

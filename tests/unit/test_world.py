@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdbridge.errors import ConfigurationError, RendezvousError
-from hvdbridge.world import UNKNOWN, World
+from hvdbridge.startup.world import UNKNOWN, World
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvdbridge.bucket import Bucket
-from hvdbridge.collectives import AllReduce
 from hvdbridge.errors import ConfigurationError, WeightError
-from hvdbridge.policies import Bf16, ErrorFeedback, Fp16, Mean, Partition, Sum, Warmup, from_spec
-from hvdbridge.policy import Aggregated, Flow, Policy, State
-from hvdbridge.simulation import Simulation, simulate
+from hvdbridge.execution.simulation import Simulation, simulate
+from hvdbridge.policies import Bf16, ErrorFeedback, Fp16, Mean, Partition, Sum, Warmup, bytes_per_step, from_spec
+from hvdbridge.policy.base import Aggregated, Flow, Policy, State
+from hvdbridge.policy.bucket import Bucket
+from hvdbridge.policy.collectives import AllReduce
 
 SHAPES = {"conv.weight": (4, 3, 3, 3), "conv.bias": (4,), "fc.weight": (60, 40), "fc.bias": (40,), "scale": ()}
 Grads = dict[str, Tensor]
@@ -202,7 +202,7 @@ def test_a_partition_by_type_of_parameters_that_come_together(around: str) -> No
             assert {n: float(u[0]) for n, u in updates[0].items()} == {"a": float(size), "b": 1.0, "c": 1.0}
         elif around == "local_sgd":  # from 1, by the inner policy of 2 - 1
             assert {n: float(p[0]) for n, p in moved[0].items()} == {"a": 1.0 + size, "b": 2.0, "c": 2.0}
-        assert simulation.policy.bytes_per_step(MIXED, size) == simulation.bytes_sent[0]
+        assert bytes_per_step(simulation.policy, MIXED, size) == simulation.bytes_sent[0]
 
 
 def test_parts_may_act_after_the_step_by_type() -> None:

@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hvdbridge.torch.basics import init, shutdown
 from hvdbridge.torch.elastic.sampler import ElasticSampler
 from hvdbridge.torch.elastic.state import ObjectState, State, TorchState, run_fn
 from hvdbridge.torch.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from hvdbridge.torch.mpi_ops import init, shutdown
 
 __all__ = [
     "ElasticSampler",

@@ -37,12 +37,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdbridge import runtime
 from hvdbridge.config import Config, own_directory
 from hvdbridge.errors import CollectiveTimeout, ConfigurationError, HvdbridgeError, RankFailed, RendezvousError
-from hvdbridge.helper.processes import identity
-from hvdbridge.rendezvous import channels
+from hvdbridge.startup import channels
+from hvdbridge.supervisor.processes import identity
 from hvdbridge.torch.exceptions import HorovodInternalError
+from hvdbridge.training import runtime
 
 if TYPE_CHECKING:
     from hvdbridge.torch.elastic.state import State

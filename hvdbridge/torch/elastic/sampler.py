@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from hvdbridge.torch import mpi_ops
+from hvdbridge.torch import basics
 
 
 class ElasticSampler(Sampler[int]):
@@ -68,7 +68,7 @@ class ElasticSampler(Sampler[int]):
 
     def reset(self) -> None:
         """Divide what is left among the ranks that there are now."""
-        self.num_replicas, self.rank = mpi_ops.size(), mpi_ops.rank()
+        self.num_replicas, self.rank = basics.size(), basics.rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hvdbridge.torch import mpi_ops
+from hvdbridge.torch import basics
 from hvdbridge.torch.elastic import restart
 from hvdbridge.torch.elastic.sampler import ElasticSampler
 from hvdbridge.torch.exceptions import HorovodInternalError, HostsUpdatedInterrupt
@@ -169,7 +169,7 @@ class TorchState(ObjectState):
             object.__setattr__(self, name, handler.value)
         others = {name: value for name, value in kwargs.items() if name not in self._handlers}
         others |= {name: None for name in ("model", "optimizer") if name not in self._handlers}
-        super().__init__(broadcast_object, mpi_ops.rank, **others)
+        super().__init__(broadcast_object, basics.rank, **others)
 
     def save(self) -> None:
         for handler in self._handlers.values():

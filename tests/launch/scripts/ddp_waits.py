@@ -13,8 +13,8 @@ from jobs import record
 from torch import nn
 
 import hvdbridge as hb
-from hvdbridge.bucket import Bucket
-from hvdbridge.policy import Flow, Policy, State
+from hvdbridge.policy.base import Flow, Policy, State
+from hvdbridge.policy.bucket import Bucket
 
 
 @dataclass(frozen=True)

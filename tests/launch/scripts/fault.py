@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 import hvdbridge as hb
-from hvdbridge.collectives import AllReduce
-from hvdbridge.helper.processes import segments_of
-from hvdbridge.rendezvous import start
-from hvdbridge.world import World
+from hvdbridge.backends import starting
+from hvdbridge.policy.collectives import AllReduce
+from hvdbridge.startup.world import World
+from hvdbridge.supervisor.processes import segments_of
 
 kind, when = sys.argv[1:]
 culprit = World.from_environment().rank == int(os.environ.get("CULPRIT", "1"))
@@ -44,7 +44,7 @@ def meet_and_fail(*arguments: object) -> object:
     return meeting
 
 
-meet = start.meet
+meet = starting.meet
 if culprit and when == "before":
     fail()
 if when == "init":
@@ -56,7 +56,7 @@ if when == "init":
         fail()
     pid.write_text(str(os.getpid()))
 if culprit and when == "start":
-    start.meet = meet_and_fail
+    starting.meet = meet_and_fail
 hb.init()
 communicator = hb.current().communicator
 for step in range(10**9):

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hvdbridge as hb
-from hvdbridge.bucket import Bucket, Views
-from hvdbridge.policy import Flow, Policy, State
+from hvdbridge.policy.base import Flow, Policy, State
+from hvdbridge.policy.bucket import Bucket, Views
 
 LATE = "late" in sys.argv  # the script starts torch.distributed, and hvdbridge joins
 if LATE:

@@ -8,9 +8,9 @@ import torch
 from jobs import record, wait_for_records
 
 import hvdbridge as hb
-from hvdbridge.bucket import Bucket
-from hvdbridge.collectives import AllReduce
-from hvdbridge.policy import Aggregated, Flow, Policy, State
+from hvdbridge.policy.base import Aggregated, Flow, Policy, State
+from hvdbridge.policy.bucket import Bucket
+from hvdbridge.policy.collectives import AllReduce
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import torch
 from jobs import record
 
 import hvdbridge as hb
-from hvdbridge.collectives import AllReduce
-from hvdbridge.rendezvous import horovod, start
+from hvdbridge.backends import starting
+from hvdbridge.backends.horovod import starter
+from hvdbridge.policy.collectives import AllReduce
 
 ATTACK = str(Path(__file__).with_name("attack.py"))
 attackers: list[subprocess.Popen[bytes]] = []
@@ -40,14 +41,14 @@ def helper_megabytes() -> float:
     mine = [
         process
         for process in psutil.process_iter(["cmdline", "environ"])
-        if "hvdbridge.helper" in (process.info["cmdline"] or ())
+        if "hvdbridge.supervisor" in (process.info["cmdline"] or ())
         and (process.info["environ"] or {}).get("JOB_RECORDS") == os.environ["JOB_RECORDS"]
     ]
     return max(process.memory_info().rss for process in mine) / 2**20
 
 
-meet, serve = start.meet, horovod.serve
-start.meet, horovod.serve = meet_under_fire, serve_under_fire
+meet, serve = starting.meet, starter.serve
+starting.meet, starter.serve = meet_under_fire, serve_under_fire
 began = time.monotonic()
 hb.init()
 seconds = time.monotonic() - began

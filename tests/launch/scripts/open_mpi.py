@@ -3,9 +3,9 @@
 import runpy
 from pathlib import Path
 
-from hvdbridge.rendezvous import mpi
+from hvdbridge.backends.mpi import starter
 
-real = mpi._library()
+real = starter._library()
 
 
 class OpenMpi:
@@ -15,5 +15,5 @@ class OpenMpi:
         return getattr(real, name)
 
 
-mpi._library = lambda: OpenMpi()
+starter._library = lambda: OpenMpi()
 runpy.run_path(str(Path(__file__).with_name("wrong.py")), run_name="__main__")

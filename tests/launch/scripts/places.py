@@ -12,7 +12,7 @@ import torch
 from jobs import record
 
 import hvdbridge as hb
-from hvdbridge.collectives import AllReduce
+from hvdbridge.policy.collectives import AllReduce
 
 then = sys.argv[1] if len(sys.argv) > 1 else ""
 began = time.monotonic()

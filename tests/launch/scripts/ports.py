@@ -7,7 +7,7 @@ import torch
 from jobs import record
 
 import hvdbridge as hb
-from hvdbridge.collectives import AllReduce
+from hvdbridge.policy.collectives import AllReduce
 
 
 def listens(process: psutil.Process) -> list[int]:
@@ -17,7 +17,7 @@ def listens(process: psutil.Process) -> list[int]:
 def is_helper(process: psutil.Process) -> bool:
     try:
         own = process.environ().get("JOB_RECORDS") == os.environ["JOB_RECORDS"]
-        return own and "hvdbridge.helper" in process.cmdline()
+        return own and "hvdbridge.supervisor" in process.cmdline()
     except psutil.Error:
         return False
 

@@ -488,8 +488,8 @@ class GlobalClip:
     def make() -> Any:
         from dataclasses import dataclass
 
-        from hvdbridge.collectives import AllReduce
-        from hvdbridge.policy import Aggregated, Policy
+        from hvdbridge.policy.base import Aggregated, Policy
+        from hvdbridge.policy.collectives import AllReduce
 
         @dataclass(frozen=True)
         class Clip(Policy):

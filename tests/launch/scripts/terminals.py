@@ -13,7 +13,7 @@ from pathlib import Path
 import jobs
 import torch.multiprocessing as mp
 
-from hvdbridge.rendezvous.network import free_port
+from hvdbridge.startup.network import free_port
 
 PLACES = str(Path(__file__).with_name("places.py"))
 

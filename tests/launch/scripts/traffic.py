@@ -11,7 +11,7 @@ import torch
 from jobs import record
 
 import hvdbridge as hb
-from hvdbridge.policies import from_spec
+from hvdbridge.policies import bytes_per_step, from_spec
 
 COUNTER = Path(f"/sys/class/net/{sys.argv[1]}/statistics/tx_bytes")
 BEFORE, STEPS = 2, 3  # DDP lays its buckets anew after the first step
@@ -35,7 +35,7 @@ for spec in sys.argv[2:]:
     hb.barrier()
     sent = (int(COUNTER.read_text()) - began) / STEPS
     params = dict(model.named_parameters())
-    predicted = from_spec(spec).bytes_per_step(params, hb.size(), step=BEFORE, local_size=1)
+    predicted = bytes_per_step(from_spec(spec), params, hb.size(), step=BEFORE, local_size=1)
     found[spec] = {"sent": sent, "predicted": predicted, "counted": counted}
     sync.close()
 record(hb.rank(), found | {"pid": os.getpid()})

@@ -11,7 +11,7 @@ import sys
 from jobs import record, wait_for_records
 
 import hvdbridge as hb
-from hvdbridge.world import World
+from hvdbridge.startup.world import World
 
 world = World.from_environment()
 rank = world.rank

@@ -1,0 +1,1 @@
+"""The libraries that carry collectives, one folder each, and what they have in common."""

@@ -1,0 +1,123 @@
+"""What differs between libraries when they are started: one :class:`Starter` each, in the file of its name."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hvdbridge.backends import registry
+from hvdbridge.config import Config
+from hvdbridge.startup.channels import Channel, Store
+from hvdbridge.startup.world import World
+from hvdbridge.supervisor.client import Monitor
+from hvdbridge.supervisor.spawn import HelperAddress
+
+Numbers = tuple[int, int]
+"""Rank and size."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What all ranks know of each other once they met.
+
+    Attributes:
+        world: complete.
+        worlds: of every rank, in rank order.
+        address: of rank 0's host; every rank reaches it (loopback where all share a host).
+        own_devices: every rank has a GPU that no other rank uses.
+        helper: the job's helper, None for one process.
+        store: a store of torch.distributed that all ranks reach, if the launcher's channel is one.
+        key: unique per start; the same on all ranks.
+    """
+
+    config: Config
+    monitor: Monitor
+    worlds: tuple[World, ...]
+    world: World
+    address: str
+    own_devices: bool
+    helper: HelperAddress | None
+    store: Store | None
+    key: str
+
+
+class Starter(ABC):
+    """Starts one library, or finds it running.
+
+    Class attributes:
+        name: of the backend, as in :data:`hvdbridge.backends.registry.BACKENDS`.
+    """
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def running(cls) -> Numbers | None:
+        """Rank and size, if the user started the library."""
+
+    @abstractmethod
+    def own_channel(self) -> Channel:
+        """A channel over the library, which runs."""
+
+    def native_channel(self, world: World, config: Config) -> Channel | None:
+        """Start the library at once where it is the launcher's own and its channel, too; else None."""
+        return None
+
+    def check(self, world: World) -> None:
+        """Raise what can be known before anything is started.
+
+        Raises:
+            BackendUnavailable: not installed, or unable to start under this launcher.
+        """
+        registry.require(self.name)
+
+    @abstractmethod
+    def start(self, meeting: Meeting) -> None:
+        """Start the library among all ranks."""
+
+    @abstractmethod
+    def numbers(self) -> Numbers:
+        """Rank and size as the library, which runs, found them."""
+
+    def hint(self, world: World) -> str:
+        """Why the library may have found other numbers than the launcher's, and what to do."""
+        return ""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Undo :meth:`start`."""
+
+
+class Variables:
+    """Environment variables that are set for a library, and put back afterwards."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, str | None] = {}
+
+    def set(self, values: Mapping[str, str | None]) -> None:
+        """None removes a variable."""
+        for name, value in values.items():
+            self._before.setdefault(name, os.environ.get(name))
+            _put(name, value)
+
+    def default(self, values: Mapping[str, str | None]) -> None:
+        """Only what the user did not set; None leaves it so."""
+        self.set({k: v for k, v in values.items() if v is not None and not os.environ.get(k)})
+
+    def remove(self, prefixes: Iterable[str]) -> None:
+        self.set({name: None for name in os.environ if name.startswith(tuple(prefixes))})
+
+    def restore(self) -> None:
+        for name, value in self._before.items():
+            _put(name, value)
+        self._before.clear()
+
+
+def _put(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

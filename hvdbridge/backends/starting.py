@@ -1,0 +1,259 @@
+"""The order of a start, the same for every launcher and every library.
+
+Rules:
+
+1. The order: launcher's channel -> the job's helper, whose address rank 0 publishes -> agreement about version,
+   backend, policy, timeout and threads -> the library -> its rank and size are the launcher's.
+2. Whatever fails, fails on every rank: rank 0 publishes its own failure as well, later ones go through the helper.
+3. A library that the user started is used as it is, and is its own channel.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from hvdbridge.backends import registry
+from hvdbridge.backends.mpi.starter import misfit, offers_mpi
+from hvdbridge.backends.starter import Meeting, Starter
+from hvdbridge.config import BACKENDS, Config
+from hvdbridge.errors import BackendUnavailable, ConfigurationError, RendezvousError, nearest
+from hvdbridge.startup import channels, network
+from hvdbridge.startup.channels import Channel
+from hvdbridge.startup.world import World
+from hvdbridge.supervisor.client import Monitor
+from hvdbridge.supervisor.spawn import HelperAddress, start_helper
+
+STARTERS = {"horovod": "HorovodStarter", "mpi": "MpiStarter", "torch": "TorchStarter"}
+log = logging.getLogger("hvdbridge")
+
+
+def starter(name: str) -> type[Starter]:
+    """The starter of a backend.
+
+    Raises:
+        ConfigurationError: no backend has this name.
+    """
+    if name not in STARTERS:
+        raise ConfigurationError(f"backend={name!r} is not known. {nearest(name, BACKENDS)}")
+    found: type[Starter] = getattr(import_module(f"hvdbridge.backends.{name}.starter"), STARTERS[name])
+    return found
+
+
+@dataclass(frozen=True)
+class Started:
+    """A library that runs: ``stop()`` undoes it, unless the user had started it."""
+
+    backend: str
+    meeting: Meeting
+    stop: Callable[[], None]
+
+
+def start(config: Config, world: World, init_method: str | None, number: int, settings: str) -> Started:
+    """Meet the other ranks and start ``config.backend`` among them.
+
+    ``number`` counts the starts of this process; ``settings`` is a text that must be equal on all ranks.
+
+    Raises:
+        ConfigurationError: the backend, ``init_method`` or a variable of the launcher cannot be meant.
+        BackendUnavailable: the backend is not installed, or cannot run under this launcher.
+        RendezvousError: ranks do not come, or the library found another number of them than the launcher.
+        RankMismatch: ranks chose different backends or settings.
+    """
+    name, adopted = choose(config.backend, world)
+    chosen = starter(name)()
+    numbers = chosen.running() if adopted else None
+    if numbers is not None and world.launcher == "none":
+        world = World(*numbers, launcher="none")
+    key = f"hvdbridge/{_attempt()}/{number}"
+    if adopted:
+        _compare(chosen, world)
+        channel = chosen.own_channel() if world.size > 1 else channels.Alone()
+    else:
+        chosen.check(world)
+        channel = chosen.native_channel(world, config) or open_channel(world, init_method, key, config)
+    if world.rank == 0 and config.backend == "auto":
+        log.info("backend %s: auto under %s%s", name, world.launcher, ", found running" if adopted else "")
+    meeting = meet(config, world, channel, key)
+    monitor = meeting.monitor
+    try:
+        _limit_threads(meeting.worlds)
+        threads = f"{torch.get_num_threads()} threads (OMP_NUM_THREADS)"
+        if world.size > 1:
+            monitor.agree("the job's settings", f"{settings}, backend {name}, {threads}")
+        if not adopted:
+            _warn_of_gloo(name, meeting)
+            chosen.start(meeting)
+            _compare(chosen, meeting.world)
+    except Exception as error:
+        monitor.report(error)
+        raise
+    monitor.install_exit_hooks()  # again: they must run before those that the library installed
+    return Started(name, meeting, (lambda: None) if adopted else chosen.stop)
+
+
+def choose(backend: str, world: World) -> tuple[str, bool]:
+    """The backend's name, and whether the user has started it: what runs, else the launcher's favourite, else torch."""
+    if backend != "auto":
+        return backend, starter(backend).running() is not None
+    for name in ("torch", "horovod", "mpi"):
+        found = starter(name).running()
+        # One that found other numbers than the launcher's is not meant: some package imported it on the way.
+        if found is not None and (world.launcher == "none" or found == (world.rank, world.size)):
+            return name, True
+    favourite = "mpi" if offers_mpi(world) else "horovod" if world.launcher == "horovodrun" else "torch"
+    return favourite if registry.installed(favourite) else "torch", False
+
+
+def open_channel(world: World, init_method: str | None, key: str, config: Config) -> Channel:
+    """The launcher's own channel.
+
+    Raises:
+        RendezvousError, ConfigurationError: the launcher's variables are incomplete, or nobody answers there.
+    """
+    if world.size == 1:
+        return channels.Alone()
+    if init_method is not None:
+        return channels.from_url(init_method, world, key, config)
+    return _CHANNELS[world.launcher](world, key, config)
+
+
+def _mpi_channel(world: World, key: str, config: Config) -> Channel:
+    installed = registry.installed("mpi")
+    found = starter("mpi")().native_channel(world, config) if installed else None
+    if found is not None:
+        return found
+    try:
+        return channels.from_variables(world, key, config)
+    except RendezvousError as error:
+        why = misfit(world) if installed else "mpi4py is not installed. " + registry.entry("mpi").remedy
+        raise BackendUnavailable(
+            f"Under {world.launcher} the ranks meet by MPI, but {why}, or set MASTER_ADDR and MASTER_PORT to the host "
+            "of rank 0 and a free port there."
+        ) from error
+
+
+_CHANNELS: dict[str, Callable[[World, str, Config], Channel]] = {
+    "torchrun": channels.from_variables,
+    "bare": channels.from_variables,
+    "horovodrun": channels.HorovodChannel.from_environment,
+    "mpiexec": _mpi_channel,
+    "srun": channels.from_slurm,
+}
+
+
+def meet(config: Config, world: World, channel: Channel, key: str) -> Meeting:
+    """Exchange places over ``channel``, start the job's helper on rank 0, and connect to it.
+
+    Raises:
+        RendezvousError: ranks do not come, or the helper cannot be started or reached.
+    """
+    identity = network.host_identity()
+    place = {
+        "world": asdict(world), "identity": identity, "network": network.network_identity(), "devices": _devices(),
+        "host": _host_name(world), **_addresses(config.iface),
+    }  # fmt: skip
+    places = [json.loads(text) for text in channel.gather(json.dumps(place))]
+    answer = json.loads(channel.broadcast(_answer(config, places, channel.address) if world.rank == 0 else ""))
+    if "error" in answer:
+        raise RendezvousError(answer["error"])
+    worlds = tuple(World(**fields) for fields in answer["worlds"])
+    helper = HelperAddress.parse(answer["helper"]) if answer["helper"] else None
+    monitor = Monitor.connect(helper, world.rank, world.size, config, identity) if helper else Monitor.alone(config)
+    monitor.install_exit_hooks()
+    channel.close()
+    mine = replace(worlds[world.rank], launcher=world.launcher)
+    return Meeting(
+        config, monitor, worlds, mine, answer["address"], answer["own_devices"], helper, channel.store, key
+    )  # fmt: skip
+
+
+def _answer(config: Config, places: Sequence[Any], asked: str | None) -> str:
+    """What rank 0 makes of all places, as JSON; ``asked`` is the address at which the launcher reaches it."""
+    try:
+        partial = [World(**place["world"]) for place in places]
+        worlds = [world.completed([place["host"] for place in places]) for world in partial]
+        if [(w.rank, w.size) for w in worlds] != [(r, len(places)) for r in range(len(places))]:
+            raise RendezvousError(f"the ranks do not fit together: {[(w.rank, w.size) for w in worlds]}")
+        mine = places[0]
+        wrong = [place["error"] for place in places if "error" in place]
+        if wrong:
+            raise RendezvousError(wrong[0])
+        others = [place["addresses"] for place in places if place["network"] != mine["network"]]
+        address = _address(mine["addresses"], others, None if config.iface else asked) if others else network.LOOPBACK
+        helper = str(start_helper(address, len(places), config)) if len(places) > 1 else ""
+    except RendezvousError as error:
+        return json.dumps({"error": str(error)})
+    visible = [place["devices"] for place in places]
+    used = [ids and ids[world.local_rank % len(ids)] for ids, world in zip(visible, worlds, strict=True)]
+    return json.dumps({
+        "worlds": [asdict(world) for world in worlds], "address": address, "helper": helper,
+        "own_devices": all(used) and len(set(used)) == len(used),
+    })  # fmt: skip
+
+
+def _addresses(iface: str | None) -> dict[str, Any]:
+    """This host's part of a place: its addresses, or why it has none as asked for."""
+    try:
+        found = [network.chosen_interface(iface)] if iface else network.interfaces().values()
+    except ConfigurationError as error:
+        return {"error": str(error)}
+    return {"addresses": [str(each) for each in found]}
+
+
+def _address(mine: Sequence[str], others: Sequence[Sequence[str]], asked: str | None) -> str:
+    found = network.common_address(mine, others, asked)
+    if found is None:
+        raise RendezvousError(
+            f"rank 0's host has no IPv4 address that other hosts reach: it has {', '.join(mine) or 'none'}, another "
+            f"has {', '.join(others[0]) or 'none'}. IPv6 alone, and addresses that several hosts have, do not serve; "
+            "HVDBRIDGE_IFACE names an interface"
+        )
+    return found
+
+
+def _host_name(world: World) -> str:
+    """What ranks of one host share, as the launcher sees hosts, where it numbers them; else as the network does."""
+    if world.launcher == "horovodrun":
+        return os.environ.get("HOROVOD_HOSTNAME") or network.host_identity()
+    return network.host_identity() if world.node_rank < 0 else f"node {world.node_rank}"
+
+
+def _devices() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+
+
+def _limit_threads(worlds: Sequence[World]) -> None:
+    """One thread per rank where ranks share a host, as torchrun does: the last bits depend on it."""
+    if any(world.local_size > 1 for world in worlds) and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(1)
+
+
+def _warn_of_gloo(backend: str, meeting: Meeting) -> None:
+    text = network.gloo_leaves(meeting.config.ports)
+    if text and backend != "mpi" and meeting.world.rank == 0 and not network.is_loopback(meeting.address):
+        log.warning("%s", text)
+
+
+def _attempt() -> str:
+    """torchrun restarts the ranks, but not its store."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _compare(chosen: Starter, world: World) -> None:
+    found = chosen.numbers()
+    if found != (world.rank, world.size):
+        title = registry.entry(chosen.name).title
+        raise RendezvousError(
+            f"{world.launcher} started rank {world.rank} of {world.size}, but {title} "
+            f"found rank {found[0]} of {found[1]}. {chosen.hint(world)}".rstrip()
+        )

@@ -1,0 +1,1 @@
+"""The backend over torch.distributed: Gloo on CPUs, NCCL on GPUs."""

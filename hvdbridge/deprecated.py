@@ -1,0 +1,52 @@
+"""Names of the first edition. Each works for one more release, with a DeprecationWarning that says the new one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED = {
+    "after": "reduction.post_step", "aggregator": "reduction.aggregator", "agreement": "reduction.agreement",
+    "bridges": "training", "bridges.comm_hook": "training.comm_hook",
+    "bridges.compression": "training.horovod_compression", "bridges.ddp": "training.data_parallel",
+    "bridges.foreign_hook": "training.foreign_hook", "bridges.fsdp": "training.fsdp",
+    "bucket": "policy.bucket", "checkpoint": "reduction.checkpoint", "collectives": "policy.collectives",
+    "communicators": "backends.registry", "communicators.base": "backends.communicator",
+    "communicators.bridge": "backends.bridge", "communicators.horovod": "backends.horovod.communicator",
+    "communicators.mpi": "backends.mpi.communicator", "communicators.torch": "backends.torch.communicator",
+    "context": "reduction.context", "driver": "execution.scheduler", "dry_run": "policy.dry_run",
+    "flows": "execution.flow", "launching": "startup.launching", "memory": "policy.buffer_pool",
+    "options": "policy.options", "parameters": "reduction.parameters", "primitives": "training.primitives",
+    "replicate": "reduction.replicate", "runtime": "training.runtime", "sampler": "training.distributed_sampler",
+    "simulation": "execution.simulation", "spec": "policy.spec", "state": "execution.state_store",
+    "stopping": "training.stopping", "sync_batchnorm": "training.sync_batchnorm",
+    "synchronizer": "training.synchronizer", "world": "startup.world",
+}  # fmt: skip
+"""Old module -> new module, both below ``hvdbridge``."""
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Imports the old modules as stand-ins that look every name up in the new ones."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, name = fullname.partition(".")
+        if package != "hvdbridge" or name not in MOVED:
+            return None
+        return ModuleSpec(fullname, self, is_package=any(other.startswith(f"{name}.") for other in MOVED))
+
+    def exec_module(self, module: ModuleType) -> None:
+        new = f"hvdbridge.{MOVED[module.__name__.removeprefix('hvdbridge.')]}"
+        warnings.warn(
+            f"{module.__name__} is {new} now, and the old name goes with the next release. What the documentation "
+            "names is in hvdbridge itself, as in `from hvdbridge import Policy`.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        found = import_module(new)
+        vars(module)["__getattr__"] = lambda name: getattr(found, name)

@@ -1,0 +1,1 @@
+"""One step of aggregation: gradients are collected into buckets, reduced by the policy, and delivered."""

@@ -1,0 +1,94 @@
+"""What a synchronizer, or a hook, saves of its policy: made, checked and taken up in this one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvdbridge.errors import ConfigurationError
+from hvdbridge.execution.state_store import OnResize, resized
+from hvdbridge.policies import label
+from hvdbridge.reduction.aggregator import Aggregator
+from hvdbridge.reduction.replicate import on_host
+
+
+def state_dict(aggregator: Aggregator, gather: bool = False) -> dict[str, Any]:
+    """The policy's state: plain dicts of tensors, readable with ``torch.load(weights_only=True)``.
+
+    ``gather=False``: this rank's. ``gather=True``: collective; complete on rank 0 of the group, empty elsewhere.
+    """
+    aggregator.settle()
+    local = {
+        "policy": label(aggregator.policy),
+        "size": aggregator.control.size,
+        "nodes": list(aggregator.communicator.nodes),
+        "step": aggregator.step,
+        "loss_scale": aggregator.loss_scale,
+        "state_scale": aggregator._held_scale,  # the loss scale may have been set for the next backward
+        "state": aggregator.store.portable(),
+    }
+    if not gather:
+        return local
+    control, mine = aggregator.control, on_host(local["state"])
+    ranks = []
+    for rank in range(control.size):  # in turn, so that those who keep nothing hold one rank's at a time
+        theirs = control.broadcast_object(mine, rank)
+        if control.rank == 0:
+            ranks.append(theirs)
+    return local | {"ranks": ranks} if control.rank == 0 else {}
+
+
+def load_state_dict(aggregator: Aggregator, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
+    """Take up what :func:`state_dict` gave, of either form; local, so call it on every rank.
+
+    Args:
+        on_resize: what to do with a state of another number of ranks, see ``GradientSynchronizer.load_state_dict``.
+
+    Raises:
+        ConfigurationError: the state is of another policy, other parameters or shapes, or of another number of
+            ranks where that is refused; or it is not what :func:`state_dict` gives. Nothing is loaded.
+    """
+    numbers = check_saved(saved, label(aggregator.policy))
+    size, now = aggregator.control.size, aggregator.communicator.nodes
+    aggregator.settle()
+    nodes = (saved["nodes"], now) if now and saved["nodes"] else None
+    if "ranks" in saved:
+        aggregator.store.load(saved["ranks"], aggregator.control.rank, size, on_resize, nodes)
+    else:
+        resize = numbers["size"] != size or (nodes is not None and aggregator.store.moves(*nodes))
+        if resize and on_resize != "reset":
+            raise resized(int(numbers["size"]), size)
+        aggregator.store.load(saved["state"], on_resize=on_resize)
+        if resize:
+            aggregator.store.reset()
+    aggregator.step = int(numbers["step"])
+    aggregator.loss_scale, aggregator._held_scale = numbers["loss_scale"], numbers["state_scale"]
+
+
+def check_saved(saved: Any, spec: str) -> dict[str, float]:
+    """The numbers in what :func:`state_dict` gave, checked.
+
+    Raises:
+        ConfigurationError: it is of another policy than ``spec``, or not what that gives.
+    """
+    least = {"size": 1, "step": 0, "loss_scale": 0, "state_scale": 0}
+    if not isinstance(saved, Mapping):
+        raise ConfigurationError(f"a saved state is a dict, not of type {type(saved).__name__}")
+    if not saved:
+        raise ConfigurationError("the state is empty: state_dict(gather=True) is complete on rank 0 alone")
+    if missing := [key for key in ("policy", *least, "nodes", "state") if key not in saved]:
+        raise ConfigurationError(f"this is no state_dict() of a synchronizer or a hook: {', '.join(missing)} missing")
+    if saved["policy"] != spec:
+        raise ConfigurationError(f"the state is one of policy {saved['policy']!r}, this is {spec!r}")
+    numbers: dict[str, float] = {}
+    for key, limit in least.items():
+        value = saved[key]
+        fits = isinstance(value, int | float) and limit <= value < float("inf")
+        if not fits or (value == 0 and key.endswith("scale")) or (value % 1 and not key.endswith("scale")):
+            raise ConfigurationError(f"the state has {key}={value!r}, which cannot be")
+        numbers[key] = value
+    if not isinstance(saved["nodes"], list) or len(saved["nodes"]) not in (0, saved["size"]):
+        raise ConfigurationError(f"the state has nodes={saved['nodes']!r}, which is a list of one number per rank")
+    if not isinstance(saved.get("ranks", []), list | tuple):
+        raise ConfigurationError(f"the state has ranks of type {type(saved['ranks']).__name__}, which is a list")
+    return numbers

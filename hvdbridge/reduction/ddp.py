@@ -1,0 +1,459 @@
+"""Gradients from DistributedDataParallel.
+
+Rules:
+
+1. Where the policy is plain DDP's own mean, and nothing needs more, DDP's reducer aggregates by itself, and this module
+   only sees steps begin and end. Weights, ``join()`` and HVDBRIDGE_DEBUG need more: then DDP gets a communication hook.
+   A hook can be registered at any time, but not given back.
+2. The first gradients that a forward's backward makes decide, on all ranks alike: only then weights are set, and
+   nothing was copied into a bucket yet.
+3. As in DDP the forward decides whether its backward aggregates, and one backward follows it that does.
+4. DDP calls hooks strictly in bucket-index order, so they are handed on as they come.
+5. The first step is one bucket, or cut in registered order, and rebuilt after it: layouts are looked up by the
+   bucket's parameters.
+6. DDP's engine callback takes over what has arrived while the rest travels, so ours, which waits for all, follows it.
+   A failure leaves backward() through ours; DDP's futures get the buckets as they came then, for it would make another
+   error of them. Where DDP waits for traffic of its own, too, which ranks that failed never send, ours comes first.
+7. The driver is flushed with the last bucket: in the first step of a static graph DDP waits where it submits them.
+8. DDP copies a dense parameter into its bucket in the order of its memory (channels_last), and a policy reads by index:
+   such buckets are put in order and back, unless the policy treats every element alike.
+9. DDP without its source is its module alone: autograd's hooks are off, and no forward sends anything.
+10. Within ``join()`` forwards that accumulate or evaluate are the module's alone, as on MPI: ranks may make different
+   numbers of them. Buffers are sent by DDP's forward there, and by us elsewhere: DDP would send them in evaluating
+   forwards, too, where one rank alone would wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed.algorithms.join import Join
+from torch.nn import Parameter
+
+from hvdbridge.errors import Unsupported
+from hvdbridge.execution.scheduler import Traffic
+from hvdbridge.policy.base import Policy
+from hvdbridge.policy.bucket import Layout
+from hvdbridge.reduction.aggregator import Aggregator, Piece
+from hvdbridge.reduction.parameters import refuse_sparse
+from hvdbridge.reduction.source import Options, Source, at_end_of_backward, inside_backward, refuse_reentrant
+from hvdbridge.reduction.wrapper import Wrapper
+
+Watch = Callable[[str], AbstractContextManager[None]]
+JOIN = (
+    "torch.distributed.algorithms.Join: its shadows make DDP's collectives, where a policy has others. Use "
+    "sync.join(), or model.join() of hb.DistributedDataParallel; beside an optimizer whose state is sharded, give "
+    "ranks padding."
+)
+
+
+TORCHS: Any = torch.nn.parallel.DistributedDataParallel
+"""Scripts may put hb.DistributedDataParallel in its place."""
+
+
+class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel):
+    """DDP whose ``state_dict()`` has the bare module's keys; once closed, and in copies, it is its module alone.
+
+    Attributes:
+        source: is told of every forward whose backward the reducer will aggregate.
+    """
+
+    source: DdpSource | None = None
+    takes_plain_keys = False  # as elsewhere, where a synchronizer's model is the user's own
+
+    _closed = False
+    _watch: Watch
+
+    def __init__(self, module: torch.nn.Module, watch: Watch, **options: Any) -> None:
+        self.__dict__["_watch"] = watch
+        super().__init__(module, **options)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Send nothing any more: gradients stay local."""
+        self._closed = True
+        # A forward may have told the reducer to expect a backward
+        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._closed or self._sends_nothing():
+            return self.module(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _sends_nothing(self) -> bool:
+        """Within ``join()`` DDP counts all forwards: ranks would have to accumulate equal numbers (rule 10)."""
+        if self.source is None or not self.source.aggregator.joining:
+            return False
+        gradients = torch.is_grad_enabled()
+        if gradients and not self.require_backward_grad_sync:
+            self.source.check_forward(False)
+        return not (gradients and self.require_backward_grad_sync)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.source is not None and torch.is_grad_enabled():
+            self.source.check_forward(self.require_backward_grad_sync)
+            if self.require_backward_grad_sync and not self.source.aggregator.joining:
+                self.source.share_buffers()
+        with self._watch("what DDP itself sends before a forward (the order of buckets; buffers within join())"):
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _post_forward(self, output: Any) -> Any:
+        output = super()._post_forward(output)  # type: ignore[no-untyped-call]
+        if self.source is not None and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.source.after_forward(output)
+        return output
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        """Within ``join()``: of all types, where Gloo's broadcast takes some."""
+        if self.source is None:
+            super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
+        else:
+            self.source.root = authoritative_rank
+            self.source.await_buffers(self.source.send_buffers())
+            self.source.root = 0
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        buffers, self.broadcast_buffers = self.broadcast_buffers, False
+        super()._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
+        if buffers:
+            self._sync_module_buffers(self._authoritative_rank)
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """torch's, within our own ``join()``.
+
+        Raises:
+            Unsupported: another ``Join([...])``, whose shadows make DDP's collectives, and not those of a policy.
+        """
+        if self.source is None or not self.source.aggregator.joining:
+            raise Unsupported(JOIN)
+        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Refused: what aggregates here is a policy.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported(
+            "register_comm_hook on the model of a GradientSynchronizer, whose gradients its policy aggregates. Give it "
+            "policy=hb.from_comm_hook(state, hook)."
+        )
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        self.register_comm_hook(None, comm_hook_type)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's, without our hook, and closed: a copy belongs to no synchronizer."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        ours: dict[str, Any] = {"_comm_hooks": [], "source": None, "_closed": True}
+        return state | ours | {"_watch": nullcontext}
+
+
+@dataclass(frozen=True)
+class Strided:
+    """A parameter that lies in its bucket as in memory, and not by index."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def by_index(self, buffer: Tensor) -> None:
+        in_memory, by_index = self._views(buffer)
+        by_index.copy_(in_memory.clone())
+
+    def in_memory(self, buffer: Tensor) -> None:
+        in_memory, by_index = self._views(buffer)
+        in_memory.copy_(by_index.clone())
+
+    def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        piece = buffer[self.offset : self.offset + self.shape.numel()]
+        return piece.as_strided(self.shape, self.stride), piece.view(self.shape)
+
+
+class Layouts:
+    """The layouts of DDP's buckets, by their parameters."""
+
+    def __init__(self, names: Mapping[Tensor, str]) -> None:
+        self.names = names
+        self._known: dict[tuple[int, ...], tuple[Layout, list[Strided]]] = {}
+
+    def piece(
+        self, parameters: Sequence[Tensor], buffer: Tensor, future: torch.futures.Future[Tensor], policy: Policy
+    ) -> Piece:
+        """A bucket for ``policy``, whose update goes to ``future`` (rule 6)."""
+        key = tuple(map(id, parameters))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self.look(parameters)
+        layout, strided = known
+        return piece_of(layout, buffer, future, () if policy.plain_mean else strided)
+
+    def clear(self) -> None:
+        self._known.clear()
+
+    def look(self, parameters: Sequence[Tensor]) -> tuple[Layout, list[Strided]]:
+        """At a bucket that was not seen before."""
+        layout = Layout({self.names[p]: p.shape for p in parameters})
+        strided = [
+            Strided(layout.offsets[self.names[p]], p.shape, p.stride())
+            for p in parameters
+            if not p.is_contiguous() and torch.empty_like(p, device="meta").stride() == p.stride()  # i.e. it is dense
+        ]
+        return layout, strided
+
+
+def piece_of(
+    layout: Layout,
+    buffer: Tensor,
+    future: torch.futures.Future[Tensor],
+    strided: Sequence[Strided] = (),
+) -> Piece:
+    """DDP's bucket for an aggregator; ``future`` gets what DDP waits for."""
+    for each in strided:
+        each.by_index(buffer)
+
+    def deliver(update: Tensor | None) -> None:
+        if update is not None and strided:  # not in the update itself, which may be part of the policy's state
+            update = buffer.copy_(update)
+            for each in strided:
+                each.in_memory(buffer)
+        elif update is not None and update.storage_offset() != 0:
+            update = update.clone()  # DDP looks at the storage from its beginning
+        if not future.done():  # by an update, and then another piece of its flow failed
+            future.set_result(buffer if update is None else update)
+
+    return Piece(layout, buffer, deliver)
+
+
+def future_of(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """Of what becomes of ``buffer``."""
+    return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+
+
+class DdpSource(Source):
+    """Feeds an :class:`Aggregator` from a DDP module, or lets DDP's reducer do its work.
+
+    Args:
+        plain: DDP's reducer may aggregate by itself (rule 1).
+        own_group: a process group that was made for this model alone.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        params: Mapping[str, Parameter],
+        aggregator: Aggregator,
+        options: Options,
+        plain: bool,
+        own_group: Any = None,
+    ) -> None:
+        super().__init__(aggregator, {parameter: name for name, parameter in params.items()}, options)
+        self._own_group = own_group
+        self._model: DistributedDataParallel | None = model
+        self._layouts = Layouts(self.names)
+        self._outside = False  # the step that runs began outside of a backward, within join()
+        self._whole = False  # the step's last bucket came
+        self._dropped: list[Tensor] = []  # whose gradients hooks of the user dropped in this backward
+        self._backward = -1
+        self.unmarked = 0  # buckets of the first step, of which DDP marks none as the last (``_set_static_graph()``)
+        self._waiting: AbstractContextManager[None] | None = None
+        self._since = 0.0
+        self._plain = self._undecided = plain
+        self._seconds = 0.0
+        self._before = 0  # parameters that were touched before the step began
+        model.source = self
+        self._handles = [p.register_post_accumulate_grad_hook(self._gradient) for p in self.names]
+        if plain:
+            aggregator.traffic_elsewhere = self._ddp_traffic
+        else:
+            self._register()
+
+    def _register(self) -> None:
+        """From now on buckets come through a hook."""
+        assert self._model is not None
+
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with its own types
+            return self._bucket(bucket)
+
+        self._plain = self._undecided = False
+        self.aggregator.traffic_elsewhere = None
+        TORCHS.register_comm_hook(self._model, None, hook)  # a subclass has its own
+
+    def after_forward(self, output: Any) -> None:
+        """A forward has told the reducer to aggregate in the backward that follows."""
+        if self.find_unused:
+            self.outputs(output)
+        self.expected = True
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.stop()
+        # DDP cannot give a hook back, and its reducer, unseen by the garbage collector, holds the hook and so this.
+        if self._model is not None:
+            if self._plain:
+                self.aggregator.last_traffic, self.aggregator.traffic_elsewhere = self._ddp_traffic(), None
+            self._model.source = None
+            self._model.close()
+        self._model = None
+        if self._waiting is not None:
+            self._waiting.__exit__(None, None, None)
+        self.names.clear()
+        self._layouts.clear()
+        self.touched.clear()
+        if self._own_group is not None:
+            dist.destroy_process_group(self._own_group)
+            self._own_group = None
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        assert self._model is not None, "hooks are on"
+        if self._plain:
+            self._register()  # a rank that is through weighs nothing
+        model: Any = self._model
+        model.broadcast_buffers = bool(self._buffers)
+        try:
+            with Join([model]):  # DDP shadows its own traffic and calls our hook with zeros
+                yield
+                self.aggregator.catch_up()
+                self.aggregator.joined = True
+        finally:
+            model.broadcast_buffers = False
+        self._end_outside()
+
+    # -- A step ----------------------------------------------------------------------------------------------------
+
+    def _gradient(self, parameter: Tensor) -> None:
+        """A parameter's gradient is there, and comes to DDP's reducer next."""
+        self.touched.append(parameter)
+        if self.expected:
+            self._begin_step()
+            self._before -= 1
+        elif not self.running:
+            return
+        elif torch._C._current_graph_task_id() != self._backward:
+            refuse_reentrant()
+            raise self.left_open()
+        if self.steps == 0 or self.find_unused:
+            refuse_sparse(parameter.grad, self._where, self.names[parameter])
+        if self._static is not None and parameter not in self._static:
+            raise self.changed({parameter})
+
+    def _begin_step(self) -> None:
+        """Within backward, before its first gradient comes to DDP's reducer."""
+        self.expected = False
+        self._backward = torch._C._current_graph_task_id()
+        self._before = len(self.touched)
+        at_end_of_backward(self._end_of_backward)
+        self.begin()
+        if self._undecided:
+            self._undecided = False
+            self.aggregator.wait()  # for the weights
+            if self.aggregator.weights is not None or not self.aggregator.policy.plain_mean:
+                self._register()
+
+    def _bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """DDP's hook."""
+        if bucket.index() == 0:
+            self._first()
+        buffer = bucket.buffer()
+        future = future_of(buffer)
+        piece = self._layouts.piece(bucket.parameters(), buffer, future, self.aggregator.policy)
+        self.unmarked -= 1
+        self._whole = bucket.is_last() or self.unmarked == 0
+        self.aggregator.submit(piece, self._whole)
+        if self._whole:
+            self.aggregator.driver.flush()
+            if self._outside:
+                self.aggregator.end_ahead()
+        return future
+
+    def _first(self) -> None:
+        """A step's first bucket is here."""
+        if not inside_backward():
+            self._end_outside()
+            self._outside = True
+            self.begin()
+        elif not self.running:
+            self._begin_step()
+
+    def _end_outside(self) -> None:
+        """End a step of ``join()``, after whose buckets no backward ends."""
+        if self.running and self._outside:
+            self._finish()
+
+    def _end_of_backward(self) -> None:
+        """All gradients are there. DDP's own callback, which follows, takes over what has arrived, and waits."""
+        self._dropped = [p for p in self.touched[self._before :] if p.grad is None]
+        if self._whole and self.find_unused:
+            self._finish()
+            return
+        if self._plain:
+            self._wait_for_ddp()
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        try:
+            if self._waiting is not None:
+                self._ddp_is_through()
+            if not self._outside:
+                self.check_kept(self._dropped)
+                self._check_complete()
+                self.check_unchanged()
+            buffers = None if self.aggregator.joining else self.send_buffers()
+            self.aggregator.end()
+            self.await_buffers(buffers)
+        finally:
+            self._outside = self._whole = False
+            self.finished()
+
+    def _check_complete(self) -> None:
+        """
+        Raises:
+            StepError: DDP's reducer waits for gradients that this backward did not make.
+        """
+        if self.static_graph and (self._static is None or not self._whole):
+            self.check_static(set(self.touched[self._before :]))
+        if not self._whole:
+            raise self.incomplete(set(self.touched[self._before :]))
+
+    def _wait_for_ddp(self) -> None:
+        waiting = self.aggregator.communicator.watch("DDP's all-reduces of gradients")
+        waiting.__enter__()
+        self._waiting, self._since = waiting, time.perf_counter()
+
+    def _ddp_is_through(self) -> None:
+        """DDP's callback is over."""
+        waiting, self._waiting = self._waiting, None
+        assert self._model is not None
+        assert waiting is not None
+        waiting.__exit__(None, None, None)
+        try:
+            self._model.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return
+        self._whole = True
+        self._seconds = time.perf_counter() - self._since
+
+    def _ddp_traffic(self) -> Traffic:
+        """What DDP's own all-reduces of the last step sent; the seconds are those that backward waited for them."""
+        assert self._model is not None
+        assert self._model.logger is not None
+        if self.steps == 0:
+            return Traffic()
+        self._model.logger.set_runtime_stats_and_log()  # else it tells of rebuilt buckets one step later
+        data = self._model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        sizes = [int(size) for size in data.get("rebuilt_bucket_sizes", data["bucket_sizes"]).split(",")]
+        ranks = self.aggregator.communicator.size
+        return Traffic(len(sizes), sum(2 * size * (ranks - 1) // ranks for size in sizes), self._seconds)

@@ -1,0 +1,231 @@
+"""``hb.launch(func, np=2)``: call a function on several ranks of this host and return what each returned.
+
+It is what ``horovod.run`` is for scripts and notebooks. For several hosts, and for scripts, there are torchrun, mpiexec
+and horovodrun.
+
+Rules:
+
+1. Every rank is a process of its own, started like ``python -m hvdbridge.startup.launching``; ``func`` calls
+   ``hb.init()`` or ``hvd.init()`` itself.
+2. If a rank fails, the others are ended, and its error is raised here.
+3. Functions, arguments and results travel through files that only this user may read, pickled by cloudpickle if that
+   is installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hvdbridge.errors import ConfigurationError, RankFailed, Unsupported
+from hvdbridge.run import stand_in, stands_in
+from hvdbridge.startup import network
+
+GRACE_SECONDS = 5.0
+"""After the first failure the others have this time to find out by themselves."""
+
+STAND_IN = "HVDBRIDGE_INTERNAL_STAND_IN"
+"""Set for ranks of a script under ``hvdbridge.run``: their Horovod is ours, too."""
+
+LOCAL = ("localhost", "127.0.0.1")
+IGNORED = {
+    "start_timeout", "ssh_port", "ssh_identity_file", "disable_cache", "verbose", "mpi_args",
+    "network_interface", "network_interfaces",
+}  # fmt: skip
+"""Arguments of ``horovod.run`` that concern other hosts."""
+
+REFUSED = {
+    "min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit", "cooldown_range",
+    "host_discovery_script",
+}  # fmt: skip
+"""Those of its elastic mode, for which there are launchers."""
+
+
+def launch(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    *,
+    np: int | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    output_filename: str | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    executable: str | None = None,
+    env: Mapping[str, str] | None = None,
+    backend: str | None = None,
+    **others: Any,
+) -> list[Any]:
+    """``func(*args, **kwargs)`` on each of ``num_proc`` ranks; their results in rank order.
+
+    Takes the arguments of ``horovod.run``; those that concern ssh and network interfaces have no effect.
+
+    Args:
+        func, args, kwargs: they pickle (cloudpickle, if it is installed, takes functions of a notebook, too).
+        num_proc, np: how many ranks.
+        hosts, hostfile: this host alone.
+        output_filename: a directory; rank r then writes ``rank.r/stdout`` and ``rank.r/stderr`` in it.
+        use_gloo, use_mpi: the backend, as ``backend="torch"`` and ``"mpi"``.
+        executable: of Python.
+        env: variables for the ranks, beside this process's.
+        backend: as ``HVDBRIDGE_BACKEND``.
+
+    Raises:
+        ConfigurationError: a number of ranks, or an argument, that cannot be meant.
+        Unsupported: other hosts, or the elastic mode: these need a launcher.
+        RankFailed: a rank failed; the message has its traceback.
+    """
+    size = num_proc if np is None else np
+    if not isinstance(size, int) or size < 1:
+        raise ConfigurationError(f"hb.launch: num_proc={size!r} must be a number of ranks from 1")
+    strange = sorted(set(others) - IGNORED - REFUSED)
+    if strange:
+        raise TypeError(f"launch() got unexpected arguments: {', '.join(strange)}")
+    asked = [name for name in sorted(REFUSED & set(others)) if others[name] is not None]
+    if asked:
+        raise Unsupported(f"hb.launch({', '.join(asked)}=...): elastic jobs need torchrun or horovodrun")
+    heedless = [name for name in sorted(IGNORED & set(others)) if others[name] is not None]
+    if heedless:
+        warnings.warn(f"hb.launch: without effect on one host: {', '.join(heedless)}", stacklevel=2)
+    _check_hosts(hosts, hostfile, size)
+    chosen = backend or ("mpi" if use_mpi else "torch" if use_gloo else None)
+    with tempfile.TemporaryDirectory(prefix="hvdbridge-launch-") as folder:
+        task = Path(folder)
+        (task / "task").write_bytes(_pack((func, tuple(args), dict(kwargs or {}))))
+        environment = {**os.environ, **(env or {}), **({"HVDBRIDGE_BACKEND": chosen} if chosen else {})}
+        _run_ranks(task, size, environment, executable or sys.executable, output_filename)
+        return [pickle.loads((task / f"result.{rank}").read_bytes()) for rank in range(size)]
+
+
+def _run_ranks(task: Path, size: int, environment: dict[str, str], executable: str, output: str | None) -> None:
+    for name in [n for n in environment if n.startswith(("TORCHELASTIC_", "OMPI_COMM_", "PMI_", "HOROVOD_"))]:
+        del environment[name]  # of a launcher around this process
+    main = sys.modules["__main__"]
+    origin = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(network.free_port()), "WORLD_SIZE": str(size)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    ranks = []
+    try:
+        for rank in range(size):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+            place |= {STAND_IN: "1"} if stands_in() else {}
+            streams = _streams(output, rank)
+            command = [executable, "-m", "hvdbridge.startup.launching", str(task), str(rank), origin or "", sys.argv[0]]
+            ranks.append(subprocess.Popen(command, env={**environment, **place}, **streams))
+            for stream in streams.values():
+                stream.close()
+        failed = _wait(ranks)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if failed is not None:
+        _raise(task, ranks, failed)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """The rank that failed first, if one did; then the others were given their time."""
+    failed: int | None = None
+    deadline = float("inf")
+    while time.monotonic() < deadline:
+        states = [process.poll() for process in ranks]
+        bad = [rank for rank, state in enumerate(states) if state]
+        if bad and failed is None:
+            failed, deadline = bad[0], time.monotonic() + GRACE_SECONDS
+        if None not in states:
+            break
+        time.sleep(0.02)
+    return failed
+
+
+def _raise(task: Path, ranks: Sequence[subprocess.Popen[bytes]], failed: int) -> None:
+    errors = {rank: task / f"error.{rank}" for rank in range(len(ranks))}
+    named = [rank for rank in errors if errors[rank].exists()]
+    # The first error is the cause, whichever process ended first.
+    first = min(named, key=lambda rank: errors[rank].stat().st_mtime_ns) if named else failed
+    status = ranks[first].returncode
+    how = f"was ended by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
+    text = errors[first].read_text() if first in named else ""
+    raise RankFailed(f"hb.launch: rank {first} of {len(ranks)} {how}\n{text}".rstrip())
+
+
+def _streams(output: str | None, rank: int) -> dict[str, Any]:
+    if output is None:
+        return {}
+    folder = Path(output) / f"rank.{rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return {name: open(folder / name, "wb") for name in ("stdout", "stderr")}
+
+
+def _check_hosts(hosts: str | None, hostfile: str | None, size: int) -> None:
+    if hostfile is not None:
+        lines = [line.split("#")[0].split() for line in Path(hostfile).read_text().splitlines()]
+        hosts = ",".join(
+            ":".join([words[0], *(w[6:] for w in words[1:] if w.startswith("slots="))]) for words in lines if words
+        )
+    if hosts is None:
+        return
+    slots = 0
+    for host in hosts.split(","):
+        name, _, number = host.partition(":")
+        if name not in (*LOCAL, socket.gethostname()):
+            raise Unsupported(
+                f"hb.launch starts ranks on this host, not on {name!r}: use torchrun, mpiexec or horovodrun"
+            )
+        slots += int(number or 1)
+    if slots < size:
+        raise ConfigurationError(f"hb.launch: {size} ranks do not fit into hosts={hosts!r}")
+
+
+def _pack(value: Any) -> bytes:
+    pickler: Any = importlib.import_module("cloudpickle") if find_spec("cloudpickle") else pickle
+    try:
+        return bytes(pickler.dumps(value))
+    except Exception as cause:
+        remedy = "" if pickler is not pickle else " Run: pip install cloudpickle, or define it at a module's top level."
+        raise ConfigurationError(
+            f"hb.launch: cannot pickle the function, its arguments or its result: {cause}.{remedy}"
+        ) from cause
+
+
+def _rank(task: Path, rank: int, origin: str, program: str) -> None:
+    """The process of one rank."""
+    sys.argv[:] = [program]
+    if os.environ.pop(STAND_IN, None):
+        stand_in()
+    try:
+        if origin and not find_spec("cloudpickle"):  # what the launching script defines is found in it by name
+            from multiprocessing import spawn
+
+            spawn._fixup_main_from_path(origin)  # type: ignore[attr-defined]
+        func, args, kwargs = pickle.loads((task / "task").read_bytes())
+        result = _pack(func(*args, **kwargs))
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and not error.code):
+            with suppress(OSError):
+                (task / f"error.{rank}").write_text(traceback.format_exc())
+        raise
+    partial = task / f"result.{rank}.partial"
+    partial.write_bytes(result)
+    partial.rename(task / f"result.{rank}")
+
+
+if __name__ == "__main__":
+    _rank(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

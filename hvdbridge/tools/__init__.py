@@ -1,0 +1,43 @@
+"""The ``hvdbridge`` command. Each subcommand is a module, imported only when it is asked for.
+
+A subcommand's module has ``add_arguments(parser)`` and ``run(arguments) -> int`` (the exit status).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from hvdbridge.errors import HvdbridgeError
+
+# name -> (module, one line of help)
+COMMANDS = {
+    "bench": ("hvdbridge.tools.bench.command", "measure policies against the native way, under any launcher"),
+    "doctor": ("hvdbridge.tools.doctor", "what is installed, and what each launcher and backend would do here"),
+    "install-horovod": ("hvdbridge.tools.install_horovod", "build Horovod against the torch that is installed"),
+    "plan": ("hvdbridge.tools.plan", "predict step times at any number of ranks, and recommend a policy"),
+    "run": ("hvdbridge.tools.run_script", "run an unmodified Horovod script, without Horovod"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit status.
+
+    An error that hvdbridge raises on purpose is one message on stderr and status 2.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    about = "One training script, any backend, any launcher."
+    parser = argparse.ArgumentParser(prog="hvdbridge", description=about)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=f"{name}: {summary}.")
+        if name in words[:1]:
+            import_module(module).add_arguments(command)
+    arguments = parser.parse_args(words)
+    try:
+        return int(import_module(COMMANDS[arguments.command][0]).run(arguments))
+    except HvdbridgeError as error:
+        print(f"hvdbridge {arguments.command}: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,185 @@
+"""What was measured or predicted, as tables, JSON and plots."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hvdbridge.errors import BackendUnavailable, ConfigurationError
+from hvdbridge.tools.bench.measure import Row
+from hvdbridge.tools.bench.predict import Prediction
+from hvdbridge.tools.bench.transport import Network
+
+
+def measured(rows: Sequence[Row]) -> Table:
+    """The table of ``hvdbridge bench``; milliseconds are medians."""
+    names = (
+        "backend model policy step compute compress communicate exposed bucket MB/step MB/s /native quartiles /limit"
+    )
+    jobs = dict.fromkeys(f"{row.ranks} ranks by {row.launcher}, native: {row.against}" for row in rows)
+    table = Table(*names.split(), title=escape(f"milliseconds per step ({'; '.join(jobs)})"))
+    for row in rows:
+        quotient = ("–", "–")
+        if row.ratio is not None:
+            low, middle, high = row.ratio
+            quotient = (f"{middle:.3f}", f"{low:.2f} .. {high:.2f}")
+        own = ("–", "–") if row.enqueued else (f"{1e3 * row.compression:.1f}", f"{1e3 * row.communication:.1f}")
+        rate = "–" if row.enqueued else _mega(row.bandwidth)
+        table.add_row(
+            row.backend, escape(row.model), escape(row.policy), f"{1e3 * row.step:.1f}", f"{1e3 * row.compute:.1f}",
+            *own, f"{1e3 * row.exposed:.1f}", f"{row.bucket_mb:g}", _mega(row.bytes_sent), rate, *quotient,
+            f"{row.limit:.2f}",
+        )  # fmt: skip
+    if any(row.enqueued for row in rows):
+        table.caption = "–: work on a GPU is only enqueued, so the host cannot time it"
+    return table
+
+
+def _mega(amount: float) -> str:
+    """In millions, to three digits or more.
+
+    >>> [_mega(amount) for amount in (0, 1234, 5_033_000, 437_930_000)]
+    ['0', '0.00123', '5.03', '437.93']
+    """
+    return f"{amount / 1e6:.2f}" if amount >= 1e6 else f"{amount / 1e6:.3g}"
+
+
+def predicted(found: Sequence[Prediction]) -> Table:
+    """The table of ``hvdbridge plan``: a line per policy, a column per number of ranks, milliseconds and megabytes."""
+    sizes = sorted({one.ranks for one in found})
+    title = "predicted milliseconds per step (megabytes sent per rank)"
+    table = Table("policy", *(f"{n:,} ranks" for n in sizes), title=title)
+    for policy in dict.fromkeys(one.policy for one in found):
+        at = {one.ranks: one for one in found if one.policy == policy}
+        cells = [f"{1e3 * at[n].step:.1f} ({at[n].bytes_sent / 1e6:.1f})" if n in at else "–" for n in sizes]
+        table.add_row(escape(policy), *cells)
+    return table
+
+
+def compared(rows: Sequence[tuple[Prediction, float]]) -> Table:
+    """Predictions beside the seconds that a step took."""
+    table = Table("policy", "ranks", "predicted", "measured", "ratio", title="milliseconds per step")
+    for one, step in rows:
+        times = (f"{1e3 * one.step:.1f}", f"{1e3 * step:.1f}")
+        table.add_row(escape(one.policy), f"{one.ranks:,}", *times, f"{one.step / step:.2f}")
+    return table
+
+
+def show(table: Table) -> None:
+    """Print it whole: where the terminal is narrower its lines wrap, but no figure is cut."""
+    wide = Console(width=1000)
+    Console(width=max(Console().width, wide.measure(table).maximum)).print(table)
+
+
+def save(path: Path, network: Network, rows: Sequence[Row | Prediction], **more: Any) -> None:
+    """All figures, in seconds and bytes, as JSON; a file that is there is replaced at once or not at all."""
+    figures = [asdict(row) | ({"bandwidth": row.bandwidth} if isinstance(row, Row) else {}) for row in rows]
+    content = {**more, "network": network.to_dict(), "rows": figures}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1) + "\n"
+    if path.exists() and not path.is_file():  # /dev/stdout, a pipe whose own name leads nowhere
+        path.write_text(text)
+        return
+    path = path.resolve()
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def plot_measured(path: Path, rows: Sequence[Row]) -> None:
+    """Stacked bars: compute, compression, what is exposed; beside each the native step as a line."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.35 * len(rows)), layout="constrained")
+    labels = [f"{row.policy} · {row.model} · {row.backend}" for row in rows]
+    left = [0.0] * len(rows)
+    for part in ("compute", "compression", "exposed"):
+        # Of compression what a step shows: all where it shares backward's core
+        shown = [row.step - row.compute - row.exposed if part == "compression" else getattr(row, part) for row in rows]
+        values = [1e3 * max(0.0, seconds) for seconds in shown]
+        axes.barh(labels, values, left=left, label=part)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    native = [(1e3 * row.native, place) for place, row in enumerate(rows) if row.native is not None]
+    if native:
+        axes.plot(*zip(*native, strict=True), "k|", markersize=14, label="native step")
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds per step")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def plot_predicted(path: Path, found: Sequence[Prediction]) -> None:
+    """Step time over the number of ranks, a line per policy."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    for policy in dict.fromkeys(one.policy for one in found):
+        mine = [one for one in found if one.policy == policy]
+        axes.plot([one.ranks for one in mine], [1e3 * one.step for one in mine], marker=".", label=policy)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("milliseconds per step")
+    axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def recommend(found: Sequence[Prediction], ranks: int) -> str:
+    """The policy to take at ``ranks`` ranks, and why: the fastest, unless a simpler one is as fast within 5 %.
+
+    ``found`` is ordered from the simplest policy to the one that asks most of a training's recipe.
+    """
+    here = [one for one in found if one.ranks == ranks and math.isfinite(one.step)]
+    best = min(here, key=lambda one: one.step)
+    simplest = next(one for one in here if one.step <= 1.05 * best.step)
+    dense = here[0]
+    hidden = simplest.step <= 1.05 * simplest.compute
+    if hidden:
+        reason = "all it does hides behind backward"
+    else:
+        busy = simplest.step <= 1.05 * simplest.working
+        reason = f"{'cores are' if busy else 'the network is'} what the step waits for"
+    gain = dense.step / simplest.step
+    text = f"{ranks:,} ranks: {simplest.policy}: {1e3 * simplest.step:.1f} ms a step, {reason}"
+    if simplest is not dense:
+        text += f"; {gain:.1f} times as fast as {dense.policy}"
+    elif hidden:
+        text += "; nothing is gained by sending less"
+    return text + "."
+
+
+def check_plot(path: Path | None) -> None:
+    """Before anything is measured: whether it can be drawn.
+
+    Raises:
+        BackendUnavailable: matplotlib is not installed.
+        ConfigurationError: it does not write such files.
+    """
+    if path is None:
+        return
+    known = pyplot().figure().canvas.get_supported_filetypes()
+    pyplot().close()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ConfigurationError(f"--plot {path}: its name must end in one of .{', .'.join(sorted(known))}")
+
+
+def pyplot() -> Any:
+    """Raises BackendUnavailable: matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise BackendUnavailable("plots need matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

@@ -1,0 +1,231 @@
+"""``hvdbridge install-horovod``: builds the published Horovod against the torch that is installed.
+
+Rules that hold in this file:
+
+1. What is missing is named before anything starts, all of it at once, with the remedy.
+2. The environment changes once, at the end: the wheel first passes its smoke test from a directory beside it.
+   A build or a test that fails therefore leaves the environment as it was.
+3. A wheel enters the cache by one rename, under a lock, after its smoke test. One that fails it is dropped.
+4. A Horovod that works and that somebody else built is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from rich.console import Console
+
+from hvdbridge.config import Config
+from hvdbridge.errors import BackendUnavailable, HvdbridgeError
+from hvdbridge.tools import probe
+from hvdbridge.tools.horovod_build import RUN_NEEDS, Recipe, build, build_lacks, environment_lacks
+from hvdbridge.tools.process import before_pythonpath, call, pip
+
+VERSION = "0.28.1"
+SMOKE_SECONDS = 120
+SMOKE = """
+import torch, horovod.torch as hvd
+hvd.init()
+assert hvd.size() == {size}, f"expected {size} ranks, Horovod sees {{hvd.size()}}"
+assert hvd.gloo_built(), "built without Gloo"
+total = hvd.allreduce(torch.full((1000,), hvd.rank() + 1.0), op=hvd.Sum)
+assert total.eq(sum(range(1, {size} + 1))).all(), total
+hvd.shutdown()
+"""
+
+
+class SmokeTestFailed(HvdbridgeError):
+    """The wheel can be installed but does not work; the message has what its ranks printed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``hvdbridge install-horovod``."""
+    option = parser.add_argument
+    option("--with-nccl", action="store_true", help="GPU operations through the NCCL that torch uses")
+    option("--version", default=VERSION, help=f"Horovod's release (default, and the one tested: {VERSION})")
+    option("--rebuild", action="store_true", help="build even if a working Horovod or a wheel is there")
+    option("--cache", type=Path, metavar="DIR", help="keep built wheels here (default: HVDBRIDGE_CACHE)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check, build or take from the cache, test, install."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    torch = probe.torch()
+    if isinstance(torch, probe.Missing):
+        lack = f"torch, against which Horovod is built ({torch.why}). Run: pip install torch"
+        raise _missing([lack, *environment_lacks()])
+    recipe = Recipe.of(arguments.version, torch, with_nccl=arguments.with_nccl)
+    cache = (arguments.cache or Config.from_environment().cache).expanduser().absolute() / "horovod"
+    shelf = cache / recipe.key
+    with _locked(cache, recipe.key, console), _terminable():
+        if not arguments.rebuild and _nothing_to_do(shelf, console):
+            return 0
+        wheel = None if arguments.rebuild else _cached(shelf)
+        _demand(environment_lacks() + ([] if wheel else build_lacks(recipe, cache)))
+        if wheel is not None:
+            console.print(f"horovod {recipe.version}: wheel from {shelf}")
+            try:
+                _install(wheel, console)
+                return 0
+            except SmokeTestFailed as error:
+                console.print(f"The cached wheel does not work here and is dropped.\n{error}")
+                wheel.unlink()
+            _demand(build_lacks(recipe, cache))
+        with tempfile.TemporaryDirectory(prefix="hvdbridge-horovod-") as scratch:
+            built = build(recipe, Path(scratch), shelf / "build.log", console)
+            _install(built, console, keep=shelf)
+    return 0
+
+
+def _demand(lacks: Sequence[str]) -> None:
+    if lacks:
+        raise _missing(lacks)
+
+
+def _missing(lacks: Sequence[str]) -> BackendUnavailable:
+    return BackendUnavailable("\n  - ".join(["Horovod cannot be installed yet. Missing:", *lacks]))
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM (a batch system's time limit) unwinds like Ctrl-C, so that nothing temporary is left behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# -- what is there already -------------------------------------------------------------------------
+
+
+def _nothing_to_do(shelf: Path, console: Console) -> bool:
+    """Is a Horovod installed that works, and that is either a site's own or ours from the same recipe?"""
+    try:
+        installed = distribution("horovod")
+    except PackageNotFoundError:
+        return False
+    working = probe.horovod()
+    if isinstance(working, probe.Missing):
+        console.print(f"horovod {installed.version} does not work here ({working.why}); replacing it")
+        return False
+    # pip notes the file that a package came from (PEP 610); the shelf's name tells if we built it, and how.
+    url = json.loads(installed.read_text("direct_url.json") or "{}").get("url", "")
+    origin = Path(unquote(urlparse(url).path)).parent
+    if origin.name == shelf.name:
+        console.print(f"horovod {working}: already installed")
+    elif origin.parent.name == shelf.parent.name and "-torch" in origin.name:
+        console.print(f"horovod {working}: built with other options or for another torch; replacing it")
+        return False
+    else:
+        console.print(f"horovod {working}: not built by this command, used as it is (--rebuild replaces it)")
+    console.print(f"  {working.location}")
+    return True
+
+
+def _cached(shelf: Path) -> Path | None:
+    """The wheel on the shelf. A damaged one is removed."""
+    for wheel in shelf.glob("horovod-*.whl"):
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                damaged = archive.testzip() is not None
+        except zipfile.BadZipFile:
+            damaged = True
+        if not damaged:
+            return wheel
+        wheel.unlink()
+    return None
+
+
+@contextmanager
+def _locked(cache: Path, key: str, console: Console) -> Iterator[None]:
+    """One installation per recipe at a time; a second one waits, and then finds the first one's wheel."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = (cache / f"{key}.lock").open("w")
+    except OSError as error:
+        raise HvdbridgeError(
+            f"The cache {cache} cannot be written to ({error.strerror}). Name another: --cache DIR or HVDBRIDGE_CACHE"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            console.print("Another installation of the same wheel is running; waiting for it ...")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# -- the environment -------------------------------------------------------------------------------
+
+
+def _install(wheel: Path, console: Console, keep: Path | None = None) -> None:
+    """Test the wheel beside the environment, keep it on the shelf, then install it."""
+    with tempfile.TemporaryDirectory(prefix="hvdbridge-stage-") as directory:
+        console.print("  smoke test: 1 rank, then 2 under horovodrun")
+        dependencies = ["--no-deps"] if _run_needs_are_met() else []
+        call([*pip("install"), "--no-compile", *dependencies, "--target", f"{directory}/site", str(wheel)])
+        smoke_test(Path(directory))
+    if keep is not None:
+        wheel = _shelve(wheel, keep)
+    call([*pip("install"), *RUN_NEEDS])
+    call([*pip("install"), "--no-deps", "--force-reinstall", str(wheel)])
+    working = probe.horovod()
+    if isinstance(working, probe.Missing):
+        call([*pip("uninstall"), "-y", "horovod"])
+        raise HvdbridgeError(
+            f"Horovod passed its smoke test but cannot be imported from {sys.prefix} ({working.why}), and "
+            "was uninstalled again. Look for another package named horovod on sys.path or PYTHONPATH"
+        )
+    console.print(f"horovod {working}: installed\n  {working.location}")
+
+
+def _run_needs_are_met() -> bool:
+    """Then a cached wheel is installed without a registry, as on a compute node."""
+    try:
+        return all(distribution(re.split("[<>=]", need)[0]) for need in RUN_NEEDS)
+    except PackageNotFoundError:
+        return False
+
+
+def smoke_test(directory: Path) -> None:
+    """All-reduce at size 1, and at 2 ranks under horovodrun, with the Horovod in ``directory/site``.
+
+    Raises:
+        SmokeTestFailed: with what the ranks printed.
+    """
+    environment = {**probe.clean_environment(), "PYTHONPATH": before_pythonpath(directory / "site")}
+    launch = ["-m", "horovod.runner.launch", "--gloo", "-np", "2", "-H", "localhost:2", sys.executable]
+    for size, command in ((1, [sys.executable]), (2, [sys.executable, *launch])):
+        script = directory / f"smoke{size}.py"
+        script.write_text(SMOKE.format(size=size))
+        try:
+            call([*command, str(script)], environment, timeout=SMOKE_SECONDS)
+        except HvdbridgeError as error:
+            raise SmokeTestFailed(str(error)) from error
+
+
+def _shelve(wheel: Path, shelf: Path) -> Path:
+    """Put the wheel into the cache: copied, then renamed, so that nobody ever sees half of it."""
+    shelf.mkdir(parents=True, exist_ok=True)
+    partial = shelf / f".{wheel.name}.{os.getpid()}"
+    try:
+        shutil.copyfile(wheel, partial)
+        partial.replace(shelf / wheel.name)
+    finally:
+        partial.unlink(missing_ok=True)
+    return shelf / wheel.name

@@ -1,0 +1,359 @@
+"""Horovod's operations without gradients: each starts at once and has a handle.
+
+Operations without a name get running numbers per kind and process set.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdbridge.policy.buffer_pool import overlaps
+from hvdbridge.torch import arithmetic, basics
+from hvdbridge.torch.basics import _OPS, Adasum, Average, ReduceOp, Sum, _current, size
+from hvdbridge.torch.exceptions import internal_error
+from hvdbridge.torch.operations import Pending
+from hvdbridge.torch.process_sets import ProcessSet, global_process_set
+
+_handles: dict[int, Pending] = {}
+_numbers = count(1)
+
+
+def _handle(pending: Pending) -> int:
+    number = next(_numbers)
+    _handles[number] = pending
+    return number
+
+
+def poll(handle: Any) -> bool:
+    """Whether :func:`synchronize` would not block.
+
+    Raises:
+        ValueError: no such handle, or it was synchronized.
+    """
+    if handle not in _handles:
+        raise ValueError(f"Handle {handle} was not created or has been cleared.")
+    return _current().poll(_handles[handle])
+
+
+def synchronize(handle: Any) -> Any:
+    """Wait for an asynchronous operation; its result: a tensor, or a tuple of tensors (grouped, all-to-all).
+
+    A handle of :func:`sparse_allreduce_async` is called; an unknown one gives None.
+
+    Raises:
+        HorovodInternalError: the operation failed, here or on another rank.
+    """
+    if callable(handle):
+        return handle()
+    pending = _handles.pop(handle, None)
+    if pending is None:
+        return None
+    if basics._operations is None:
+        if pending.error or not pending.done.is_set():
+            raise internal_error(pending.error or f"{pending.request.title}: hvd.shutdown() was called before it ended")
+        return pending.result
+    return basics._operations.wait(pending)
+
+
+def join(device: int = -1) -> int:
+    """This rank has no more data: it takes part in the others' all-reduces, and in the steps of their
+    DistributedOptimizers, with zeros until all have joined.
+
+    Args:
+        device: not used; zeros are made where the others' tensors are.
+
+    Returns:
+        The rank that joined last.
+
+    Raises:
+        HorovodInternalError: an operation other than an all-reduce was started meanwhile, or a rank ended.
+    """
+    return _current().join()
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when all ranks of the set have come."""
+    operations = _current()
+    operations.wait(operations.submit("barrier", "barrier", None, [], process_set=_number(process_set)))
+
+
+def _number(process_set: ProcessSet) -> int:
+    number = process_set.process_set_id
+    if number is None:
+        raise ValueError(f"{process_set} does not exist, or has not been registered: use hvd.add_process_set()")
+    return number
+
+
+def _chosen(op: int | None, average: bool | None) -> ReduceOp:
+    """The reduction of a caller that may give either, or neither."""
+    if op is not None:
+        if average is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        if int(op) not in _OPS:
+            raise ValueError(f"op={op!r} is no reduction: use one of {', '.join(map(repr, _OPS.values()))}")
+        return _OPS[int(op)]
+    if average is None:
+        return Average
+    warnings.warn(
+        "Parameter `average` has been replaced with `op` and will be removed in v1.0", DeprecationWarning, stacklevel=3
+    )
+    return Average if average else Sum
+
+
+handle_average_backwards_compatibility = _chosen
+
+
+def _allreduce_async(
+    tensors: Sequence[Tensor], in_place: bool, grouped: bool, name: str | None, op: ReduceOp,
+    prescale_factor: float, postscale_factor: float, process_set: ProcessSet,
+) -> int:  # fmt: skip
+    _check_tensors(tensors, op.name)
+    if in_place:
+        _check_targets(tensors)
+    if op == Adasum:
+        if process_set.process_set_id != 0:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        if size() & (size() - 1):
+            raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported yet.")
+    label = "grouped_allreduce" if grouped else "allreduce"
+    return _handle(_current().submit(
+        "adasum" if op == Adasum else "allreduce", label, name, tensors, targets=tensors if in_place else None,
+        grouped=grouped, process_set=_number(process_set), op=op.name,
+        factors=(float(prescale_factor), float(postscale_factor)),
+    ))  # fmt: skip
+
+
+def _check_tensors(tensors: Sequence[Tensor], op: str = "") -> None:
+    if not tensors:
+        raise ValueError("a grouped operation needs at least one tensor")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"hvd's operations take tensors, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise ValueError(f"Tensor type {tensor.type()} is not supported: use sparse_allreduce_async, or to_dense()")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError("a lazily conjugated tensor has other bits than values: call .clone() first")
+        reason = arithmetic.refusal(tensor.dtype, op) if op else ""
+        if reason:
+            raise ValueError(reason)
+
+
+def _check_targets(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if overlaps(tensor):
+            raise ValueError(
+                f"a tensor that is expanded, or whose elements share memory, cannot be written in place: shape "
+                f"{list(tensor.shape)}, strides {list(tensor.stride())}"
+            )
+
+
+def allreduce_async(
+    tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> int:  # fmt: skip
+    """Start :func:`allreduce`; a handle for :func:`poll` and :func:`synchronize`. No gradient flows."""
+    chosen = _chosen(op, average)
+    return _allreduce_async([tensor], False, False, name, chosen, prescale_factor, postscale_factor, process_set)
+
+
+def allreduce_async_(
+    tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> int:  # fmt: skip
+    """Start :func:`allreduce_`; a handle for :func:`poll` and :func:`synchronize`."""
+    chosen = _chosen(op, average)
+    return _allreduce_async([tensor], True, False, name, chosen, prescale_factor, postscale_factor, process_set)
+
+
+def allreduce_(
+    tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Tensor:  # fmt: skip
+    """:func:`allreduce` in place; returns ``tensor``. No gradient flows."""
+    chosen = _chosen(op, average)
+    handle = _allreduce_async([tensor], True, False, name, chosen, prescale_factor, postscale_factor, process_set)
+    return synchronize(handle)  # type: ignore[no-any-return]
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> int:  # fmt: skip
+    """Start :func:`grouped_allreduce`; a handle whose result is a tuple."""
+    chosen = _chosen(op, average)
+    return _allreduce_async(tensors, False, True, name, chosen, prescale_factor, postscale_factor, process_set)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> int:  # fmt: skip
+    """Start :func:`grouped_allreduce_`; a handle whose result is a tuple."""
+    chosen = _chosen(op, average)
+    return _allreduce_async(tensors, True, True, name, chosen, prescale_factor, postscale_factor, process_set)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """:func:`grouped_allreduce` in place; returns the tensors. No gradient flows."""
+    chosen = _chosen(op, average)
+    handle = _allreduce_async(tensors, True, True, name, chosen, prescale_factor, postscale_factor, process_set)
+    return synchronize(handle)  # type: ignore[no-any-return]
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Start the sum or average of sparse (COO) tensors: indices and values are gathered.
+
+    Returns:
+        What gives the result when called: a sparse tensor, not coalesced.
+
+    Raises:
+        ValueError: an op other than Average and Sum.
+    """
+    chosen = _chosen(op, None)
+    if chosen not in (Average, Sum):
+        raise ValueError(f"sparse_allreduce_async takes Average and Sum, got {chosen!r}")
+    title = name or None
+    indices = allgather_async(tensor._indices().t().contiguous(), title and f"{title}.indices", process_set)
+    values = allgather_async(tensor._values(), title and f"{title}.values", process_set)
+    members = process_set.size()
+
+    def handle() -> Tensor:
+        total, where = synchronize(values), synchronize(indices)
+        if chosen == Average:
+            total = total / members
+        return torch.sparse_coo_tensor(where.t(), total, tensor.size(), check_invariants=False)
+
+    return handle
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Start :func:`allgather`; a handle for :func:`poll` and :func:`synchronize`. No gradient flows."""
+    _check_tensors([tensor])
+    return _handle(_current().submit("allgather", "allgather", name, [tensor], process_set=_number(process_set)))
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start :func:`grouped_allgather`; a handle whose result is a tuple."""
+    _check_tensors(tensors)
+    operations = _current()
+    number = _number(process_set)
+    return _handle(operations.submit("allgather", "grouped_allgather", name, tensors, grouped=True, process_set=number))
+
+
+def _broadcast_async(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool) -> int:
+    _check_tensors([tensor])
+    if in_place:
+        _check_targets([tensor])
+    operations, number = _current(), _number(process_set)
+    if root_rank not in operations.members(number):
+        raise ValueError(
+            f"broadcast received invalid root rank {root_rank} for provided process set {operations.members(number)}"
+        )
+    targets = [tensor] if in_place else None
+    return _handle(operations.submit(
+        "broadcast", "broadcast", name, [tensor], targets=targets, process_set=number, root=int(root_rank)
+    ))  # fmt: skip
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start :func:`broadcast`; a handle for :func:`poll` and :func:`synchronize`. No gradient flows."""
+    return _broadcast_async(tensor, root_rank, name, process_set, in_place=False)
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start :func:`broadcast_`; a handle for :func:`poll` and :func:`synchronize`."""
+    return _broadcast_async(tensor, root_rank, name, process_set, in_place=True)
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """:func:`broadcast` in place; returns ``tensor``. No gradient flows."""
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))  # type: ignore[no-any-return]
+
+
+def alltoall_async(
+    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start :func:`alltoall`; a handle whose result is ``(tensor, received_splits)``, with and without splits."""
+    _check_tensors([tensor])
+    operations, number = _current(), _number(process_set)
+    counts = _splits(tensor, splits, len(operations.members(number)))
+    return _handle(operations.submit(
+        "alltoall", "alltoall", name, [tensor], grouped=True, process_set=number, splits=counts
+    ))  # fmt: skip
+
+
+def _splits(tensor: Tensor, splits: Any, members: int) -> tuple[int, ...]:
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if splits is None or (hasattr(splits, "__len__") and len(splits) == 0):
+        if rows % members:
+            raise ValueError(
+                "splits not provided, but first dimension of tensor is not an even multiple of the number of workers: "
+                f"{rows} rows, {members} ranks"
+            )
+        return (rows // members,) * members
+    given = splits if isinstance(splits, Tensor) else torch.tensor(splits, dtype=torch.int32, device="cpu")
+    if given.dim() > 1:
+        raise ValueError("alltoall expects a 1D splits tensor")
+    if given.dtype != torch.int32:
+        raise ValueError(f"alltoall expects splits to contain 32-bit integer elements, got {given.dtype}")
+    counts = tuple(int(each) for each in given.tolist())
+    if len(counts) != members:
+        raise ValueError(f"Number of entries in splits does not equal number of workers: {len(counts)}, {members}")
+    if min(counts) < 0:
+        raise ValueError(f"splits must not be negative, got {list(counts)}")
+    if sum(counts) > rows:
+        raise ValueError(
+            f"Sum of splits entries is greater than the first dimension of tensor: {sum(counts)}, {rows} rows"
+        )
+    return counts
+
+
+def _reducescatter_async(
+    tensors: Sequence[Tensor], grouped: bool, name: str | None, op: int, process_set: ProcessSet,
+    prescale_factor: float, postscale_factor: float,
+) -> int:  # fmt: skip
+    chosen = _chosen(op, None)
+    if chosen not in (Average, Sum):
+        raise internal_error(f"Reducescatter currently only supports AVERAGE and SUM, got {chosen!r}")
+    _check_tensors(tensors, chosen.name)
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError("Reducescatter does not support scalar inputs")
+    return _handle(_current().submit(
+        "reducescatter", "grouped_reducescatter" if grouped else "reducescatter", name, tensors, grouped=grouped,
+        process_set=_number(process_set), op=chosen.name, factors=(float(prescale_factor), float(postscale_factor)),
+    ))  # fmt: skip
+
+
+def reducescatter_async(
+    tensor: Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> int:  # fmt: skip
+    """Start :func:`reducescatter`; a handle for :func:`poll` and :func:`synchronize`. No gradient flows."""
+    return _reducescatter_async([tensor], False, name, op, process_set, prescale_factor, postscale_factor)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor], name: str | None = None, op: int = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> int:  # fmt: skip
+    """Start :func:`grouped_reducescatter`; a handle whose result is a tuple."""
+    return _reducescatter_async(tensors, True, name, op, process_set, prescale_factor, postscale_factor)

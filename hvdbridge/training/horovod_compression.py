@@ -1,0 +1,174 @@
+"""Horovod's compressions as policies, and policies as such compressions.
+
+Rules:
+
+1. A compression is any class, or object, with ``compress(tensor) -> (tensor, context)`` and
+   ``decompress(tensor, context) -> tensor``. Horovod compresses each parameter's gradient, sums what comes out, divides
+   the sum by the number of ranks and decompresses that: this order is kept, because in half types its bits differ
+   from those of scaling first.
+2. The other way round only policies fit that ask for one all-reduce and keep no state: Horovod's user makes that
+   all-reduce, between ``compress`` and ``decompress``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdbridge.errors import ConfigurationError, Unsupported
+from hvdbridge.policies import from_spec, label
+from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, State
+from hvdbridge.policy.bucket import Bucket, Layout, number_blocks
+from hvdbridge.policy.collectives import AllReduce, Collective
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HorovodCompression(Policy):
+    """See :func:`from_horovod_compression`."""
+
+    compression: Any
+
+    unequal_weights = True
+    rehearses = False  # a foreign object may remember
+
+    def __post_init__(self) -> None:
+        missing = [name for name in ("compress", "decompress") if not callable(getattr(self.compression, name, None))]
+        if missing:
+            raise ConfigurationError(
+                f"{self.compression!r} is no compression: it has no {' and no '.join(missing)}. It needs "
+                "compress(tensor) -> (tensor, context) and decompress(tensor, context) -> tensor"
+            )
+
+    def __repr__(self) -> str:
+        kind = self.compression if isinstance(self.compression, type) else type(self.compression)
+        return f"from_horovod_compression({kind.__qualname__})"
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        equal = bucket.weights is None or len(set(bucket.weights)) == 1
+        factor = float(bucket.size) if bucket.scaled else 1.0 if equal else bucket.size * bucket.factor
+        if factor == 0.0:
+            bucket.buffer.zero_()  # never a product: NaN * 0 is NaN
+        elif factor != 1.0:
+            bucket.buffer.mul_(factor)
+        pieces = [self.compression.compress(gradient) for gradient in bucket.grads.values()]
+        parts = [compressed for compressed, _ in pieces]
+        totals: list[Tensor] = [torch.empty(0, device="cpu")] * len(parts)
+        for dtype in dict.fromkeys(part.dtype for part in parts):  # one message per type
+            mine = [i for i, part in enumerate(parts) if part.dtype == dtype]
+            total = yield AllReduce(torch.cat([parts[i].reshape(-1) for i in mine]))
+            total = total.div_(bucket.size) if dtype.is_floating_point else total // bucket.size
+            for i, piece in zip(mine, total.split([parts[i].numel() for i in mine]), strict=True):
+                totals[i] = piece.view(parts[i].shape)
+        update = bucket.buffer.new_empty(bucket.layout.numel)
+        at = 0
+        for total, (_, context), (name, gradient) in zip(totals, pieces, bucket.grads.items(), strict=True):
+            answer = self.compression.decompress(total, context)
+            if answer.numel() != gradient.numel():
+                raise Unsupported(
+                    f"rank {bucket.rank}: {self!r} decompressed {name!r} to {list(answer.shape)}, expected "
+                    f"{list(gradient.shape)}. What it sends must have a shape that is the same on all ranks."
+                )
+            update[at : at + gradient.numel()] = answer.reshape(-1)
+            at += gradient.numel()
+        return Aggregated(update)
+
+
+def from_horovod_compression(compression: Any) -> Policy:
+    """A policy of any ``hvd.Compression``-like class: compress, sum over ranks, divide by their number, decompress.
+
+    Raises:
+        ConfigurationError: it lacks ``compress`` or ``decompress``.
+
+    >>> class Half:
+    ...     @staticmethod
+    ...     def compress(tensor):
+    ...         return tensor.half(), tensor.dtype
+    ...     @staticmethod
+    ...     def decompress(tensor, dtype):
+    ...         return tensor.to(dtype)
+    >>> from hvdbridge.execution.simulation import simulate
+    >>> simulate(from_horovod_compression(Half), [{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}])[0]
+    {'w': tensor([1.5000])}
+    """
+    return HorovodCompression(compression)
+
+
+class PolicyCompression:
+    """See :func:`to_horovod_compression`."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def __repr__(self) -> str:
+        return f"to_horovod_compression({label(self.policy)!r})"
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """What the policy would all-reduce of this gradient, as if there were one rank, and the flow that waits."""
+        layout = Layout({"tensor": tensor.shape})
+        flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+        blocks = number_blocks({"tensor": tensor.shape})
+        flow = self.policy.aggregate(Bucket(flat, layout, blocks=blocks), self.policy.init({"tensor": tensor}))
+        try:
+            request = next(flow)
+        except StopIteration:
+            raise self._refused("it asks for nothing") from None
+        if isinstance(request, Early):
+            raise self._refused("it hands its update out before it has asked for anything")
+        if not isinstance(request, AllReduce) or request.op != "sum" or request.group != "world":
+            raise self._refused(f"it asks for {request.signature()}")
+        return request.tensor, (flow, tensor.shape, tensor.dtype)
+
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        """The policy's update from the average of what :meth:`compress` gave."""
+        flow, shape, dtype = context
+        request = _resume(flow, tensor)
+        if isinstance(request, Collective):
+            raise self._refused(f"it asks for {request.signature()} in a second round")
+        update: Tensor = request.update
+        return update.view(shape).to(dtype)
+
+    def _refused(self, why: str) -> Unsupported:
+        return Unsupported(
+            f"{label(self.policy)} cannot be a Horovod compression: between compress and decompress stands one "
+            f"all-reduce of sums, and {why}. Use DistributedOptimizer(policy=...) or GradientSynchronizer."
+        )
+
+
+def _resume(flow: Generator[Collective, Tensor, Aggregated], tensor: Tensor) -> Any:
+    try:
+        return flow.send(tensor)
+    except StopIteration as end:
+        return end.value
+
+
+def to_horovod_compression(policy: str | Policy) -> PolicyCompression:
+    """A compression for ``hvd.DistributedOptimizer(compression=...)`` and ``hvd.allreduce(compression=...)`` with
+    ``op=hvd.Average``.
+
+    Raises:
+        Unsupported: the policy keeps state, needs all gradients of a step at once, or asks for something else than
+            one all-reduce.
+        SpecError: the policy does not parse.
+
+    >>> half = to_horovod_compression("mean")
+    >>> sent, context = half.compress(torch.tensor([1.0, 2.0]))
+    >>> half.decompress(sent, context)
+    tensor([1., 2.])
+    """
+    made = PolicyCompression(from_spec(policy))
+    probe = {"tensor": torch.zeros(8, device="cpu")}
+    if made.policy.scope != "bucket":
+        raise made._refused("it needs all gradients of a step at once")
+    if _has_leaves(made.policy.init(probe)):
+        raise made._refused("it keeps state between steps")
+    sent, context = made.compress(probe["tensor"])
+    made.decompress(sent, context)
+    return made
+
+
+def _has_leaves(state: Any) -> bool:
+    return any(_has_leaves(child) if hasattr(child, "items") else True for child in state.values())

@@ -1,0 +1,36 @@
+"""``bucket_mb="auto"``: what is chosen from measured times; the measuring itself runs in the launch tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvdbridge.errors import Unsupported
+from hvdbridge.policies import from_spec
+from hvdbridge.reduction.bucket_size import SIZES_MB, choose, fastest_bucket_mb
+from hvdbridge.torch.compression import Compression
+from hvdbridge.training.horovod_compression import from_horovod_compression
+
+
+class OneRank:
+    size = 1
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [
+    ((1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 25.0),
+    ((1.0, 1.0, 1.02, 1.04, 1.2, 1.0), 10.0),
+    ((1.0, 1.06, 1.06, 1.06, 1.06, 1.06), 1.0),
+    ((2.0, 2.0, 2.0, 2.0, 1.1, 1.0), 50.0),
+])  # fmt: skip
+def test_of_sizes_that_end_alike_it_is_the_largest_up_to_ddps(seconds: tuple[float, ...], expected: float) -> None:
+    assert choose(dict(zip(SIZES_MB, seconds, strict=True))) == expected
+
+
+def test_alone_it_is_the_policys() -> None:
+    assert fastest_bucket_mb(from_spec("int8"), {}, OneRank(), OneRank(), None) == 10.0  # type: ignore[arg-type]
+
+
+def test_what_remembers_is_not_timed() -> None:
+    policy = from_horovod_compression(Compression.fp16)
+    with pytest.raises(Unsupported, match="bucket_mb='auto' cannot time"):
+        fastest_bucket_mb(policy, {"w": torch.zeros(4)}, OneRank(), OneRank(), None)  # type: ignore[arg-type]

@@ -1,0 +1,37 @@
+"""What the first edition's users imported still works, and says what to import instead."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+import hvdbridge
+from hvdbridge.deprecated import MOVED
+
+IMPORTABLE = [old for old, new in MOVED.items() if not new.startswith(("backends.mpi", "backends.horovod"))]
+"""To import the others starts a library."""
+
+
+@pytest.mark.parametrize("old", IMPORTABLE)
+def test_an_old_module_is_the_new_one(old: str) -> None:
+    new = importlib.import_module(f"hvdbridge.{MOVED[old]}")
+    sys.modules.pop(f"hvdbridge.{old}", None)
+    with pytest.warns(DeprecationWarning, match=rf"hvdbridge\.{old} is {new.__name__} now") as caught:
+        stand_in = importlib.import_module(f"hvdbridge.{old}")
+    assert caught[-1].filename == importlib.__file__  # whoever imports, and not our own file
+    public = [name for name in vars(new) if not name.startswith("_")]
+    assert all(getattr(stand_in, name) is getattr(new, name) for name in public)
+
+
+def test_classes_are_the_same() -> None:
+    sys.modules.pop("hvdbridge.bucket", None)
+    with pytest.warns(DeprecationWarning, match="policy.bucket"):
+        from hvdbridge.bucket import Bucket
+    assert Bucket is hvdbridge.Bucket
+
+
+def test_what_never_was_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("hvdbridge.nowhere")
