@@ -1,5 +1,4 @@
-"""Flows that a driver was given: while they wait, while they are under way, and a thread that waits for their
-operations."""
+"""Flows that were submitted to a scheduler, their progress, and the thread that waits for their operations."""
 
 from __future__ import annotations
 
@@ -25,61 +24,56 @@ STARTS = itertools.count()
 
 
 @dataclass(eq=False)
-class Pending(Generic[T]):
-    """A flow that was submitted.
+class Submission(Generic[T]):
+    """A flow for a scheduler.
 
     Attributes:
-        then: called with the result, in the driver's order; what it raises is the driver's failure.
-        overlaps: other flows may be under way meanwhile; else it stands alone.
-        rounds: how many collectives the flow asks for at most, where that is known and no other flow changes it
-            (``Policy.rounds``): then it runs ahead of its turns.
-        at_once: it holds about as much memory as its bucket while it is under way, so at most so many such flows are
-            at once; None: any number.
-        turns: that it takes as it begins, in rounds with all that are under way.
-        brief: one collective, next to nothing to compute before and after it, and nothing shared: it may start in the
-            thread that submits it, and end in any.
-        awaited: no other is submitted before who submits it waits for its end.
-        settled: called once when :meth:`wait` would not block any more, after a failure too.
+        flow: yields collectives, is sent their answers, and returns the result.
+        communicator: executes the collectives.
+        rounds: the most collectives that the flow asks for, where it shares no state with other flows
+            (:attr:`Policy.rounds <hvdbridge.Policy.rounds>`). None: no other flow is in flight meanwhile.
+        inline: the flow is one collective in the memory of its bucket, with next to no computation. It may start in the
+            submitting thread, and any number of such flows may be in flight.
+        awaited: the submitting thread waits for the flow before it submits another one.
+        then: called with the result, in the scheduler's order. What it raises is the scheduler's failure.
+        settled: called once, when :meth:`wait` would no longer block, after a failure, too.
+        result: what the flow returned.
+        error: why it did not return.
+        done: one of the two is known.
     """
 
     flow: Task[T]
     communicator: Communicator
-    overlaps: bool = False
     rounds: int | None = None
-    at_once: int | None = None
-    turns: int = 1
-    brief: bool = False
+    inline: bool = False
     awaited: bool = False
     then: Callable[[T], None] | None = None
-    settled: Callable[[Pending[T]], None] | None = None
+    settled: Callable[[Submission[T]], None] | None = None
     result: T | None = None
     error: BaseException | None = None
-    since: float = 0.0  # when its flow last went on
-    asked: int = 0  # collectives, so far
-    grouped: bool = False  # the last one is that of a group
-    ending: bool = False  # it will start no more operations
     done: bool = False
+    asked: int = 0  # collectives, so far
+    since: float = 0.0  # when the flow last went on
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _bell: threading.Lock = field(default_factory=threading.Lock)  # free when it is done; an Event is ten calls more
+    _pending: threading.Lock = field(default_factory=threading.Lock)  # an Event would be ten calls more
 
     def __post_init__(self) -> None:
-        self._bell.acquire()
-
-    @property
-    def ahead(self) -> bool:
-        """What lies between two of its starts may run before its turn."""
-        return self.rounds is not None
+        self._pending.acquire()
 
     def wait(self) -> T:
-        """The flow's result, or the driver's failure raised."""
-        with self._bell:
+        """The flow's result.
+
+        Raises:
+            BaseException: the scheduler's failure.
+        """
+        with self._pending:
             pass
         if self.error is not None:
             raise self.error
         return self.result  # type: ignore[return-value]
 
     def settle(self, result: T | None = None, error: BaseException | None = None) -> None:
-        """Finish; the first call wins (a failure from outside may meet the flow's own end)."""
+        """End the wait. The first call counts: a failure from outside may meet the flow's own end."""
         with self._lock:
             if self.done:
                 return
@@ -89,128 +83,87 @@ class Pending(Generic[T]):
                     self.settled(self)
             finally:
                 self.done = True
-                self._bell.release()
-
-
-class Answered(Work):
-    """Where a flow that does not run ahead waits for its turn, with its answer, and also if that took no operation: so
-    what follows comes in one order, also where groups have several sizes."""
-
-    last = True
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None: ...
-
-
-ANSWERED = Answered()
+                self._pending.release()
 
 
 class Run:
-    """A flow under way: at a gate (about to start an operation), waiting for one, or ended."""
+    """A flow in flight: about to issue a collective, waiting for an operation of one, or ended.
 
-    def __init__(self, pending: Pending[Any], steps: Generator[Work | None, None, None]) -> None:
-        self._pending = pending
-        self._steps = steps
-        self._work: Work | None = None
-        self.announced = False  # somebody waits for the present operation, and will tell
-        self.started = self.ended = False
-        self.number = 0  # of its present operation, in the order of starts
+    Attributes:
+        turn: the scheduler's turn at which the flow issues its next collective.
+        work: the operation that the flow waits for; None where the flow is about to start one, or has ended.
+        number: that of the operation, in the order of starts.
+        issued: the flow has issued a collective.
+        ended: the flow came to its end.
+        announced: the waiter watches :attr:`work`.
+        open: submitters count on it to issue more.
+    """
+
+    def __init__(
+        self, submission: Submission[Any], steps: Generator[Work | None, None, None], turn: int = 0, width: int = 0
+    ) -> None:
+        self.submission, self.turn = submission, turn
+        self.work: Work | None = None
+        self.number = 0
+        self.issued = self.ended = self.announced = False
+        self.open = True
+        self._steps, self._width = steps, width
         self._next()
 
     @property
-    def waits(self) -> bool:
-        return self._work is not None
+    def last(self) -> bool:
+        """The flow starts no more operations."""
+        sub = self.submission
+        return self.ended or (self.work is not None and self.work.last and sub.asked == sub.rounds)
 
-    @property
-    def at_gate(self) -> bool:
-        return self._work is None and not self.ended
+    def issue(self) -> None:
+        """Start the next operation of the flow's collective. The turn is over with the collective's last operation,
+        and where the collective needs none."""
+        self.issued, self.number = True, next(STARTS)
+        asked = self.submission.asked
+        while self.work is None and not self.ended and self.submission.asked == asked:
+            self._next()
+        if self.work is None or self.work.last:
+            self.turn += self._width
 
-    @property
-    def ending(self) -> bool:
-        """Its last operation is under way."""
-        return self._work is not None and self._pending.ending
+    def proceed(self, block: bool = False) -> bool:
+        """Compute on if the operation is over, which is waited for if ``block``. Whether the flow moved."""
+        if self.work is None:
+            return False
+        try:
+            if not (block or self.work.done()):
+                return False
+        except Exception as error:  # the flow's, as what wait() raises is
+            self._next(error)
+        else:
+            self._next()
+        return True
 
-    @property
-    def heavy(self) -> bool:
-        return self._pending.at_once is not None
-
-    @property
-    def ahead(self) -> bool:
-        return self._pending.ahead
-
-    @property
-    def travels(self) -> bool:
-        return self._work is not None and self._work is not ANSWERED
-
-    @property
-    def shared(self) -> bool:
-        return self._work is not None and self._work.shared
-
-    @property
-    def wants_looks(self) -> bool:
-        """A look may let it go on, or is what moves its operation."""
-        settled = self.ending and self._pending.communicator.capabilities.progresses
-        return self.travels and not (self.announced or settled)
-
-    def announce(self, waiter: Waiter, wake: Callable[[], None]) -> None:
-        """Have ``waiter`` tell when its operation is over, where it can."""
-        if self._work is not None and self._work.shared and not self.announced:
-            waiter.watch(self._work, wake)
-            self.announced = True
+    def run_for(self, seconds: float) -> None:
+        """Issue, wait and compute to the end, as far as that takes no longer."""
+        end = time.perf_counter() + seconds
+        while not self.ended:
+            if self.work is None:
+                self.issue()
+                continue
+            try:
+                if not self.work.over_within(end - time.perf_counter()):
+                    break
+            except Exception as error:  # as in proceed(); not every library raises twice
+                self._next(error)
+            else:
+                self.proceed(block=True)
 
     def _next(self, error: Exception | None = None) -> None:
         self.announced = False
         try:
-            self._work = next(self._steps) if error is None else self._steps.throw(error)
+            self.work = next(self._steps) if error is None else self._steps.throw(error)
         except StopIteration:
-            self._work, self.ended = None, True
-
-    def proceed(self, turn: bool = False, block: bool = False) -> bool:
-        """Go on to the next gate, the answer that only a ``turn`` hands over, or the end, as far as that needs no
-        waiting unless ``block``. Whether it moved."""
-        moved = False
-        while self._work is not None and (turn or self._work is not ANSWERED):
-            try:
-                if not (block or self._work.done()):
-                    break
-            except Exception as error:  # the flow's, as what its wait() raises is
-                self._next(error)
-            else:
-                self._next()
-            moved = True
-        return moved
-
-    def go_on(self, seconds: float) -> None:
-        """Start its operations and wait for them, as far as that takes no longer."""
-        end = time.perf_counter() + seconds
-        while not self.ended:
-            if self._work is None:
-                self.start()
-                continue
-            try:
-                if not self._work.over_within(end - time.perf_counter()):
-                    break
-            except Exception as error:  # the flow's, as in proceed(): not every library tells twice
-                self._next(error)
-            else:
-                self.proceed(turn=True, block=True)
-
-    def start(self) -> bool:
-        """From a gate: start the operation, pass a request that has none, or end. Whether that was all of the turn."""
-        self.started = True
-        asked = self._pending.asked
-        if self.at_gate:
-            self.number = next(STARTS)
-        while self._work is None and not self.ended and self._pending.asked == asked:
-            self._next()
-        return self._work is None or self._work.last or not self._pending.grouped
+            self.work, self.ended = None, True
 
 
 class Waiter:
-    """Waits for operations in a thread of its own, in the order in which they started and so should end, and after each
-    calls what is to follow it."""
+    """A thread that waits for operations, in the order of their starts, and calls a function after each."""
 
     def __init__(self) -> None:
         self._works: Mailbox[tuple[Work, Callable[[], None]] | None] = Mailbox()
@@ -223,7 +176,7 @@ class Waiter:
         self._works.put((work, then))
 
     def close(self) -> None:
-        """When all that it watches is over."""
+        """Called when everything that was watched is over."""
         if self._thread is not None:
             self._works.put(None)
             self._thread.join()

@@ -2,37 +2,29 @@
 
 Rules:
 
-1. One issuer: only the driver starts gradient collectives, on its own communicator, so that a user's
-   collectives cannot interleave with them.
-2. Canonical order, never arrival or completion order: flows begin in the order of :meth:`Driver.submit`, which
-   callers make the order of bucket indices. Those that may overlap take turns, and at each turn start one operation:
-   a flow that begins takes its first turn, then each older one takes its next, oldest first, once or as often as the
-   flow says (``Pending.turns``); ``flush`` and a flow that stands alone let the older ones take turns until they end.
-   So bucket k+1 is encoded while bucket k travels. Where flows are heavy and it is not known how many collectives they
-   ask for, rounds of turns that none begins keep them few.
-   In groups of several sizes a request has several numbers of operations, or none: there a turn starts all of it.
-   Flows of which it is known how many collectives they ask for (``Policy.rounds``) share nothing that another changes.
-   What lies between two of their starts runs when it can, ahead of its turn, too: while a turn waits for what travels,
-   others decode, and the next bucket is encoded. (In a flush where operations must be looked at, one waits instead.)
-   If its last operation is under way, such a flow has no more turns: nobody waits for it before the end. Others may
-   share what they like (the state of a user's hook): all of theirs runs at turns, in one order on all ranks.
-3. Where the backend blocks the host, one daemon thread runs the flows, one future per flow; ``no_grad``, the CUDA
-   device and a stream of its own are set inside the thread (all belong to a thread), so that a copy to the host waits
-   for what it copies and not for backward. A flow begins behind an event of the stream that submitted it; who has
-   waited for it lets his stream wait for the driver's (:meth:`Driver.order`).
-   To hand over to a thread costs as much as a small step, so where nothing is before it that has not started all it
-   will, there is no device or autocast (a thread has its own) and signatures are not compared, a flow starts in the
-   thread that submits it: one of a single collective and next to no arithmetic (``Pending.brief``), which the waiter's
-   thread ends; and a step's only small one, which that thread would wait for anyway (``Pending.awaited``). It has the
-   same place in the order as by the thread.
-4. Where the backend enqueues (NCCL), flows run at once, on one side stream that waits for the current one;
-   a future carries the stream's event and nobody waits on the host.
-5. The first failure poisons the driver: all pending and later flows fail with the same cause. A collective
-   is never skipped. An exception is thrown into the waiting flow, so the traceback shows the policy's line.
-   After it nothing starts, not even the next part of a request: ranks may come to what fails at several moments. Who
-   waits for an operation waits for the earliest, so that it comes to that answer, too, before what others never start.
-6. With HVDBRIDGE_DEBUG=1 the signature of each collective is compared across ranks before it starts, under a
-   running number, through the job's helper and never by a collective.
+1. One issuer: only the scheduler starts gradient collectives, on its own communicator, so that a user's collectives
+   cannot interleave with them.
+2. Where the backend blocks the host, one thread runs the flows. Flow k (in the order of :meth:`Scheduler.submit`, which
+   callers make the order of bucket indices) issues its round j at turn k + j W, the older flow first. W is the largest
+   number with (R - 1) W + 1 <= IN_FLIGHT, and at least 1, where R is the number of rounds that the flow declares. So
+   the order of issues never depends on what was ready first. A turn lasts until the last operation of the collective
+   has started. :meth:`Scheduler.flush` says that no flow follows for now; then the remaining turns need no new flows.
+3. A flow that declares no rounds may share state with other flows. It runs alone, behind those before it.
+4. Encoding and decoding do not wait for turns: an answer is decoded when it is there, and the next flow is encoded up
+   to its first collective, if no more than max(IN_FLIGHT, R) flows are in flight then. A flow whose last operation has
+   started takes no more turns.
+5. To hand a flow over to the thread costs as much as a small step. So a flow of one collective in its bucket's memory
+   (``inline``) starts in the submitting thread, if all flows before it have issued everything; and so does a step's
+   only small flow (``awaited``), if no other is in flight. Neither does if signatures are compared, or under autocast,
+   which belongs to a thread: the bits must not depend on the thread.
+6. Where the backend enqueues (NCCL), flows run at once, on one side stream that waits for the current one.
+7. The first failure poisons the scheduler: all pending and later flows fail with the same cause. A collective is never
+   skipped. An exception is thrown into the waiting flow, so the traceback shows the policy's line. After a failure
+   nothing starts, not even the next operation of a collective, since ranks may come to the failure at several moments.
+   In a flush the thread waits for the earliest operation: it comes to an operation that failed before it comes to those
+   that other ranks never start.
+8. With HVDBRIDGE_DEBUG=1 the signature of each collective is compared across ranks before it starts, under a running
+   number, through the job's helper and never by a collective.
 
 Completion callbacks (``future.then``) are not used to chain rounds: they run in another order on each rank.
 """
@@ -54,7 +46,7 @@ from torch import Tensor
 
 from hvdbridge.backends.communicator import Answer, Communicator, Work
 from hvdbridge.errors import HvdbridgeError, NotInitialized
-from hvdbridge.execution.flow import ANSWERED, Pending, Run, Task, Waiter
+from hvdbridge.execution.flow import Run, Submission, Task, Waiter
 from hvdbridge.execution.mailbox import Mailbox
 from hvdbridge.policy.collectives import Collective, relay, used_here
 
@@ -62,20 +54,22 @@ T = TypeVar("T")
 Check = Callable[[int, str], None]
 
 
-POLL_SECONDS, LONGEST_POLL_SECONDS = 5e-5, 3e-4
-"""Between looks at what travels, while the thread has nothing else to do."""
+IN_FLIGHT = 3
+"""Flows that travel at a time: one is sent, one is decoded, one is encoded."""
+
+SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS, LONGEST_IDLE_POLL_SECONDS = 5e-5, 3e-4, 1e-2
+"""The first pause between looks at operations, and the longest: each is a quarter longer than the one before. The last
+one holds where operations progress by themselves and no other will be issued: each look takes the interpreter's lock
+from backward."""
+
 SETTLE_SECONDS = 5e-3
-"""Between looks at what is under way when a script has ended."""
-PATIENT_POLL_SECONDS, PATIENCE, LONGEST_PATIENT_POLL_SECONDS = 2e-3, 1.125, 0.1
-"""The same where nothing starts or progresses by a look: only so that what is done is not taken for waited for. Each
-pause is so many times the one before, so an eighth of a long wait is the most by which it is overrated; a look costs a
-thread's turn at a core, which a backward may need."""
+"""Between looks at what is in flight when a script has ended."""
 
 AWAIT_SECONDS = 0.05
-"""Who submits a flow and waits for it, waits in the library below for so long. From then on a failure that others tell
-of must reach him."""
+"""A submitting thread waits in the library below for so long. Then it hands its flow over, and waits where a failure
+that other ranks report ends the wait."""
 
-CLOSE, WAKE = object(), object()
+FLUSH, CLOSE, WAKE = object(), object(), object()
 
 
 def drive(flow: Task[T], execute: Callable[[Collective], Tensor]) -> T:
@@ -115,8 +109,8 @@ class Traffic:
     computing: float = 0.0
 
 
-class Driver:
-    """Base: books, checks and poison; see :class:`ThreadDriver` and :class:`StreamDriver`."""
+class Scheduler:
+    """Base: books, checks and poison; see :class:`ThreadScheduler` and :class:`StreamScheduler`."""
 
     def __init__(self, check: Check | None = None) -> None:
         self.traffic = Traffic()
@@ -132,8 +126,8 @@ class Driver:
         """Whether signatures of collectives are compared across ranks."""
         return self._check is not None
 
-    def submit(self, pending: Pending[T]) -> Pending[T]:
-        """Run a flow on its communicator after all that was submitted before; returns ``pending``.
+    def submit(self, submission: Submission[T]) -> Submission[T]:
+        """Run a flow on its communicator after all that was submitted before; returns ``submission``.
 
         Raises:
             BaseException: the failure of an earlier flow.
@@ -142,7 +136,7 @@ class Driver:
 
     def run(self, flow: Task[T], communicator: Communicator) -> T:
         """Submit a flow that stands alone, and wait."""
-        result = self.submit(Pending(flow, communicator)).wait()
+        result = self.submit(Submission(flow, communicator)).wait()
         self.order()
         return result
 
@@ -150,7 +144,7 @@ class Driver:
         """No more flows follow for now: let those that were submitted come to their ends."""
 
     def settle(self) -> None:
-        """Return when all that was submitted is over, or the driver has failed."""
+        """Return when all that was submitted is over, or the scheduler has failed."""
 
     def order(self) -> None:
         """Let what the caller enqueues from now on see the results of the flows that were waited for."""
@@ -164,36 +158,35 @@ class Driver:
         """Let what was submitted finish, then take no more. Harmless when repeated."""
         self.fail(NotInitialized("this synchronizer was closed, by close() or hb.shutdown(); construct a new one"))
 
-    def _steps(self, pending: Pending[Any]) -> Generator[Work | None, None, None]:
+    def _steps(self, submission: Submission[Any]) -> Generator[Work | None, None, None]:
         """A flow as steps of its communicator, to its settlement; raises nothing."""
         try:
             if self.failure is not None:
                 raise self.failure
-            pending.since = time.perf_counter()
-            result = yield from relay(pending.flow, partial(self._answer, pending))
-            self._computed(pending)
-            if pending.then is not None:
-                pending.then(result)
+            submission.since = time.perf_counter()
+            result = yield from relay(submission.flow, partial(self._answer, submission))
+            self._computed(submission)
+            if submission.then is not None:
+                submission.then(result)
         except GeneratorExit:
             raise
         except BaseException as error:  # whatever it is belongs to the caller of backward(), not to this thread
             self.fail(error)
-            pending.settle(error=self.failure)
+            submission.settle(error=self.failure)
         else:
-            pending.settle(result)
-        self._forget(pending)
+            submission.settle(result)
+        self._forget(submission)
 
-    def _forget(self, pending: Pending[Any]) -> None:
+    def _forget(self, submission: Submission[Any]) -> None:
         """It is settled."""
 
-    def _answer(self, pending: Pending[Any], request: Collective) -> Answer:
-        self._computed(pending)
-        communicator = pending.communicator
-        pending.asked += 1
-        pending.grouped = request.group != "world"
-        if pending.rounds is not None and pending.asked > pending.rounds:
+    def _answer(self, submission: Submission[Any], request: Collective) -> Answer:
+        self._computed(submission)
+        communicator = submission.communicator
+        submission.asked += 1
+        if submission.rounds is not None and submission.asked > submission.rounds:
             raise HvdbridgeError(
-                f"the policy says that its flows ask for {pending.rounds} collectives, and one asks for another: "
+                f"the policy says that its flows ask for {submission.rounds} collectives, and one asks for another: "
                 f"{request.signature()}. Correct its `rounds`, or leave it out."
             )
         used_here(request.tensor)  # perhaps the user's, who may drop it
@@ -213,9 +206,8 @@ class Driver:
                 if travels:
                     self._arrives()
                 travels = work is not None
-                if work is not None:
+                if travels:
                     self._departs()
-                    pending.ending = work.last and pending.asked == pending.rounds
                 try:
                     yield work
                     lost = None
@@ -224,19 +216,15 @@ class Driver:
                 if work is None and self.failure is not None:
                     raise self.failure
         except StopIteration as end:
-            answer: Tensor = end.value
+            return end.value  # type: ignore[no-any-return]
         finally:
             if travels:
                 self._arrives()
-            pending.since = time.perf_counter()
-        if not pending.ahead:
-            yield ANSWERED
-            pending.since = time.perf_counter()
-        return answer
+            submission.since = time.perf_counter()
 
-    def _computed(self, pending: Pending[Any]) -> None:
+    def _computed(self, submission: Submission[Any]) -> None:
         with self._counting:
-            self.traffic.computing += time.perf_counter() - pending.since
+            self.traffic.computing += time.perf_counter() - submission.since
 
     def _counted(self, sent: int) -> None:
         with self._counting:
@@ -256,92 +244,68 @@ class Driver:
                 self.traffic.seconds += time.perf_counter() - self._since
 
 
-class ThreadDriver(Driver):
-    """For backends whose collectives block the host."""
+class ThreadScheduler(Scheduler):
+    """For backends whose collectives block the host: one daemon thread, with ``no_grad``, the CUDA device and a stream
+    of its own set inside, all of which belong to a thread. A flow begins behind an event of the submitting stream."""
 
     def __init__(self, check: Check | None = None, device: torch.device | None = None) -> None:
         super().__init__(check)
         self._device = device if device is not None and device.type == "cuda" else None
         self._stream = None if self._device is None else torch.cuda.Stream(self._device)
-        self._mail: Mailbox[tuple[Pending[Any] | Run | None, Any]] = Mailbox()
-        self._inbox: deque[tuple[Pending[Any] | Run | None, Any]] = deque()  # taken from there, not yet begun
-        self._runs: list[Run] = []  # oldest first
-        self._turns: deque[Run] = deque()  # in their order
+        self._mail: Mailbox[tuple[Submission[Any] | Run | None, Any]] = Mailbox()
+        self._inbox: deque[tuple[Submission[Any] | Run | None, Any]] = deque()  # taken from there, not yet begun
+        self._runs: list[Run] = []  # in flight, oldest first
+        self._begun = 0  # the turn of the next flow
         self._flushing = False  # nothing begins until all runs have ended
-        self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
+        self._pause = SHORTEST_POLL_SECONDS
         self._waiter = Waiter()
-        self._open: set[Pending[Any]] = set()  # submitted and perhaps not done; what fail() must not leave waiting
-        self._given = 0  # flows that the thread was given and has not ended
-        self._brief = 0  # flows that started without it, and are not over
+        self._open: set[Submission[Any]] = set()  # submitted and not settled; what fail() must not leave waiting
+        self._unissued = 0  # flows that were handed over to the thread and may issue more
         self._lock = threading.Lock()
         self._placing = threading.RLock()  # held from where a flow gets its place to where it starts, or waits for that
-        self._thread = threading.Thread(target=self._loop, name="hvdbridge-driver", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="hvdbridge-scheduler", daemon=True)
         self._thread.start()
 
-    def submit(self, pending: Pending[T]) -> Pending[T]:
+    def submit(self, submission: Submission[T]) -> Submission[T]:
         with self._placing:
             with self._lock:
                 if self.failure is not None:
                     raise self.failure
-                self._open.add(pending)
-                # Nothing is before it that has not started, or may start more
-                idle = not self._given and (pending.brief or not self._brief)
-                here = (pending.brief or pending.awaited) and idle and self._check is None and self._device is None
-                # Which thread it is differs between ranks, and their bits must not
-                here = here and not torch.is_autocast_enabled("cpu")
-                self._brief += here
-                self._given += not here
+                idle = not self._unissued if submission.inline else submission.awaited and not self._open
+                here = idle and self._check is None and self._device is None and not torch.is_autocast_enabled("cpu")
+                self._open.add(submission)
+                self._unissued += not here
             if here:
                 try:
-                    # In autograd's hook there is none, mostly, and the context is a good part of what this costs
+                    # In autograd's hook gradients are off, mostly, and the context is a good part of the cost
                     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-                        self._start_here(pending)
-                except BaseException as error:  # no flow's. What was left half done is nobody's
+                        self._start_here(submission)
+                except BaseException as error:  # no flow's; what was left half done is nobody's
                     self.fail(error)
                     raise
             else:
                 event = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
-                self._mail.put((pending, event))
-        return pending
+                self._mail.put((submission, event))
+        return submission
 
-    def _start_here(self, pending: Pending[Any]) -> None:
-        run = Run(pending, self._steps(pending))
-        has_turn = not run.start()
-        if pending.awaited:
-            run.go_on(AWAIT_SECONDS)
-            has_turn = False
-        if run.waits and run.ending and run.shared:
-            run.announce(self._waiter, partial(self._end, run))
-            return
-        with self._lock:
-            self._brief -= 1
-            self._given += not run.ended
+    def _start_here(self, submission: Submission[Any]) -> None:
+        run = Run(submission, self._steps(submission))
+        run.issue()
+        if submission.awaited:
+            run.run_for(AWAIT_SECONDS)
         if not run.ended:
-            self._mail.put((run, has_turn))
-
-    def _end(self, run: Run) -> None:
-        try:
-            run.proceed(block=True)
-        except BaseException as error:  # no flow's, as in the thread
-            self.fail(error)
-        with self._lock:
-            self._brief -= 1
-            waited_for = self._given > 0
-        if waited_for:
-            self._wake()
-
-    def _wake(self) -> None:
-        self._mail.put((None, WAKE))
+            run.open = not run.last
+            with self._lock:
+                self._unissued += run.open
+            self._mail.put((run, None))
 
     def flush(self) -> None:
-        with self._lock:
-            given = self._given
-        if given:
-            self._mail.put((None, None))
+        if self._open:
+            self._mail.put((None, FLUSH))
 
     def settle(self) -> None:
         self.flush()
-        while self.failure is None and any(not pending.done for pending in list(self._open)):
+        while self.failure is None and any(not submission.done for submission in list(self._open)):
             time.sleep(SETTLE_SECONDS)
 
     def order(self) -> None:
@@ -352,9 +316,9 @@ class ThreadDriver(Driver):
         with self._lock:
             super().fail(cause)
             left = list(self._open)
-        for pending in left:  # one may be stuck in the library below: nobody waits for it
+        for submission in left:  # one may be stuck in the library below: nobody waits for it
             with suppress(Exception):  # whatever it meets, the others settle
-                pending.settle(error=self.failure)
+                submission.settle(error=self.failure)
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -362,6 +326,10 @@ class ThreadDriver(Driver):
             if self.failure is None:
                 self._thread.join()
         super().close()
+
+    def _forget(self, submission: Submission[Any]) -> None:
+        with self._lock:
+            self._open.discard(submission)
 
     def _loop(self) -> None:
         try:
@@ -374,109 +342,99 @@ class ThreadDriver(Driver):
         if self._stream is not None:
             torch.cuda.set_device(self._device)
             torch.cuda.set_stream(self._stream)
-        while True:
-            self._progress()
-            given, event = self._inbox[0] if self._inbox else (None, WAKE)
-            if isinstance(given, Run):
-                self._inbox.popleft()
-                self._runs.append(given)
-                if event:  # its turn is not over
-                    self._turns.append(given)
-                del given
-                continue
-            if event is WAKE or not self._may_begin(given):
+        while not (self._inbox and self._inbox[0][1] is CLOSE and not self._runs):
+            if self._begin() or self._compute() or self._issue():
+                self._pause = SHORTEST_POLL_SECONDS
+                self._count_off()
+            else:
                 self._wait()
-                continue
-            self._inbox.popleft()
-            if given is not None:
-                self._begin(given, event)
-            elif event is CLOSE:
-                self._waiter.close()
-                return
-            del given  # else the last result would live on until the next step
+        self._waiter.close()
 
-    def _progress(self) -> None:
-        """All that needs no waiting: what is next in the order starts, flows go on to their gates."""
-        self._pause = min(self._pause * 1.25, LONGEST_POLL_SECONDS)
-        moved = True
-        while moved:
-            moved = False
-            if self._flushing and not self._turns:
-                self._turns.extend(run for run in self._runs if not run.ending)
-            while self._turns:
-                head = self._turns[0]
-                moved |= head.proceed(turn=True)
-                if head.waits and not head.ending:
-                    break
-                moved = True
-                if head.start():
-                    self._turns.popleft()
-            for run in self._runs:
-                moved |= run.proceed()
-            ended = sum(run.ended for run in self._runs)
-            if ended:
-                self._runs = [run for run in self._runs if not run.ended]
-                with self._lock:
-                    self._given -= ended
-            if moved:
-                self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
-        self._flushing = self._flushing and bool(self._runs)
-
-    def _may_begin(self, pending: Pending[Any] | None) -> bool:
-        """Whether a flow may compute what it will send first. What stands alone has all others end before; among flows
-        that do not run ahead one begins a round of turns, and while too many heavy ones are under way there are rounds
-        that none begins; of those that do, one runs ahead, and few heavy ones are at once, unless all wait for their
-        turns."""
-        if pending is None or not pending.overlaps:
-            if self._runs and not self._flushing:
-                self._flushing = True
-                self._progress()
-            return not (self._runs or (pending is not None and self._brief))
-        if self._flushing or not all(run.started for run in self._runs):
+    def _begin(self) -> bool:
+        """Take the next item of the inbox, if its time has come. Whether it had."""
+        if not self._inbox:
             return False
-        heavy = sum(run.heavy for run in self._runs)
-        if not (pending.ahead and all(run.ahead for run in self._runs)):
-            while not self._turns and pending.at_once is not None and heavy >= pending.at_once:
-                self._turns.extend(self._runs)  # on all ranks: these end at turns, so all see the same number
-                self._progress()
-                heavy = sum(run.heavy for run in self._runs)
-            return not self._turns
-        return pending.at_once is None or heavy < pending.at_once or not any(run.waits for run in self._runs)
+        given, mark = self._inbox[0]
+        if isinstance(given, Run):
+            self._runs.append(given)
+        elif given is not None and given.rounds is not None:
+            if not self._has_room(given):
+                return False
+        else:  # a flush, or a flow that runs alone
+            self._flushing = bool(self._runs)
+            if self._flushing or mark is CLOSE:
+                return False
+        self._inbox.popleft()
+        if isinstance(given, Submission):
+            if mark is not None:
+                torch.cuda.current_stream(self._device).wait_event(mark)
+            self._runs.append(Run(given, self._steps(given), self._begun, turns_between(given.rounds)))
+            self._begun += 1
+        return True
 
-    def _begin(self, pending: Pending[Any], event: Any) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
-        run = Run(pending, self._steps(pending))
-        self._turns.extend([run, *self._runs] * pending.turns)
-        self._runs.append(run)
-        self._flushing = not pending.overlaps
+    def _has_room(self, submission: Submission[Any]) -> bool:
+        """Whether a flow may encode its first message."""
+        if any(run.submission.rounds is None or not run.issued for run in self._runs):
+            return False
+        others = [run.submission for run in self._runs if not run.submission.inline]
+        most = max(IN_FLIGHT, *(each.rounds or 0 for each in [submission, *others]))  # the oldest must find its turns
+        return submission.inline or len(others) < most
 
-    def _forget(self, pending: Pending[Any]) -> None:
-        with self._lock:
-            self._open.discard(pending)
+    def _compute(self) -> bool:
+        """Have the flows go on whose operations are over. Whether one did."""
+        moved = [run.proceed() for run in self._runs]
+        return any(moved)
+
+    def _issue(self) -> bool:
+        """Start the operation that is next in the order of turns, if it is ready. Whether it was."""
+        run = min((run for run in self._runs if not run.last), key=attrgetter("turn"), default=None)
+        if run is None or run.work is not None or (run.turn > self._begun and not self._flushing):
+            return False
+        run.issue()
+        return True
+
+    def _count_off(self) -> None:
+        """Forget the flows that ended, and tell submitters of those that issue nothing more."""
+        for run in self._runs:
+            if run.open and run.last:
+                run.open = False
+                with self._lock:
+                    self._unissued -= 1
+        self._runs = [run for run in self._runs if not run.ended]
 
     def _wait(self) -> None:
         """Until something was submitted, or a flow may be able to go on."""
-        travelling = sorted((run for run in self._runs if run.travels), key=attrgetter("number"))
-        if self._flushing and (len(travelling) == 1 or not all(run.shared for run in travelling)):
-            # The earliest, and no other: where its answer is that of a failure, other ranks start nothing after it
-            travelling[0].proceed(block=True)
+        travelling = [run for run in self._runs if run.work is not None]
+        if self._flushing and travelling:
+            min(travelling, key=attrgetter("number")).proceed(block=True)
+            self._count_off()
             return
         for run in travelling:
-            run.announce(self._waiter, self._wake)
-        timeout = None
-        if any(run.wants_looks for run in travelling):
-            timeout = self._pause
-        elif not all(run.announced for run in travelling):
-            timeout = self._patient_pause
-            self._patient_pause = min(self._patient_pause * PATIENCE, LONGEST_PATIENT_POLL_SECONDS)
-        given = self._mail.get(timeout)
+            if not run.announced and run.work is not None and run.work.shared:
+                self._waiter.watch(run.work, self._wake)
+                run.announced = True
+        looked_at = [run for run in travelling if not run.announced]
+        given = self._mail.get(self._pause if looked_at else None)
         if given is not None and given[1] is not WAKE:
             self._inbox.append(given)
-            self._pause, self._patient_pause = POLL_SECONDS, PATIENT_POLL_SECONDS
+        else:
+            idle = all(run.last and run.submission.communicator.capabilities.progresses for run in looked_at)
+            self._pause = min(self._pause * 1.25, LONGEST_IDLE_POLL_SECONDS if idle else LONGEST_POLL_SECONDS)
+
+    def _wake(self) -> None:
+        self._mail.put((None, WAKE))
 
 
-class StreamDriver(Driver):
+def turns_between(rounds: int | None) -> int:
+    """W of rule 2: the turns from one round of a flow to its next.
+
+    >>> [turns_between(rounds) for rounds in (1, 2, 3, 4, 5)]
+    [0, 2, 1, 1, 1]
+    """
+    return 0 if rounds is None or rounds < 2 else max(1, (IN_FLIGHT - 1) // (rounds - 1))
+
+
+class StreamScheduler(Scheduler):
     """For NCCL: flows run in the caller's thread and only enqueue, on a side stream of ``device``."""
 
     def __init__(self, device: torch.device, check: Check | None = None) -> None:
@@ -484,21 +442,21 @@ class StreamDriver(Driver):
         self.stream = torch.cuda.Stream(device)
 
     @torch.no_grad()
-    def submit(self, pending: Pending[T]) -> Pending[T]:
+    def submit(self, submission: Submission[T]) -> Submission[T]:
         if self.failure is not None:
             raise self.failure
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
-            for _ in self._steps(pending):
+            for _ in self._steps(submission):
                 pass  # a wait only makes the stream wait
-        return pending
+        return submission
 
     def order(self) -> None:
         torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
-def open_driver(communicator: Communicator, device: torch.device, check: Check | None = None) -> Driver:
-    """The driver that suits what the communicator declares."""
+def open_scheduler(communicator: Communicator, device: torch.device, check: Check | None = None) -> Scheduler:
+    """The scheduler that suits what the communicator declares."""
     if communicator.capabilities.blocks_host or device.type != "cuda":  # CPU tensors block the host with NCCL, too
-        return ThreadDriver(check, device)
-    return StreamDriver(device, check)
+        return ThreadScheduler(check, device)
+    return StreamScheduler(device, check)

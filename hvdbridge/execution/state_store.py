@@ -32,9 +32,7 @@ Path = tuple[str, ...]
 """Keys from the root to a leaf: ``("inner", "residual")``."""
 
 AT_ONCE, ROOMS = 3, 2
-"""Flows under way (one that travels, one that ends, one that is encoded ahead), and rooms for messages that each has.
-Where a flow makes two vectors of new state or more beside the old ones, or one and there is no network to wait for, or
-there is none and it may ask for more than two collectives, one flow fewer: steps were no longer for it."""
+"""Flows in flight, and blocks for messages that each has."""
 
 SHOWN = 8
 """Differences that an error lists before it only counts them."""
@@ -192,20 +190,13 @@ def redistribute(
 class StateStore:
     """Holds one rank's state: hands each bucket its part, takes the new part back, saves and loads.
 
-    Args:
-        network: ranks are on several nodes.
-
-    Attributes:
-        at_once: flows that may be under way at once.
-        turns: that all of these take when one begins, so that no more are.
-
     >>> from hvdbridge.policies import from_spec
     >>> store = StateStore(from_spec("ef(bf16)"), {"w": torch.zeros(2), "b": torch.zeros(1)})
     >>> store.part(Layout({"b": (1,), "w": (2,)}))["residual"].flat
     tensor([0., 0., 0.])
     """
 
-    def __init__(self, policy: Policy, params: Mapping[str, Tensor], network: bool = True) -> None:
+    def __init__(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
         self.policy = policy
         self.params = {name: torch.empty_like(p, device="meta") for name, p in params.items()}
         # Leaf by leaf, either the tensors themselves, or while they are laid flat, meta tensors in their place.
@@ -216,17 +207,8 @@ class StateStore:
         self._slots = {path: slot_of(policy, path) for path, _ in leaves(self._tree)}
         # A flow's new values stand beside those that they replace, and one bucket is often smaller than the others.
         reused = sum(slot.reused for slot in self._slots.values())
-        long = policy.rounds is None or policy.rounds > 2
-        self.at_once = AT_ONCE - (reused > 1 if network else reused > 0 or long)
-        # Between nodes the next bucket would wait too long for this one's answers; there memory is what gives way.
-        self.turns = 1 if network or policy.rounds is None else -(-policy.rounds // self.at_once)
-        self.memory = Memory(self.at_once * reused + 1 if reused else 0)
-        self.rooms = Memory(self.at_once * ROOMS, ANY)
-
-    @property
-    def empty(self) -> bool:
-        """The policy keeps nothing."""
-        return not self._slots
+        self.memory = Memory(AT_ONCE * reused + 1 if reused else 0)
+        self.rooms = Memory(AT_ONCE * ROOMS, ANY)
 
     @property
     def nbytes(self) -> int:

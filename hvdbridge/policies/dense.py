@@ -22,8 +22,8 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies.sharded import FlatShards, accumulator, scaled, sharded_sum, shards_of, sum_rows
-from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State, rewrite
-from hvdbridge.policy.bucket import Bucket
+from hvdbridge.policy.base import CODED_MB, Aggregated, Exchange, Flow, Policy, State, rewrite
+from hvdbridge.policy.bucket import DDP_MB, Bucket
 from hvdbridge.policy.buffer_pool import NONE
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
 
@@ -45,16 +45,12 @@ class Mean(Policy):
         return 2 if self.exact else 1
 
     @property
-    def in_place(self) -> bool:
-        return not self.exact
+    def bucket_mb(self) -> float:
+        return CODED_MB if self.exact else DDP_MB
 
     @property
     def bytewise(self) -> bool:
         return self.exact
-
-    @property
-    def plain_mean(self) -> bool:
-        return type(self) is Mean and not self.exact
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         flat, rest = bucket.weighted().buffer, None
@@ -85,7 +81,7 @@ class Sum(Policy):
     """
 
     rounds = 1
-    in_place = True
+    bucket_mb = DDP_MB
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         if bucket.scaled:
@@ -99,6 +95,16 @@ class Sum(Policy):
         elif factor != 1.0:
             bucket.buffer.mul_(factor)
         return Aggregated((yield AllReduce(bucket.buffer)))
+
+
+def plain_mean(policy: Policy) -> bool:
+    """Whether the update is what plain DDP makes of a gradient, if no weights are set: then DDP may make it."""
+    return type(policy) is Mean and not policy.exact
+
+
+def all_reduces(policy: Policy) -> bool:
+    """Whether a flow is one all-reduce in the bucket's memory, with next to no computation."""
+    return plain_mean(policy) or type(policy) is Sum
 
 
 def own(bucket: Bucket) -> Tensor:

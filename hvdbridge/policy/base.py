@@ -4,7 +4,7 @@ Rules:
 
 1. ``aggregate`` yields :class:`~hvdbridge.policy.collectives.Collective` requests, is sent back one tensor for
    each, and returns :class:`Aggregated`. What it yields depends only on what all ranks know alike.
-2. It does not change ``state`` in place: the driver keeps the old state of each parameter whose
+2. It does not change ``state`` in place: the scheduler keeps the old state of each parameter whose
    update is not finite.
 3. Every rank returns the same bits. Arithmetic after the last collective is element-wise, or is done by
    one owner and sent. Shared randomness is keyed, never drawn in sequence.
@@ -227,21 +227,11 @@ class Policy:
         return None
 
     @property
-    def in_place(self) -> bool:
-        """Whether a flow of :meth:`aggregate` holds no more than its bucket, so that any number may be under way."""
-        return False
-
-    @property
-    def plain_mean(self) -> bool:
-        """Whether the update is what plain DDP makes of a gradient, if no weights are set: then DDP may make it."""
-        return False
-
-    @property
     def bucket_mb(self) -> float:
         """The size of a bucket in MiB where nobody says one, on one machine: DDP's, or less where flows that run ahead
         of their turns (:attr:`rounds`) compute between collectives, so that one bucket is coded while another travels.
         Where it is DDP's, buckets on torch are those of plain DDP, whose bits the mean reproduces."""
-        return DDP_MB if self.rounds is None or self.in_place else CODED_MB
+        return DDP_MB if self.rounds is None else CODED_MB
 
     @property
     def bytewise(self) -> bool:

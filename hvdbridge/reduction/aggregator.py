@@ -3,7 +3,7 @@
 Rules:
 
 1. A step is ``begin``, then ``submit`` per bucket in index order (the last one marked), then ``end``. All
-   ranks do the same. Flows see the weights because the driver runs the exchange first.
+   ranks do the same. Flows see the weights because the scheduler runs the exchange first.
 2. Weights travel on the host-side control communicator. The first step always exchanges; if no rank set one,
    none exchanges again, and a rank that sets one later is an error.
 3. A total weight of zero skips the step: updates are zeros, no state changes, nothing else travels.
@@ -26,9 +26,10 @@ from torch import Tensor
 
 from hvdbridge.backends.communicator import Communicator
 from hvdbridge.errors import StepError, WeightError
-from hvdbridge.execution.flow import Pending, Task
-from hvdbridge.execution.scheduler import Driver, Traffic
+from hvdbridge.execution.flow import Submission, Task
+from hvdbridge.execution.scheduler import Scheduler, Traffic
 from hvdbridge.execution.state_store import StateStore
+from hvdbridge.policies.dense import all_reduces
 from hvdbridge.policy.base import Early, Flow, Policy, advance, check_weights, finish
 from hvdbridge.policy.bucket import Bucket, Layout, join_layouts, number_blocks
 from hvdbridge.policy.buffer_pool import return_holes
@@ -65,7 +66,7 @@ class After(Protocol):
 
 
 class Aggregator:
-    """Joins a policy, its state and a driver; knows nothing of where gradients come from."""
+    """Joins a policy, its state and a scheduler; knows nothing of where gradients come from."""
 
     def __init__(
         self,
@@ -73,14 +74,14 @@ class Aggregator:
         params: Mapping[str, Tensor],
         communicator: Communicator,
         control: Communicator,
-        driver: Driver,
+        scheduler: Scheduler,
         seed: int = 0,
         weighted: bool | None = None,
     ) -> None:
         self.communicator = communicator
         self._take_up(policy, params)
         self.control = control
-        self.driver = driver
+        self.scheduler = scheduler
         self.seed = seed
         self.step = 0
         self.ended = 0  # steps of this process, where `step` goes on from a saved one
@@ -97,13 +98,13 @@ class Aggregator:
         self._held_scale = 1.0
         self._blocks = number_blocks({name: tensor.shape for name, tensor in params.items()})
         self._dtypes = {name: tensor.dtype for name, tensor in params.items()}
-        self._pending: list[Pending[Any]] = []
+        self._pending: list[Submission[Any]] = []
         self._pieces: list[Piece] = []
         self._index = 0  # of the next bucket
         self._joint: dict[tuple[Layout, ...], Layout] = {}
-        self._counted = -1  # the step that the driver's traffic is that of
+        self._counted = -1  # the step that the scheduler's traffic is that of
         self._unfinished: list[tuple[int, Flow, Layout]] = []  # early ones, by index
-        self._rest: Pending[None] | None = None
+        self._rest: Submission[None] | None = None
 
     def use(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
         """Take another policy, before the first step.
@@ -116,13 +117,11 @@ class Aggregator:
         self._take_up(policy, params)
 
     def _take_up(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
-        self.policy, self.store = policy, StateStore(policy, params, network=len(set(self.communicator.nodes)) > 1)
+        self.policy, self.store = policy, StateStore(policy, params)
         # What a policy is, is looked up in all of its inner ones, and here it is asked for with each bucket.
         self._whole = policy.scope == "step"
         self.acts_after = policy.acts_after_step or policy.anchored
-        self._rounds, self._at_once = policy.rounds, None if policy.in_place else self.store.at_once
-        self._turns = 1 if policy.in_place else self.store.turns
-        self._brief = self._rounds == 1 and policy.in_place and self.store.empty
+        self._rounds, self._inline = policy.rounds, all_reduces(policy)
 
     @property
     def skipped(self) -> bool:
@@ -153,8 +152,8 @@ class Aggregator:
                 )
             self.weights = None
             return
-        weights = Pending(self._exchange_weights(self.step), self.control, then=self._take)
-        self._pending.append(self.driver.submit(weights))
+        weights = Submission(self._exchange_weights(self.step), self.control, then=self._take)
+        self._pending.append(self.scheduler.submit(weights))
 
     def submit(self, piece: Piece, last: bool) -> None:
         """Hand in the next bucket; flows start here for policies of scope "bucket"."""
@@ -170,33 +169,33 @@ class Aggregator:
         """Wait for the flows of this step that were submitted; others may follow.
 
         Raises:
-            BaseException: the driver's failure, the same cause on all ranks.
+            BaseException: the scheduler's failure, the same cause on all ranks.
         """
-        if self.driver.failure is not None:
-            raise self.driver.failure
-        self.driver.flush()
+        if self.scheduler.failure is not None:
+            raise self.scheduler.failure
+        self.scheduler.flush()
         for pending in self._pending:
             pending.wait()
-        self.driver.order()
+        self.scheduler.order()
         self._pending.clear()
 
     def abandon(self, error: Exception) -> None:
         """The step cannot go on; all later ones fail with ``error``. What was submitted may end before, for a while:
         other ranks have submitted it, too, and a thread within a library cannot be stopped."""
-        self.driver.flush()
+        self.scheduler.flush()
         end = time.monotonic() + ABANDON_SECONDS
         while not all(pending.done for pending in self._pending) and time.monotonic() < end:
             time.sleep(1e-3)
-        self.driver.fail(error)
+        self.scheduler.fail(error)
 
     def end(self) -> None:
         """Wait for all flows of this step.
 
         Raises:
-            BaseException: the driver's failure, the same cause on all ranks.
+            BaseException: the scheduler's failure, the same cause on all ranks.
         """
         self.wait()
-        self.last_traffic = self.driver.traffic
+        self.last_traffic = self.scheduler.traffic
         if self._unfinished:
             self._start_rest()
         if self.after is not None and self.acts_after:
@@ -223,12 +222,12 @@ class Aggregator:
         """Wait for what runs in the background.
 
         Raises:
-            BaseException: the driver's failure.
+            BaseException: the scheduler's failure.
         """
         if self._rest is not None:
             self._rest.wait()
             self._rest = None
-            self.driver.order()
+            self.scheduler.order()
 
     def stats(self) -> dict[str, float]:
         """See ``GradientSynchronizer.stats``."""
@@ -265,7 +264,7 @@ class Aggregator:
         )  # fmt: skip
 
     def _start_rest(self) -> None:
-        self._rest = self.driver.submit(Pending(self._finish_early(), self.communicator))
+        self._rest = self.scheduler.submit(Submission(self._finish_early(), self.communicator))
 
     def _finish_early(self) -> Task[None]:
         unfinished, self._unfinished = sorted(self._unfinished, key=itemgetter(0)), []
@@ -274,13 +273,13 @@ class Aggregator:
             self.store.merge(layout, result.state, result.update)
 
     def _count(self, step: int) -> None:
-        """The driver's thread begins with ``step``: what it sends from now on is this step's."""
+        """The scheduler's thread begins with ``step``: what it sends from now on is this step's."""
         if self._counted != step:
             self._counted = step
-            self.driver.traffic = Traffic()
+            self.scheduler.traffic = Traffic()
 
     def _start(self, pieces: Sequence[Piece], last: bool) -> None:
-        def settled(pending: Pending[list[Tensor]]) -> None:
+        def settled(pending: Submission[list[Tensor]]) -> None:
             for i, piece in enumerate(pieces):
                 piece.deliver(None if pending.result is None else pending.result[i])
 
@@ -288,11 +287,8 @@ class Aggregator:
         flow = self._aggregate(pieces, self.step, self._index, last)
         only = last and self._index == 0 and sum(piece.buffer.nbytes for piece in pieces) <= SMALL
         self._index += 1
-        pending = Pending(
-            flow, self.communicator, True, self._rounds, self._at_once, self._turns, self._brief, awaited=only,
-            settled=settled,
-        )  # fmt: skip
-        self._pending.append(self.driver.submit(pending))
+        pending = Submission(flow, self.communicator, self._rounds, self._inline, awaited=only, settled=settled)
+        self._pending.append(self.scheduler.submit(pending))
 
     def _aggregate(self, pieces: list[Piece], step: int, index: int, last: bool) -> Task[list[Tensor]]:
         self._count(step)
@@ -326,7 +322,7 @@ class Aggregator:
         Raises:
             StepError: another rank began a backward, and exchanges weights.
         """
-        rows = self.driver.run(self._exchange(self.step, FORWARD, flag), self.control)
+        rows = self.scheduler.run(self._exchange(self.step, FORWARD, flag), self.control)
         return [value != 0.0 for value in rows[:, 1].tolist()]
 
     def _exchange_weights(self, step: int) -> Task[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from hvdbridge.backends.communicator import Communicator
 from hvdbridge.errors import Unsupported
 from hvdbridge.execution.flow import Task
-from hvdbridge.execution.scheduler import Driver
+from hvdbridge.execution.scheduler import Scheduler
 from hvdbridge.policy.base import Policy
 from hvdbridge.policy.bucket import DDP_MB, cut_layouts
 from hvdbridge.policy.collectives import AllReduce
@@ -30,7 +30,11 @@ ALIKE = 1.05
 
 
 def fastest_bucket_mb(
-    policy: Policy, params: Mapping[str, Tensor], communicator: Communicator, control: Communicator, driver: Driver
+    policy: Policy,
+    params: Mapping[str, Tensor],
+    communicator: Communicator,
+    control: Communicator,
+    scheduler: Scheduler,
 ) -> float:
     """The size of a bucket, in MiB, with which a step ends first here; equal on all ranks. Collective.
 
@@ -54,11 +58,11 @@ def fastest_bucket_mb(
             some = {name: p, **some}
 
     def seconds(bucket_mb: float, backward: float) -> float:
-        aggregator = Aggregator(policy, some, communicator, control, driver, weighted=False)
+        aggregator = Aggregator(policy, some, communicator, control, scheduler, weighted=False)
         aggregator.step = SETTLED
         pieces = _pieces(some, bucket_mb)
         times = [_step(aggregator, pieces, backward) for _ in range(STEPS + 1)][1:]
-        slowest = driver.run(_slowest(statistics.median(times)), control)
+        slowest = scheduler.run(_slowest(statistics.median(times)), control)
         aggregator.settle()
         return slowest
 

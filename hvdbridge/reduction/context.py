@@ -1,9 +1,9 @@
-"""What every front end needs to aggregate among a group of ranks: channels, a driver, and their lifetime.
+"""What every front end needs to aggregate among a group of ranks: channels, a scheduler, and their lifetime.
 
 Rules:
 
 1. A context lives until :meth:`ReductionContext.close`, or until the session ends.
-2. While it lives the job's monitor guards its driver: a failure of the job is a failure of the driver.
+2. While it lives the job's monitor guards its scheduler: a failure of the job is a failure of the scheduler.
 3. After a failure no communicator is freed. Another rank may be gone, and to free a communicator may wait for it.
 """
 
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from hvdbridge.backends.communicator import Communicator
-from hvdbridge.execution.scheduler import Check, open_driver
+from hvdbridge.execution.scheduler import Check, open_scheduler
 from hvdbridge.reduction.agreement import open_group
 from hvdbridge.reduction.session import Session
 
 
 class ReductionContext:
-    """A driver on channels of its own.
+    """A scheduler on channels of its own.
 
     Args:
         session: the open one.
@@ -33,7 +33,7 @@ class ReductionContext:
         session: as given.
         communicator: carries the data.
         control: carries weights and objects in host memory; the communicator itself where there is no other.
-        driver: runs flows on both.
+        scheduler: runs flows on both.
         closed: :meth:`close` was called.
     """
 
@@ -42,10 +42,10 @@ class ReductionContext:
     ) -> None:
         self.session = session
         self.communicator, self.control = channels[0], channels[-1]
-        self.driver = open_driver(self.communicator, device, check)
+        self.scheduler = open_scheduler(self.communicator, device, check)
         self.closed = False
         self._channels = list(channels)
-        session.monitor.guard(self.driver)
+        session.monitor.guard(self.scheduler)
         session.at_shutdown(self.close)
 
     @classmethod
@@ -59,15 +59,15 @@ class ReductionContext:
         return cls(session, (communicator, control), device, session.check(ranks))
 
     def close(self) -> None:
-        """Let the driver finish what was submitted, and free the channels. Collective, but after a failure.
+        """Let the scheduler finish what was submitted, and free the channels. Collective, but after a failure.
         Harmless when repeated."""
         if self.closed:
             return
         self.closed = True
         self.session.forget_at_shutdown(self.close)
-        self.session.monitor.unguard(self.driver)
-        failed = self.driver.failure is not None
-        self.driver.close()
+        self.session.monitor.unguard(self.scheduler)
+        failed = self.scheduler.failure is not None
+        self.scheduler.close()
         if not failed:
             for channel in reversed(self._channels):
                 channel.close()

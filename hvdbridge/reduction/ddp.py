@@ -14,7 +14,7 @@ Rules:
 6. DDP's engine callback takes over what has arrived while the rest travels, so ours, which waits for all, follows it.
    A failure leaves backward() through ours; DDP's futures get the buckets as they came then, for it would make another
    error of them. Where DDP waits for traffic of its own, too, which ranks that failed never send, ours comes first.
-7. The driver is flushed with the last bucket: in the first step of a static graph DDP waits where it submits them.
+7. The scheduler is flushed with the last bucket: in the first step of a static graph DDP waits where it submits them.
 8. DDP copies a dense parameter into its bucket in the order of its memory (channels_last), and a policy reads by index:
    such buckets are put in order and back, unless the policy treats every element alike.
 9. DDP without its source is its module alone: autograd's hooks are off, and no forward sends anything.
@@ -40,6 +40,7 @@ from torch.nn import Parameter
 
 from hvdbridge.errors import Unsupported
 from hvdbridge.execution.scheduler import Traffic
+from hvdbridge.policies.dense import plain_mean
 from hvdbridge.policy.base import Policy
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.reduction.aggregator import Aggregator, Piece
@@ -197,7 +198,7 @@ class Layouts:
         if known is None:
             known = self._known[key] = self.look(parameters)
         layout, strided = known
-        return piece_of(layout, buffer, future, () if policy.plain_mean else strided)
+        return piece_of(layout, buffer, future, () if plain_mean(policy) else strided)
 
     def clear(self) -> None:
         self._known.clear()
@@ -360,7 +361,7 @@ class DdpSource(Source):
         if self._undecided:
             self._undecided = False
             self.aggregator.wait()  # for the weights
-            if self.aggregator.weights is not None or not self.aggregator.policy.plain_mean:
+            if self.aggregator.weights is not None or not plain_mean(self.aggregator.policy):
                 self._register()
 
     def _bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -374,7 +375,7 @@ class DdpSource(Source):
         self._whole = bucket.is_last() or self.unmarked == 0
         self.aggregator.submit(piece, self._whole)
         if self._whole:
-            self.aggregator.driver.flush()
+            self.aggregator.scheduler.flush()
             if self._outside:
                 self.aggregator.end_ahead()
         return future

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from hvdbridge.execution.flow import Pending
+from hvdbridge.execution.flow import Submission
 from hvdbridge.policy.collectives import AllReduce, Collective
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.module_hook import AfterForward, BeforeForward
@@ -205,14 +205,14 @@ class HookSource(Source):
         elif not self.find_unused or (reached(self._roots) & self.names.keys()) - arrived:
             raise self.incomplete(arrived)
 
-    def _start_used_map(self) -> Pending[Tensor] | None:
+    def _start_used_map(self) -> Submission[Tensor] | None:
         if not (self.find_unused or (self.static_graph and self._static_used is None)):
             return None
         used = {id(p) for p in self.touched}
         flags = torch.tensor([id(p) in used for p in self.reducer.entries], dtype=torch.uint8, device="cpu")
-        return self.aggregator.driver.submit(Pending(used_map(flags), self.aggregator.control))
+        return self.aggregator.scheduler.submit(Submission(used_map(flags), self.aggregator.control))
 
-    def _take_used_map(self, pending: Pending[Tensor] | None) -> set[Tensor]:
+    def _take_used_map(self, pending: Submission[Tensor] | None) -> set[Tensor]:
         """The parameters that no rank used."""
         used = self._static_used if pending is None else pending.wait().tolist()
         if self.static_graph:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from hvdbridge.execution.flow import Pending, Task
+from hvdbridge.execution.flow import Submission, Task
 from hvdbridge.policy.base import finish
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.policy.collectives import used_here
@@ -82,7 +82,7 @@ class AfterStep:
         self._noted = -1
         self._next = 0  # the first of the holders that has not begun
         self._stepped: set[Optimizer | None] = set()
-        self._open: list[tuple[Pending[Tensor | None], Held]] = []
+        self._open: list[tuple[Submission[Tensor | None], Held]] = []
         self._within = False  # a step(closure)
         aggregator.after = self
 
@@ -105,7 +105,7 @@ class AfterStep:
         """Do all that is outstanding. Every rank comes here, or did its part before.
 
         Raises:
-            BaseException: the driver's failure, the same cause on all ranks.
+            BaseException: the scheduler's failure, the same cause on all ranks.
         """
         self._within = False
         self.start()
@@ -196,8 +196,8 @@ class AfterStep:
     @torch.no_grad()
     def _begin_next(self, step: int) -> None:
         held, index = self._holders[self._next], self._next
-        pending = Pending(self._flow(held.flat(), held.layout, index, step), self.aggregator.communicator)
-        self._open.append((self.aggregator.driver.submit(pending), held))
+        pending = Submission(self._flow(held.flat(), held.layout, index, step), self.aggregator.communicator)
+        self._open.append((self.aggregator.scheduler.submit(pending), held))
         self._next += 1
         if self._next == len(self._holders):
             self._step, self._next = None, 0
@@ -222,7 +222,7 @@ class AfterStep:
             pending, held = self._open[0]
             update = pending.wait()
             self._open.pop(0)
-            self.aggregator.driver.order()
+            self.aggregator.scheduler.order()
             if update is None:
                 continue
             used_here(update)

@@ -59,7 +59,7 @@ class Session:
     def check(self, ranks: list[int] | None = None) -> Check | None:
         """What compares collectives across ranks before they start, if HVDBRIDGE_DEBUG asks for it.
 
-        Each call opens a range of numbers of its own: one per driver. Groups (``ranks``) are not compared.
+        Each call opens a range of numbers of its own: one per scheduler. Groups (``ranks``) are not compared.
         """
         if not self.config.debug or self.world.size == 1:
             return None

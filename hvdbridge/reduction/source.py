@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from hvdbridge.errors import StepError, Unsupported
-from hvdbridge.execution.flow import Pending
+from hvdbridge.execution.flow import Submission
 from hvdbridge.policy.base import BYTEWISE_MB, CODED_MB, Policy
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.parameters import ParameterWatch, listed
@@ -175,7 +175,7 @@ class Source:
         """
         self._buffers = dict(model.named_modules())
 
-    def send_buffers(self) -> Pending[None] | None:
+    def send_buffers(self) -> Submission[None] | None:
         """Begin to copy rank :attr:`root`'s buffers to all; None where there are none.
 
         Called before ``aggregator.end()``, which may start flows that outlive the step: these need not be waited for.
@@ -189,13 +189,14 @@ class Source:
         if not found:
             return None
         aggregator = self.aggregator
-        return aggregator.driver.submit(Pending(broadcast_tensors(found.values(), self.root), aggregator.communicator))
+        flow = broadcast_tensors(found.values(), self.root)
+        return aggregator.scheduler.submit(Submission(flow, aggregator.communicator))
 
-    def await_buffers(self, pending: Pending[None] | None) -> None:
+    def await_buffers(self, pending: Submission[None] | None) -> None:
         """Wait for what :meth:`send_buffers` has begun."""
         if pending is not None:
             pending.wait()
-            self.aggregator.driver.order()  # the next forward reads them
+            self.aggregator.scheduler.order()  # the next forward reads them
 
     def share_buffers(self) -> None:
         """Called before a forward that aggregates: where another one came before it, and no backward, they are sent."""
@@ -246,8 +247,8 @@ class Source:
                 graph would not aggregate.
             BaseException: what has ended an earlier step.
         """
-        if synchronizing and self.aggregator.driver.failure is not None:
-            raise self.aggregator.driver.failure
+        if synchronizing and self.aggregator.scheduler.failure is not None:
+            raise self.aggregator.scheduler.failure
         if self.running and not inside_backward():
             raise self.left_open()
         refuse_compiled_autograd()
@@ -327,7 +328,7 @@ class Source:
     def finished(self) -> None:
         """The step is over, or failed."""
         self.running = False
-        if self.aggregator.driver.failure is None:
+        if self.aggregator.scheduler.failure is None:
             self.steps += not self.aggregator.joined
             self.touched.clear()
             if self.started is not None:
@@ -367,7 +368,7 @@ class Source:
         )
 
     def refused(self, what: str) -> StepError:
-        """The error of a backward that cannot be aggregated. It poisons the driver: no step follows."""
+        """The error of a backward that cannot be aggregated. It poisons the scheduler: no step follows."""
         error = StepError(f"{self._where}: in this backward {what}. Construct the synchronizer anew.")
         self.aggregator.abandon(error)
         return error

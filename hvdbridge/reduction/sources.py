@@ -38,6 +38,7 @@ def attach_torch(
 
     import torch.distributed as dist
 
+    from hvdbridge.policies.dense import plain_mean
     from hvdbridge.policy.bucket import DDP_MB, FIRST_BUCKET_BYTES
     from hvdbridge.reduction.ddp import TORCHS, DdpSource, DistributedDataParallel
     from hvdbridge.reduction.source import SIZES
@@ -73,7 +74,7 @@ def attach_torch(
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             **given,
         )
-    plain = aggregator.policy.plain_mean and not aggregator.weighted and not aggregator.driver.checks
+    plain = plain_mean(aggregator.policy) and not aggregator.weighted and not aggregator.scheduler.checks
     source = DdpSource(wrapped, params, aggregator, options, plain, own_group)
     if options.broadcast_buffers:
         source.watch_buffers(model)

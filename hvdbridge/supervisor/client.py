@@ -57,7 +57,7 @@ OnFailure = Callable[[HvdbridgeError], None]
 
 
 class Guarded(Protocol):
-    """What has collectives under way in threads of its own (a driver)."""
+    """What has collectives under way in threads of its own (a scheduler)."""
 
     def fail(self, cause: BaseException) -> None:
         """The job failed; must not block."""

@@ -4,7 +4,7 @@ Rules:
 
 1. The result is a subclass of the user's optimizer class, made on the spot, around the same parameter groups:
    ``isinstance`` and schedulers see what they know.
-2. Gradients travel while backward runs, in flat buckets and in the driver's order; names are compared once, when the
+2. Gradients travel while backward runs, in flat buckets and in the scheduler's order; names are compared once, when the
    channel is opened, and not negotiated again. The first step's are handed in by the thread that opens the channel:
    which of several optimizers' steps comes first may differ between ranks then, too.
 3. A step ends in ``synchronize()`` (or ``step()``, which calls it), and nothing waits for other ranks before: until
@@ -251,9 +251,9 @@ class OptimizerReducer(Reducer):
         channels = channel.communicator, channel.control
         device = next(iter(params.values())).device
         self._context = ReductionContext(self.operations.session, channels, device, channel.check)
-        self.driver = self._context.driver
-        self.operations.on_failure.append(self.driver.fail)
-        aggregator = Aggregator(settings.policy, self.dense, *channels, self.driver, weighted=False)
+        self.scheduler = self._context.scheduler
+        self.operations.on_failure.append(self.scheduler.fail)
+        aggregator = Aggregator(settings.policy, self.dense, *channels, self.scheduler, weighted=False)
         options = Options(opening.bucket_mb, whole=settings.policy.scope == "step")
         super().__init__(self._cut(settings, options), aggregator)
         self.begun = 0
@@ -282,7 +282,7 @@ class OptimizerReducer(Reducer):
     def usable(self) -> bool:
         """Its session is open, and nothing has failed."""
         operations = self.operations
-        return operations is basics._operations and not operations.failure and self.driver.failure is None
+        return operations is basics._operations and not operations.failure and self.scheduler.failure is None
 
     def gradient_of(self, parameter: Tensor) -> None:
         """The gradient of ``parameter`` is there. Called once per step for each."""
@@ -347,7 +347,7 @@ class OptimizerReducer(Reducer):
     def submit(self, values: Sequence[Tensor | None] | None = None) -> None:
         super().submit(values)
         if not self.incomplete:
-            self.driver.flush()  # nobody may wait for it for long; other ranks need all rounds of all flows
+            self.scheduler.flush()  # nobody may wait for it for long; other ranks need all rounds of all flows
 
     def gradient(self, entry: BucketEntry) -> Tensor | None:
         parameter = entry.parameter
@@ -380,7 +380,7 @@ class OptimizerReducer(Reducer):
     def close(self) -> None:
         """Free the channel; harmless when repeated."""
         if not self._context.closed:
-            self.operations.on_failure.remove(self.driver.fail)
+            self.operations.on_failure.remove(self.scheduler.fail)
         self._context.close()
 
 

@@ -87,7 +87,7 @@ class CommHookState(HookState):
     ) -> None:  # fmt: skip
         aggregator.submit(self._layouts.piece(parameters, buffer, future, aggregator.policy), last)
         if last:  # where DDP waits within backward (static_graph, Join), nobody comes to end the step
-            aggregator.driver.flush()
+            aggregator.scheduler.flush()
             if self._outside:
                 aggregator.end_ahead()
 
@@ -96,7 +96,7 @@ class CommHookState(HookState):
         return super()._opened()
 
     def close(self) -> None:
-        if self._aggregator is not None and self._aggregator.driver.failure is None:
+        if self._aggregator is not None and self._aggregator.scheduler.failure is None:
             self._end_shadow()
         super().close()
 

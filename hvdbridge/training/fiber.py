@@ -4,7 +4,7 @@ Rules:
 
 1. One of the two runs at a time, so the code's requests come in the order of its lines: canonical where the code is.
 2. Threads are used again: starting one costs more than handing over (some 30 us each way).
-3. Gradient mode, CUDA device and stream belong to a thread: the code begins on the driver's. A callback of a future
+3. Gradient mode, CUDA device and stream belong to a thread: the code begins on the scheduler's. A callback of a future
    has a stream of its own: what it asks for waits for that, and it waits for the answer.
 """
 
@@ -64,7 +64,7 @@ class _Fiber(threading.Thread):
 
 
 def ask(request: Collective) -> Tensor:
-    """Inside of :func:`flow_of`: let the driver answer ``request``.
+    """Inside of :func:`flow_of`: let the scheduler answer ``request``.
 
     Raises:
         Unsupported: this thread is not one that a flow drives.

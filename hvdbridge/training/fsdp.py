@@ -87,8 +87,8 @@ class AllReduceHookState(HookState):
     def _reduce(self, index: int, output: Tensor) -> None:
         """The hook of group ``index``: ``output`` (flat) becomes what the policy makes of all replicas' outputs."""
         aggregator, layout = self._opened(), self._layouts[index]
-        if aggregator.driver.failure is not None:
-            raise aggregator.driver.failure
+        if aggregator.scheduler.failure is not None:
+            raise aggregator.scheduler.failure
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             if self._backward != -1:

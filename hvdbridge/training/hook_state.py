@@ -124,7 +124,7 @@ class HookState:
         self._context = ReductionContext(session, (communicator, control), device, session.check(ranks))
         session.at_shutdown(self.close)
         self._aggregator = Aggregator(
-            self.policy, params, communicator, control, self._context.driver, self._seed, self._weighted
+            self.policy, params, communicator, control, self._context.scheduler, self._seed, self._weighted
         )
         self._aggregator.loss_scale = self._aggregator._held_scale = self._loss_scale
         if self._saved is not None:

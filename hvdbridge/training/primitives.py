@@ -31,8 +31,8 @@ from torch import Tensor
 from hvdbridge.backends.communicator import DTYPES, Communicator, Work
 from hvdbridge.backends.point_to_point import TAGS, Messages, Receipt, open_messages
 from hvdbridge.errors import CollectiveTimeout, ConfigurationError, Unsupported
-from hvdbridge.execution.flow import Pending
-from hvdbridge.execution.scheduler import Driver
+from hvdbridge.execution.flow import Submission
+from hvdbridge.execution.scheduler import Scheduler
 from hvdbridge.policy.buffer_pool import overlaps
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.reduction.context import ReductionContext
@@ -114,9 +114,9 @@ class _Collective(Handle):
     """Of ``steps``, which hold the user's tensors: a GPU may still read them when the flow has only been enqueued."""
 
     def __init__(
-        self, pending: Pending[None], driver: Driver, what: str, timeout: timedelta | None, steps: object
+        self, pending: Submission[None], scheduler: Scheduler, what: str, timeout: timedelta | None, steps: object
     ) -> None:
-        self._pending, self._driver, self._what, self._timeout = pending, driver, what, timeout
+        self._pending, self._scheduler, self._what, self._timeout = pending, scheduler, what, timeout
         self._steps = steps
 
     def is_completed(self) -> bool:
@@ -126,7 +126,7 @@ class _Collective(Handle):
         if (limit := self._timeout if timeout is None else timeout) is not None:
             _until(self.is_completed, limit, self._what)
         self._pending.wait()
-        self._driver.order()
+        self._scheduler.order()
         self._steps = None
         return True
 
@@ -310,9 +310,9 @@ def _start(
     if group._context is None:
         check = session.check() if group.number == 0 else None
         group._context = ReductionContext(session, [communicator], session.device, check)
-    driver = group._context.driver
-    pending = driver.submit(Pending(steps(), communicator))
-    handle = _Collective(pending, driver, what, group.timeout if timeout is None else timeout, steps)
+    scheduler = group._context.scheduler
+    pending = scheduler.submit(Submission(steps(), communicator))
+    handle = _Collective(pending, scheduler, what, group.timeout if timeout is None else timeout, steps)
     if async_op:
         return handle
     handle.wait()

@@ -1,4 +1,4 @@
-"""The GradientSynchronizer: joins a source of gradients, a policy, its state and a driver."""
+"""The GradientSynchronizer: joins a source of gradients, a policy, its state and a scheduler."""
 
 from __future__ import annotations
 
@@ -163,11 +163,11 @@ class GradientSynchronizer:
             broadcast_optimizer(each, control, left_alone=self._alone)
         self._context = ReductionContext(session, (communicator, control), device_of(params), session.check(ranks))
         if bucket_mb == "auto":
-            measured = fastest_bucket_mb(self.policy, params, communicator, control, self._context.driver)
+            measured = fastest_bucket_mb(self.policy, params, communicator, control, self._context.scheduler)
             options = replace(options, bucket_mb=measured)
         self.bucket_mb = options.bucket_mb
         self._aggregator = Aggregator(
-            self.policy, params, communicator, control, self._context.driver, seed, weighted
+            self.policy, params, communicator, control, self._context.scheduler, seed, weighted
         )
         self._source, self.model, wrapped = attach[session.backend](
             model, originals, params, self._aggregator, ranks, options
@@ -274,7 +274,7 @@ class GradientSynchronizer:
             last = max(rank for rank, count in enumerate(steps) if count == max(steps))  # as DDP
             buffers = {name: buffer for name, buffer in self._bare.named_buffers() if name not in self._left_alone}
             tensors = [*self._params.values(), *buffers.values()]
-            self._context.driver.run(broadcast_tensors(tensors, last), self._context.communicator)
+            self._context.scheduler.run(broadcast_tensors(tensors, last), self._context.communicator)
             for each in self._optimizers:
                 broadcast_optimizer(each, self._context.control, last, self._alone)
         finally:
@@ -308,8 +308,8 @@ class GradientSynchronizer:
         Raises:
             HvdbridgeError: the cause, if an aggregation failed.
         """
-        if self._context.driver.failure is not None:
-            raise self._context.driver.failure
+        if self._context.scheduler.failure is not None:
+            raise self._context.scheduler.failure
 
     def flush(self) -> bool:
         """Finish what a policy left for later; collective, and harmless where nothing is left. Call it at the end of
@@ -389,7 +389,7 @@ class GradientSynchronizer:
         self._all.remove(self)
         self._source.remove()
         for norm in self._norms:
-            if norm.communicator is not None and self._context.driver.failure is None:
+            if norm.communicator is not None and self._context.scheduler.failure is None:
                 norm.communicator.close()
             norm.communicator = norm.synchronizer = None
         self._context.session.forget_at_shutdown(self.close)
@@ -485,7 +485,7 @@ def average_gradients(
     usual = usual_bucket_mb(chosen, communicator.nodes, communicator.capabilities.blocks_host)
     bucket_mb = session.config.fixed_bucket_mb(usual, "average_gradients")
     chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
-    aggregator = Aggregator(chosen, params, communicator, context.control, context.driver)
+    aggregator = Aggregator(chosen, params, communicator, context.control, context.scheduler)
     aggregator.weight = weight
     aggregator.step = next(calls)  # random policies throw other dice in each
     aggregator.ended = aggregator.step  # this process has made as many, with aggregators of their own
@@ -581,6 +581,6 @@ def nothing() -> Iterator[None]:
 
 
 def device_of(params: Mapping[str, torch.Tensor]) -> torch.device:
-    """Where the driver works: with what a GPU has in its order, if any of them is there."""
+    """Where the scheduler works: with what a GPU has in its order, if any of them is there."""
     devices = [p.device for p in params.values()]
     return next((device for device in devices if device.type == "cuda"), devices[0])

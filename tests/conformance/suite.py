@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hvdbridge.backends.communicator import DTYPES, Answer, Communicator
 from hvdbridge.errors import ConfigurationError, NotInitialized, Unsupported
-from hvdbridge.execution.flow import Pending, Task
-from hvdbridge.execution.scheduler import ThreadDriver
+from hvdbridge.execution.flow import Submission, Task
+from hvdbridge.execution.scheduler import ThreadScheduler
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 
 
@@ -356,12 +356,12 @@ class CommunicatorSuite:
                 answered.set()
                 return (yield AllReduce(torch.ones(3)))
 
-            driver = ThreadDriver()
-            pending = driver.submit(Pending(flow(request(), answered), self.comm, overlaps=True, rounds=2))
+            scheduler = ThreadScheduler()
+            pending = scheduler.submit(Submission(flow(request(), answered), self.comm, rounds=2))
             self.expect("" if answered.wait(20) else "it was not found", request().signature())
-            driver.flush()
+            scheduler.flush()
             self.expect(difference(pending.wait(), torch.full((3,), float(self.size)), 0.0), "the next one")
-            driver.close()
+            scheduler.close()
 
     def test_the_last_operation_of_a_request_says_so(self) -> None:
         whole = self.comm.piece

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvdbridge.backends.communicator import Answer, Communicator
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.execution.scheduler import ThreadDriver
+from hvdbridge.execution.scheduler import ThreadScheduler
 from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.execution.state_store import StateStore, slot_of
 from hvdbridge.kernels.norm import global_norm
@@ -291,9 +291,9 @@ class Harness:
 
     def __enter__(self) -> Harness:
         params = {"w": torch.zeros(3), "v": torch.zeros(2)}
-        self.driver = ThreadDriver()
+        self.scheduler = ThreadScheduler()
         self.aggregator = Aggregator(
-            self.policy, params, self.communicator, self.communicator, self.driver, weighted=False
+            self.policy, params, self.communicator, self.communicator, self.scheduler, weighted=False
         )
         self.layouts = [Layout({name: p.shape}) for name, p in params.items()]
         self.delivered: list[Tensor | None] = []
@@ -301,7 +301,7 @@ class Harness:
 
     def __exit__(self, *_: object) -> None:
         self.communicator.gate.set()
-        self.driver.close()
+        self.scheduler.close()
 
     def step(self, value: float) -> None:
         self.delivered.clear()
@@ -322,31 +322,11 @@ def test_holes_are_returned_after_the_first_steps_of_a_process(monkeypatch: pyte
     assert returned == [1000, 1001, 1002, 1004, 1008]
 
 
-@pytest.mark.parametrize(
-    ("spec", "within_machine", "among_nodes"),
-    [
-        ("int8", (3, 0, 1), (3, 0, 1)),
-        ("topk", (2, 3, 1), (3, 4, 1)),
-        ("ef(int8)", (2, 3, 1), (3, 4, 1)),
-        ("onebit", (2, 5, 1), (2, 5, 1)),
-        ("adasum", (2, 0, 1), (3, 0, 1)),  # nobody knows how often it asks
-        ("terngrad", (2, 0, 2), (3, 0, 1)),  # three times
-        ("hierarchical(ef(bf16))", (2, 3, 3), (3, 4, 1)),  # five times
-    ],
-)
-def test_flows_at_once_and_blocks_kept_by_what_a_flow_makes(
-    spec: str, within_machine: tuple[int, int, int], among_nodes: tuple[int, int, int]
-) -> None:
-    communicator = Gated()
-    communicator.size = 2
-    for nodes, expected in (((0, 0), within_machine), ((0, 1), among_nodes)):
-        communicator.set_nodes(nodes)
-        driver = ThreadDriver()
-        store = Aggregator(from_spec(spec), {"w": torch.zeros(3)}, communicator, communicator, driver).store
-        driver.close()
-        kept = [torch.empty(100 + i) for i in range(9)]
-        store.memory.give(*kept)
-        assert (store.at_once, store.memory.nbytes // 400, store.turns) == expected
+@pytest.mark.parametrize(("spec", "blocks"), [("int8", 0), ("topk", 4), ("onebit", 7), ("adasum", 0)])
+def test_as_many_blocks_are_kept_as_flows_in_flight_make(spec: str, blocks: int) -> None:
+    store = StateStore(from_spec(spec), {"w": torch.zeros(3)})
+    store.memory.give(*[torch.empty(100 + i) for i in range(9)])
+    assert store.memory.nbytes // 400 == blocks
 
 
 def test_the_rest_of_an_early_flow_runs_in_the_background() -> None:
@@ -441,13 +421,13 @@ def test_what_training_starts_from_are_the_parameters_of_the_first_backward() ->
 
 def test_buckets_know_the_types_of_all_gradients() -> None:
     params = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(2)}
-    driver, communicator = ThreadDriver(), Gated()
+    scheduler, communicator = ThreadScheduler(), Gated()
     try:
-        aggregator = Aggregator(from_spec("mean"), params, communicator, communicator, driver)
+        aggregator = Aggregator(from_spec("mean"), params, communicator, communicator, scheduler)
         bucket = aggregator.bucket(torch.zeros(4), Layout({"b": (2,), "a": (2,)}), 0, 0)
         assert bucket.dtypes == {"a": torch.bfloat16, "b": torch.float32}
     finally:
-        driver.close()
+        scheduler.close()
 
 
 def test_an_update_of_another_size_is_refused() -> None:
@@ -459,15 +439,15 @@ def test_an_update_of_another_size_is_refused() -> None:
             return Aggregated(total.sum().reshape(1))
 
     params = {"w": torch.zeros(4)}
-    driver, communicator = ThreadDriver(), Gated()
+    scheduler, communicator = ThreadScheduler(), Gated()
     try:
-        aggregator = Aggregator(Total(), params, communicator, communicator, driver, weighted=False)
+        aggregator = Aggregator(Total(), params, communicator, communicator, scheduler, weighted=False)
         aggregator.begin()
         aggregator.submit(Piece(Layout({"w": (4,)}), torch.ones(4), lambda _: None), last=True)
         with pytest.raises(RuntimeError, match="split"):
             aggregator.end()
     finally:
-        driver.close()
+        scheduler.close()
 
 
 def test_optimizers_come_in_one_order() -> None:

@@ -747,7 +747,7 @@ def test_bad_words(words: list[str], error: str, capsys: pytest.CaptureFixture[s
         (["slow_network.py", "--delay-ms", "nan"], 2, "nan ms (not below 0)"),
         (["slow_network.py", "--delay-ms", "-1"], 2, "-1.0 ms (not below 0)"),
         (["slow_network.py", "--hosts", "0"], 2, "0 hosts (1 to 26)"),
-        (["driver.py", "--help"], 0, "What the driver costs the host"),
+        (["scheduler.py", "--help"], 0, "What the scheduler costs the host"),
     ],
 )
 def test_words_of_benchmarks(words: list[str], status: int, said: str) -> None:

@@ -423,7 +423,7 @@ def test_it_ends_when_nobody_comes():
 
 
 def test_it_ends_when_its_parent_vanishes_before_anybody_came():
-    code = "from hvdbridge.supervisor import start; print(start.start_helper('127.0.0.1', 2, start.Config()))"
+    code = "from hvdbridge.supervisor import spawn; print(spawn.start_helper('127.0.0.1', 2, spawn.Config()))"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     address = HelperAddress.parse(done.stdout.strip())
     with suppress(AssertionError):  # it may have ended already

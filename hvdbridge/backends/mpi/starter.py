@@ -33,7 +33,7 @@ _started_here = False  # MPI is one per process and starts once, so this is, too
 
 
 class MpiStarter(Starter):
-    """``MPI_Init_thread`` with MPI_THREAD_MULTIPLE: the driver communicates from a thread of its own."""
+    """``MPI_Init_thread`` with MPI_THREAD_MULTIPLE: the scheduler communicates from a thread of its own."""
 
     name = "mpi"
 

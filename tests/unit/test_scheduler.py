@@ -1,4 +1,4 @@
-"""The driver: order, poison, and where an exception surfaces."""
+"""The scheduler: order, poison, and where an exception surfaces."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from hvdbridge.backends.communicator import Answer, Communicator, Work
 from hvdbridge.errors import CollectiveMismatch, HvdbridgeError
-from hvdbridge.execution.flow import Pending, Task
+from hvdbridge.execution.flow import Submission, Task
 from hvdbridge.execution.mailbox import Mailbox
-from hvdbridge.execution.scheduler import Driver, ThreadDriver, drive
+from hvdbridge.execution.scheduler import Scheduler, ThreadScheduler, drive
 from hvdbridge.policy.collectives import AllReduce, Collective
 
 
@@ -63,45 +63,45 @@ def flow(*values: float) -> Task[float]:
 
 
 def test_flows_run_one_after_the_other_in_order_of_submission() -> None:
-    communicator, driver = Loopback(), ThreadDriver()
+    communicator, scheduler = Loopback(), ThreadScheduler()
     communicator.gate.clear()
-    first = driver.submit(Pending(flow(1, 2, 3), communicator))
-    second = driver.submit(Pending(flow(4, 5), communicator))
+    first = scheduler.submit(Submission(flow(1, 2, 3), communicator))
+    second = scheduler.submit(Submission(flow(4, 5), communicator))
     assert not first.done
     communicator.gate.set()
     assert (first.wait(), second.wait()) == (6.0, 9.0)
     assert communicator.seen == [1, 2, 3, 4, 5]
-    assert driver.traffic.collectives == 5
-    driver.close()
+    assert scheduler.traffic.collectives == 5
+    scheduler.close()
 
 
 def test_the_first_failure_poisons_what_is_pending_and_what_comes() -> None:
-    communicator, driver = Loopback(), ThreadDriver()
+    communicator, scheduler = Loopback(), ThreadScheduler()
     communicator.gate.clear()
     communicator.error = OSError("wire cut")
     settled: list[bool] = []
-    first = driver.submit(Pending(flow(1), communicator, settled=lambda p: settled.append(p.result is None)))
-    second = driver.submit(Pending(flow(2), communicator, settled=lambda p: settled.append(p.result is None)))
+    first = scheduler.submit(Submission(flow(1), communicator, settled=lambda p: settled.append(p.result is None)))
+    second = scheduler.submit(Submission(flow(2), communicator, settled=lambda p: settled.append(p.result is None)))
     communicator.gate.set()
     for pending in (first, second):
         with pytest.raises(OSError, match="wire cut"):
             pending.wait()
     with pytest.raises(OSError, match="wire cut"):
-        driver.submit(Pending(flow(3), communicator))
+        scheduler.submit(Submission(flow(3), communicator))
     assert communicator.seen == [1], "the second flow must not reach the wire"
     assert settled == [True, True]
-    driver.close()
+    scheduler.close()
 
 
 def test_a_failure_from_outside_frees_who_waits_although_the_library_is_stuck() -> None:
-    communicator, driver = Loopback(), ThreadDriver()
+    communicator, scheduler = Loopback(), ThreadScheduler()
     communicator.gate.clear()
-    pending = driver.submit(Pending(flow(1), communicator))
-    driver.fail(HvdbridgeError("rank 3 died"))
+    pending = scheduler.submit(Submission(flow(1), communicator))
+    scheduler.fail(HvdbridgeError("rank 3 died"))
     with pytest.raises(HvdbridgeError, match="rank 3 died"):
         pending.wait()
     communicator.gate.set()
-    driver.close()
+    scheduler.close()
 
 
 def test_an_error_is_thrown_into_the_waiting_flow() -> None:
@@ -134,11 +134,11 @@ def test_what_follows_a_flow_may_fail_too() -> None:
     def refuse(_: float) -> None:
         raise ValueError("weights differ")
 
-    driver: Driver = ThreadDriver()
+    scheduler: Scheduler = ThreadScheduler()
     with pytest.raises(ValueError, match="weights differ"):
-        driver.submit(Pending(flow(1), Loopback(), then=refuse)).wait()
-    assert isinstance(driver.failure, ValueError)
-    driver.close()
+        scheduler.submit(Submission(flow(1), Loopback(), then=refuse)).wait()
+    assert isinstance(scheduler.failure, ValueError)
+    scheduler.close()
 
 
 def test_signatures_are_checked_before_each_collective() -> None:
@@ -150,12 +150,12 @@ def test_signatures_are_checked_before_each_collective() -> None:
             raise CollectiveMismatch("rank 1 starts another")
 
     communicator = Loopback()
-    driver = ThreadDriver(check)
+    scheduler = ThreadScheduler(check)
     with pytest.raises(CollectiveMismatch):
-        driver.run(flow(1, 2), communicator)
+        scheduler.run(flow(1, 2), communicator)
     assert [number for number, _ in seen] == [1, 2]
     assert communicator.seen == [1]
-    driver.close()
+    scheduler.close()
 
 
 def test_flows_run_without_grad() -> None:
@@ -163,9 +163,9 @@ def test_flows_run_without_grad() -> None:
         yield AllReduce(torch.zeros(1))
         return torch.is_grad_enabled()
 
-    driver = ThreadDriver()
-    assert driver.run(asks(), Loopback()) is False
-    driver.close()
+    scheduler = ThreadScheduler()
+    assert scheduler.run(asks(), Loopback()) is False
+    scheduler.close()
 
 
 def test_a_mailboxs_timeout_ends() -> None:
@@ -199,12 +199,14 @@ class Slow(Loopback):
 
     def _answer(self, request: Collective) -> Answer:
         value = float(request.tensor[0])
-        for part in (0.0, 0.5) if value < 0 else (0.0,):
+        parts = (0.0, 0.5) if value < 0 else (0.0,)
+        for part in parts:
             yield None
             self.seen.append(value - part)
             self.under_way += 1
             self.most = max(self.most, self.under_way)
             work = Late(self.random.uniform(0, 0.004))
+            work.last = part == parts[-1]
             yield work
             work.wait()
             self.under_way -= 1
@@ -238,43 +240,47 @@ class ForLooks(Loopback):
 
 def test_what_only_travels_outlasts_what_is_looked_at_often() -> None:
     """Some hundred looks at the short one, and then few at the long one, whose pauses must not have grown by those."""
-    driver, looks = ThreadDriver(), itertools.count()
-    short = Pending(flow(1), ForLooks(lambda: next(looks) >= 400), overlaps=True, rounds=2)
-    long = driver.submit(Pending(flow(2), ForLooks(lambda: short.done), overlaps=True, rounds=1))
-    driver.submit(short).wait()
+    scheduler, looks = ThreadScheduler(), itertools.count()
+    short = Submission(flow(1), ForLooks(lambda: next(looks) >= 400), rounds=2)
+    long = scheduler.submit(Submission(flow(2), ForLooks(lambda: short.done), rounds=1))
+    scheduler.submit(short).wait()
     until(lambda: long.done, seconds=5)
-    driver.close()
+    scheduler.close()
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("rounds", "expected"), [
+    ([1, 1, 1], [0.1, 1.1, 2.1]),
+    ([2, 2, 2, 2], [0.1, 1.1, 0.2, 2.1, 1.2, 3.1, 2.2, 3.2]),
+    ([3, 3, 3], [0.1, 0.2, 1.1, 0.3, 1.2, 2.1, 1.3, 2.2, 2.3]),
+    ([5, 5, 5], [0.1, 0.2, 1.1, 0.3, 1.2, 2.1, 0.4, 1.3, 2.2, 0.5, 1.4, 2.3, 1.5, 2.4, 2.5]),
+    ([3, 1, 2, 3, 1], [0.1, 0.2, 1.1, 0.3, 2.1, 3.1, 2.2, 3.2, 4.1, 3.3]),
+    ([None, None, None], [0.1, 0.2, 1.1, 1.2, 2.1, 2.2]),
+])  # fmt: skip
 def test_operations_start_in_one_order_whatever_takes_how_long(
-    shared: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    shared: bool, rounds: list[int | None], expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flow k asks for k.1, k.2, ...; a turn each, the beginner first, then the older ones, oldest first."""
+    """Flow k issues k.1 at turn k, k.2 W turns later, and so on; of one turn the older flow's first."""
     monkeypatch.setattr(Late, "shared", shared)
-    rounds = [3, 1, 2, 3, 1]
-    expected = [0.1, 1.1, 0.2, 2.1, 0.3, 3.1, 2.2, 4.1, 3.2, 3.3]
     for seed in range(8):
-        communicator, driver, chance = Slow(seed), ThreadDriver(), random.Random(-seed)
+        communicator, scheduler, chance = Slow(seed), ThreadScheduler(), random.Random(-seed)
         runs = []
         for k, n in enumerate(rounds):
-            values = [k + round(r / 10, 1) for r in range(1, n + 1)]
-            known = n if ahead else None
-            runs.append(driver.submit(Pending(flow(*values), communicator, overlaps=True, rounds=known)))
+            values = [k + round(r / 10, 1) for r in range(1, 1 + (n or 2))]
+            runs.append(scheduler.submit(Submission(flow(*values), communicator, n)))
             time.sleep(chance.choice([0, 0, 0.003]))
-        driver.flush()
+        scheduler.flush()
         for pending in runs:
             pending.wait()
         assert communicator.seen == pytest.approx(expected)
-        assert driver.traffic.collectives == sum(rounds)
-        assert 0 < driver.traffic.seconds < sum(rounds) * 0.1
-        driver.close()
+        assert scheduler.traffic.collectives == len(expected)
+        assert 0 < scheduler.traffic.seconds < len(expected) * 0.1
+        scheduler.close()
 
 
-def test_what_lies_between_starts_does_not_wait_for_turns() -> None:
-    """While a turn waits for 2.1, the flow 0 decodes, and 4 encodes; 5 does not, since 4 has not begun to send."""
-    communicator, driver = Gated(Silent), ThreadDriver()
+def test_encoding_and_decoding_do_not_wait_for_turns() -> None:
+    """While the turn of 1.2 waits for 1.1, flow 0 decodes, and 3 encodes; 4 does not, since 3 has not been issued."""
+    communicator, scheduler = Gated(Silent), ThreadScheduler()
     told: list[str] = []
 
     def bucket(k: int) -> Task[None]:
@@ -283,20 +289,21 @@ def test_what_lies_between_starts_does_not_wait_for_turns() -> None:
         yield AllReduce(torch.tensor([k + 0.2]))
         told.append(f"decode {k}")
 
-    runs = [driver.submit(Pending(bucket(k), communicator, overlaps=True, rounds=2)) for k in range(6)]
-    communicator.let(0.1, 1.1)
-    started = [0.1, 1.1, 0.2, 2.1, 1.2, 3.1]
+    runs = [scheduler.submit(Submission(bucket(k), communicator, 2)) for k in range(6)]
+    communicator.let(0.1)
+    started = [0.1, 1.1, 0.2, 2.1]
     until(lambda: communicator.seen == started)
+    assert told == ["encode 0", "encode 1", "encode 2"], "three are in flight"
     communicator.let(0.2)
-    until(lambda: "decode 0" in told and "encode 4" in told)
-    assert sorted(told) == ["decode 0", *(f"encode {k}" for k in range(5))]
-    assert communicator.seen == started, "the fifth starts when it is its turn"
+    until(lambda: "decode 0" in told and "encode 3" in told)
+    assert sorted(told) == ["decode 0", *(f"encode {k}" for k in range(4))]
+    assert communicator.seen == started, "the fourth is issued at its turn"
     communicator.let(*(k / 10 for k in range(70)))
-    driver.flush()
+    scheduler.flush()
     for pending in runs:
         pending.wait()
-    assert communicator.seen == [*started, 2.2, 4.1, 3.2, 5.1, 4.2, 5.2]
-    driver.close()
+    assert communicator.seen == [*started, 1.2, 3.1, 2.2, 4.1, 3.2, 5.1, 4.2, 5.2]
+    scheduler.close()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -313,49 +320,50 @@ def test_flows_of_unknown_rounds_may_share_what_they_like(shared: bool, monkeypa
 
     orders = set()
     for seed in range(12):
-        communicator, driver = Slow(seed), ThreadDriver()
+        communicator, scheduler = Slow(seed), ThreadScheduler()
         moments = random.Random(seed)
         known: set[str] = set()
         runs = []
         for k in range(5):
             time.sleep(moments.uniform(0, 0.004))
-            runs.append(driver.submit(Pending(bucket(k, known), communicator, overlaps=True)))
-        driver.flush()
+            runs.append(scheduler.submit(Submission(bucket(k, known), communicator)))
+        scheduler.flush()
         for pending in runs:
             pending.wait()
         orders.add(tuple(communicator.seen))
-        driver.close()
+        scheduler.close()
     assert len(orders) == 1
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_flows_that_need_no_operation_come_to_their_ends(overlaps: bool) -> None:
+@pytest.mark.parametrize("rounds", [8, None])
+def test_flows_that_need_no_operation_come_to_their_ends(rounds: int | None) -> None:
     """As among one rank."""
-    communicator, driver = Loopback(), ThreadDriver()
-    runs = [driver.submit(Pending(flow(*range(1, 9)), communicator, overlaps)) for _ in range(4)]
-    driver.flush()
+    communicator, scheduler = Loopback(), ThreadScheduler()
+    runs = [scheduler.submit(Submission(flow(*range(1, 9)), communicator, rounds)) for _ in range(4)]
+    scheduler.flush()
     until(lambda: all(pending.done for pending in runs))
     assert [pending.wait() for pending in runs] == [36.0] * 4
-    driver.close()
+    scheduler.close()
 
 
-def test_two_flows_are_under_way_at_once() -> None:
-    communicator, driver = Slow(0), ThreadDriver()
-    runs = [driver.submit(Pending(flow(float(k)), communicator, overlaps=True)) for k in range(6)]
-    driver.flush()
-    assert [pending.wait() for pending in runs] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert communicator.most == 2
-    driver.close()
-
-
-def test_a_bridged_request_takes_a_turn_for_each_of_its_operations() -> None:
-    communicator, driver = Slow(0), ThreadDriver()
-    runs = [driver.submit(Pending(flow(value), communicator, overlaps=True)) for value in (-1.0, -2.0)]
-    driver.flush()
+def test_three_flows_are_in_flight_at_once() -> None:
+    communicator, scheduler = Slow(0), ThreadScheduler()
+    runs = [scheduler.submit(Submission(flow(k + 0.1, k + 0.2), communicator, 2)) for k in range(6)]
+    scheduler.flush()
     for pending in runs:
         pending.wait()
-    assert communicator.seen == [-1.0, -2.0, -1.5, -2.5]
-    driver.close()
+    assert communicator.most == 3
+    scheduler.close()
+
+
+def test_a_turn_lasts_until_the_last_operation_of_the_collective_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    communicator, scheduler = Slow(0), ThreadScheduler()
+    runs = [scheduler.submit(Submission(flow(value), communicator, 1)) for value in (-1.0, -2.0)]
+    scheduler.flush()
+    for pending in runs:
+        pending.wait()
+    assert communicator.seen == [-1.0, -1.5, -2.0, -2.5]
+    scheduler.close()
 
 
 class Gated(Loopback):
@@ -404,21 +412,21 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 def test_what_settles_a_flow_may_fail_and_leaves_nobody_waiting() -> None:
-    communicator, driver = Loopback(), ThreadDriver()
+    communicator, scheduler = Loopback(), ThreadScheduler()
     communicator.gate.clear()
 
-    def settled(_: Pending[float]) -> None:
+    def settled(_: Submission[float]) -> None:
         raise OSError("out of memory")
 
-    first = driver.submit(Pending(flow(1), communicator, settled=settled))
-    second = driver.submit(Pending(flow(2), communicator, settled=settled))
+    first = scheduler.submit(Submission(flow(1), communicator, settled=settled))
+    second = scheduler.submit(Submission(flow(2), communicator, settled=settled))
     communicator.gate.set()
     until(lambda: first.done and second.done)
     with pytest.raises(OSError, match="out of memory"):
         second.wait()
     with pytest.raises(OSError, match="out of memory"):
-        driver.submit(Pending(flow(3), communicator))
-    driver.close()
+        scheduler.submit(Submission(flow(3), communicator))
+    scheduler.close()
 
 
 class Broken(Silent):
@@ -428,24 +436,24 @@ class Broken(Silent):
 
 
 def test_a_defect_in_the_thread_itself_leaves_nobody_waiting() -> None:
-    communicator, driver = Gated(Broken), ThreadDriver()
-    pending = driver.submit(Pending(flow(0.1), communicator, True, rounds=1))
+    communicator, scheduler = Gated(Broken), ThreadScheduler()
+    pending = scheduler.submit(Submission(flow(0.1), communicator, rounds=1))
     until(lambda: pending.done)
-    for action in (pending.wait, lambda: driver.submit(Pending(flow(1.1), communicator))):
+    for action in (pending.wait, lambda: scheduler.submit(Submission(flow(1.1), communicator))):
         with pytest.raises(OSError, match="not a flow's own"):
             action()
-    driver.close()
+    scheduler.close()
 
 
 @pytest.mark.parametrize("flush", [False, True])
 def test_nobody_waits_for_looks_where_somebody_can_tell(flush: bool) -> None:
-    communicator, driver = Gated(Silent), ThreadDriver()
-    runs = [driver.submit(Pending(flow(value), communicator, True, rounds=1)) for value in (0.1, 1.1)]
+    communicator, scheduler = Gated(Silent), ThreadScheduler()
+    runs = [scheduler.submit(Submission(flow(value), communicator, rounds=1)) for value in (0.1, 1.1)]
     if flush:
-        driver.flush()
+        scheduler.flush()
     communicator.let(0.1, 1.1)
     until(lambda: all(pending.done for pending in runs))
-    driver.close()
+    scheduler.close()
 
 
 class Held(Loopback):
@@ -478,50 +486,21 @@ class Released(Work):
 
 
 @pytest.mark.parametrize(
-    ("rounds", "at_once", "started"),
-    [(1, None, [0, 1, 2, 3]), (1, 3, [0, 1, 2]), (1, 2, [0, 1]), (None, None, [0, 1])],
+    ("rounds", "inline", "started"), [(1, True, [0, 1, 2, 3]), (1, False, [0, 1, 2]), (None, False, [0])]
 )
 def test_a_flow_that_starts_nothing_more_holds_nobody_up(
-    rounds: int | None, at_once: int | None, started: list[float]
+    rounds: int | None, inline: bool, started: list[float]
 ) -> None:
-    communicator, driver = Held(), ThreadDriver()
-    flows = [Pending(flow(float(k)), communicator, overlaps=True, rounds=rounds, at_once=at_once) for k in range(4)]
-    runs = [driver.submit(each) for each in flows]
-    deadline = time.monotonic() + 10
-    while len(communicator.seen) < len(started) and time.monotonic() < deadline:
-        time.sleep(0.001)
+    communicator, scheduler = Held(), ThreadScheduler()
+    runs = [scheduler.submit(Submission(flow(float(k)), communicator, rounds, inline)) for k in range(4)]
+    until(lambda: len(communicator.seen) >= len(started))
     time.sleep(0.05)  # what would start although it should not
     assert communicator.seen == started
     assert not any(pending.done for pending in runs)
     communicator.free.set()
-    if rounds:  # what is done is found without a flush, so that nobody seems to wait for it
-        until(lambda: all(pending.done for pending in runs))
-    driver.flush()
+    until(lambda: all(pending.done for pending in runs))  # without a flush, so that nobody seems to wait for it
     assert [pending.wait() for pending in runs] == [0, 1, 2, 3]
-    driver.close()
-
-
-@pytest.mark.parametrize(
-    ("rounds", "at_once", "turns", "first"),
-    [
-        (4, 3, 1, [0.1, 1.1, 0.2, 2.1, 0.3, 1.2, 3.1, 0.4, 1.3, 2.2]),  # the fourth begins, or nothing would go on
-        (4, 3, 2, [0.1, 0.2, 1.1, 0.3, 1.2, 0.4, 2.1, 1.3, 2.2, 1.4, 3.1, 2.3]),
-        (4, 2, 2, [0.1, 0.2, 1.1, 0.3, 1.2, 0.4, 2.1, 1.3, 2.2, 1.4, 3.1, 2.3]),
-        (None, None, 1, [0.1, 1.1, 0.2, 2.1, 0.3, 1.2, 3.1, 0.4, 1.3, 2.2]),
-        (None, 3, 1, [0.1, 1.1, 0.2, 2.1, 0.3, 1.2, 0.4, 1.3, 2.2, 1.4, 2.3, 3.1, 2.4]),
-        (None, 2, 1, [0.1, 1.1, 0.2, 0.3, 1.2, 0.4, 1.3, 1.4, 2.1, 3.1, 2.2]),
-    ],
-)
-def test_few_heavy_flows_at_once_hold_nobody_up_for_ever(
-    rounds: int | None, at_once: int | None, turns: int, first: list[float]
-) -> None:
-    communicator, driver = Slow(0), ThreadDriver()
-    flows = [flow(*(k + round(r / 10, 1) for r in range(1, 5))) for k in range(6)]
-    runs = [driver.submit(Pending(each, communicator, True, rounds, at_once, turns)) for each in flows]
-    driver.flush()
-    until(lambda: all(pending.done for pending in runs))
-    assert communicator.seen[: len(first)] == pytest.approx(first)
-    driver.close()
+    scheduler.close()
 
 
 class Grouped(Loopback):
@@ -550,8 +529,9 @@ class Grouped(Loopback):
         return request.tensor
 
 
-def test_groups_of_several_sizes_have_one_order_each() -> None:
-    """Of flows that share what they know, too."""
+@pytest.mark.parametrize("rounds", [None, 10])
+def test_groups_of_several_sizes_have_one_order_each(rounds: int | None) -> None:
+    """Of flows that share what they know, too, as those may that declare no rounds."""
 
     def across(k: int, known: set[float]) -> Task[None]:
         for value, group in ((0.0, "node"), (-10.0, "cross"), (20.0, "cross"), (30.0, "node"), (-40.0, "world")):
@@ -562,36 +542,38 @@ def test_groups_of_several_sizes_have_one_order_each() -> None:
 
     found = []
     for rank in range(3):
-        communicator, driver = Grouped(rank), ThreadDriver()
+        communicator, scheduler = Grouped(rank), ThreadScheduler()
         known: set[float] = set()
-        runs = [driver.submit(Pending(across(k, known), communicator, overlaps=True)) for k in range(5)]
-        driver.flush()
+        runs = [
+            scheduler.submit(Submission(across(k, set() if rounds else known), communicator, rounds)) for k in range(5)
+        ]
+        scheduler.flush()
         until(lambda runs=runs: all(pending.done for pending in runs))  # type: ignore[misc]
         found.append(communicator.channels)
-        driver.close()
+        scheduler.close()
     assert found[0]["node"] == found[1]["node"]
     assert found[0]["cross"] == found[2]["cross"]
     assert found[0]["world"] == found[1]["world"] == found[2]["world"]
     assert (len(found[0]["node"]), len(found[0]["cross"])) == (10, 15)
-    assert len(found[0]["world"]) >= 10 + 5
+    assert len(found[0]["world"]) == (10 + 25 if rounds else 10 + 5)
 
 
 def test_a_flow_that_asks_for_more_than_its_policy_said() -> None:
-    driver = ThreadDriver()
-    pending = driver.submit(Pending(flow(1, 2), Slow(0), overlaps=True, rounds=1))
-    driver.flush()
+    scheduler = ThreadScheduler()
+    pending = scheduler.submit(Submission(flow(1, 2), Slow(0), rounds=1))
+    scheduler.flush()
     with pytest.raises(HvdbridgeError, match=r"ask for 1 collectives, and one asks for another: AllReduce\[1\]"):
         pending.wait()
-    driver.close()
+    scheduler.close()
 
 
 def test_what_stands_alone_waits_for_what_is_under_way() -> None:
-    communicator, driver = Slow(0), ThreadDriver()
-    first = driver.submit(Pending(flow(1, 2), communicator, overlaps=True))
-    assert driver.run(flow(3, 4), communicator) == 7.0
+    communicator, scheduler = Slow(0), ThreadScheduler()
+    first = scheduler.submit(Submission(flow(1, 2), communicator, 2))
+    assert scheduler.run(flow(3, 4), communicator) == 7.0
     assert first.done
     assert communicator.seen == [1, 2, 3, 4]
-    driver.close()
+    scheduler.close()
 
 
 def test_a_failure_ends_all_that_is_under_way() -> None:
@@ -602,15 +584,15 @@ def test_a_failure_ends_all_that_is_under_way() -> None:
                 raise OSError("wire cut")
             return answer
 
-    communicator, driver = Broken(0), ThreadDriver()
-    runs = [driver.submit(Pending(flow(*values), communicator, overlaps=True)) for values in ((1, 5), (2, 6), (3, 7))]
-    driver.flush()
+    communicator, scheduler = Broken(0), ThreadScheduler()
+    runs = [scheduler.submit(Submission(flow(*values), communicator, 2)) for values in ((1, 5), (2, 6), (3, 7))]
+    scheduler.flush()
     for pending in runs[1:]:
         with pytest.raises(OSError, match="wire cut"):
             pending.wait()
     assert 6.0 not in communicator.seen
     assert 7.0 not in communicator.seen
-    driver.close()
+    scheduler.close()
 
 
 @pytest.mark.parametrize("flush", [True, False])
@@ -621,20 +603,23 @@ def test_a_failure_ahead_of_a_turn_does_not_wait_for_it(flush: bool) -> None:
         yield AllReduce(torch.tensor([1.1]))
         raise ValueError("what came cannot be")
 
-    communicator, driver = Gated(Released), ThreadDriver()
+    communicator, scheduler = Gated(Released), ThreadScheduler()
     flows = (flow(0.1, 0.2, 0.3), fails(), flow(2.1))
-    runs = [driver.submit(Pending(each, communicator, True, rounds=3)) for each in flows]
+    runs = [scheduler.submit(Submission(each, communicator, rounds=3)) for each in flows]
     if flush:
-        driver.flush()
+        scheduler.flush()
     communicator.let(0.1)
-    until(lambda: communicator.seen == [0.1, 1.1, 0.2, 2.1])  # and the turn is that of 0.3
+    until(lambda: communicator.seen == [0.1, 0.2, 1.1])  # and the turn is that of 0.3
     communicator.let(1.1)
+    if flush:  # the thread is in the earliest operation, which all ranks have started
+        communicator.let(0.2)
     until(lambda: all(pending.done for pending in runs), seconds=5)
+    assert 0.3 not in communicator.seen
     for pending in runs:
         with pytest.raises(ValueError, match="what came"):
             pending.wait()
     communicator.let(0.2, 2.1)
-    driver.close()
+    scheduler.close()
 
 
 def test_after_a_failure_no_part_of_a_request_starts() -> None:
@@ -646,14 +631,14 @@ def test_after_a_failure_no_part_of_a_request_starts() -> None:
                 yield from super()._answer(replace(request, tensor=request.tensor + part))
             return request.tensor
 
-    communicator, driver = Parts(Released), ThreadDriver()
-    driver.submit(Pending(flow(0.1), communicator, overlaps=True))
+    communicator, scheduler = Parts(Released), ThreadScheduler()
+    scheduler.submit(Submission(flow(0.1), communicator))
     until(lambda: communicator.seen == [0.1])
-    driver.fail(ValueError("the policy has a bug"))
+    scheduler.fail(ValueError("the policy has a bug"))
     communicator.let(0.1)
-    driver.close()
-    driver._thread.join(5)
-    assert not driver._thread.is_alive()
+    scheduler.close()
+    scheduler._thread.join(5)
+    assert not scheduler._thread.is_alive()
     assert communicator.seen == [0.1]
 
 
@@ -672,22 +657,23 @@ def test_a_turn_that_ends_with_its_flow_gives_way_to_the_next() -> None:
         decoded.set()
         yield AllReduce(torch.tensor([1.2]))
 
-    communicator, driver = Gated(Noticed), ThreadDriver()
-    runs: list[Pending[Any]] = [Pending(each, communicator, True, rounds=2) for each in (flow(0.1), waits())]
+    communicator, scheduler = Gated(Noticed), ThreadScheduler()
+    runs: list[Submission[Any]] = [Submission(each, communicator, rounds=2) for each in (flow(0.1), waits())]
     for pending in runs:
-        driver.submit(pending)
+        scheduler.submit(pending)
     communicator.let(1.1)
     assert decoded.wait(10)
-    driver.flush()
+    scheduler.flush()
     assert waited_for.wait(10)
     communicator.let(0.1)
     until(lambda: communicator.seen == [0.1, 1.1, 1.2])
     communicator.let(1.2)
     until(lambda: all(pending.done for pending in runs))
-    driver.close()
+    scheduler.close()
 
 
 def test_what_waits_for_its_turn_does_not_travel_any_more() -> None:
+    """The second flow's first answer is there, and its second round waits for the first flow's."""
     watched: list[str] = []
 
     @contextmanager
@@ -695,16 +681,19 @@ def test_what_waits_for_its_turn_does_not_travel_any_more() -> None:
         yield
         watched.append(signature)
 
-    communicator, driver = Held(), ThreadDriver()
+    communicator, scheduler = Gated(Released), ThreadScheduler()
     communicator.watch = watch
-    pending = driver.submit(Pending(flow(1), communicator, overlaps=True))
-    until(lambda: communicator.seen == [1])
-    communicator.free.set()
-    until(lambda: driver.traffic.seconds > 0 and len(watched) == 1)
-    assert not pending.done
-    driver.flush()
-    assert pending.wait() == 1
-    driver.close()
+    runs = [scheduler.submit(Submission(flow(k + 0.1, k + 0.2), communicator, 2)) for k in range(2)]
+    until(lambda: communicator.seen == [0.1, 1.1])
+    communicator.let(0.1, 0.2)
+    until(lambda: runs[0].done)
+    communicator.let(1.1)
+    until(lambda: len(watched) == 3 and not scheduler._travelling)
+    assert not runs[1].done
+    communicator.let(1.2)
+    scheduler.flush()
+    assert runs[1].wait() == pytest.approx(2.3)
+    scheduler.close()
 
 
 @pytest.mark.parametrize("look", [True, False])
@@ -728,19 +717,19 @@ def test_a_lost_operation_is_explained_by_the_communicator(look: bool) -> None:
                 raise HvdbridgeError("rank 1 is gone") from cause
             return request.tensor
 
-    driver: Driver = ThreadDriver()
+    scheduler: Scheduler = ThreadScheduler()
     with pytest.raises(HvdbridgeError, match="rank 1 is gone"):
-        driver.run(flow(1), Explaining())
-    assert driver.traffic.seconds > 0
-    driver.close()
+        scheduler.run(flow(1), Explaining())
+    assert scheduler.traffic.seconds > 0
+    scheduler.close()
 
 
-def brief(value: float, communicator: Communicator, **options: Any) -> Pending[float]:
-    return Pending(flow(value), communicator, True, rounds=1, brief=True, **options)
+def inline(value: float, communicator: Communicator, **options: Any) -> Submission[float]:
+    return Submission(flow(value), communicator, rounds=1, inline=True, **options)
 
 
-def test_a_brief_flow_starts_where_it_is_submitted_and_wakes_no_thread() -> None:
-    communicator, driver = Gated(Silent), ThreadDriver()
+def test_an_inline_flow_starts_where_it_is_submitted() -> None:
+    communicator, scheduler = Gated(Silent), ThreadScheduler()
     threads: list[str] = []
 
     def bucket() -> Task[float]:
@@ -750,40 +739,40 @@ def test_a_brief_flow_starts_where_it_is_submitted_and_wakes_no_thread() -> None
         assert not torch.is_grad_enabled()
         return float(answer[0])
 
-    first = driver.submit(Pending(bucket(), communicator, True, rounds=1, brief=True))
-    second = driver.submit(brief(1.1, communicator))
+    first = scheduler.submit(Submission(bucket(), communicator, rounds=1, inline=True))
+    second = scheduler.submit(inline(1.1, communicator))
     assert communicator.seen == [0.1, 1.1], "both, when submit() has returned"
-    driver.flush()
+    scheduler.flush()
     communicator.let(0.1, 1.1)
     assert (first.wait(), second.wait()) == pytest.approx((0.1, 1.1))
-    assert threads == [threading.current_thread().name, "hvdbridge-waiter"]
-    driver.close()
+    assert threads == [threading.current_thread().name, "hvdbridge-scheduler"]
+    scheduler.close()
 
 
-def test_a_brief_flow_waits_behind_what_has_not_ended() -> None:
-    communicator, driver = Gated(Silent), ThreadDriver()
-    before = driver.submit(Pending(flow(0.1, 0.2), communicator, True, rounds=2))
-    after = driver.submit(brief(1.1, communicator))
+def test_an_inline_flow_waits_behind_what_has_not_ended() -> None:
+    communicator, scheduler = Gated(Silent), ThreadScheduler()
+    before = scheduler.submit(Submission(flow(0.1, 0.2), communicator, rounds=2))
+    after = scheduler.submit(inline(1.1, communicator))
     until(lambda: communicator.seen == [0.1, 1.1])
     communicator.let(0.1, 0.2, 1.1)
-    driver.flush()
+    scheduler.flush()
     assert (before.wait(), after.wait()) == pytest.approx((0.3, 1.1))
     assert communicator.seen == [0.1, 1.1, 0.2]
-    driver.close()
+    scheduler.close()
 
 
-def test_what_stands_alone_waits_for_brief_flows() -> None:
-    communicator, driver = Gated(Silent), ThreadDriver()
-    driver.submit(brief(0.1, communicator))
-    alone = driver.submit(Pending(flow(1.1), communicator))
+def test_what_stands_alone_waits_for_inline_flows() -> None:
+    communicator, scheduler = Gated(Silent), ThreadScheduler()
+    scheduler.submit(inline(0.1, communicator))
+    alone = scheduler.submit(Submission(flow(1.1), communicator))
     time.sleep(0.05)  # in which it would start
     assert communicator.seen == [0.1]
     communicator.let(0.1, 1.1)
     assert alone.wait() == pytest.approx(1.1)
-    driver.close()
+    scheduler.close()
 
 
-def test_the_failure_of_a_brief_flow_poisons_all_others() -> None:
+def test_the_failure_of_an_inline_flow_poisons_all_others() -> None:
     class Breaks(Gated):
         def _answer(self, request: Collective) -> Answer:
             answer = yield from super()._answer(request)
@@ -791,33 +780,32 @@ def test_the_failure_of_a_brief_flow_poisons_all_others() -> None:
                 raise OSError("wire cut")
             return answer
 
-    communicator, driver = Breaks(Silent), ThreadDriver()
-    runs = [driver.submit(brief(value, communicator)) for value in (0.1, 1.1)]
+    communicator, scheduler = Breaks(Silent), ThreadScheduler()
+    runs = [scheduler.submit(inline(value, communicator)) for value in (0.1, 1.1)]
     communicator.let(0.1, 1.1)
     for pending in runs:
         with pytest.raises(OSError, match="wire cut"):
             pending.wait()
     with pytest.raises(OSError, match="wire cut"):
-        driver.submit(brief(2.1, communicator))
+        scheduler.submit(inline(2.1, communicator))
     assert communicator.seen == [0.1, 1.1]
-    driver.close()
+    scheduler.close()
 
 
-def test_a_failure_from_outside_frees_who_waits_for_a_brief_flow() -> None:
-    communicator, driver = Gated(Silent), ThreadDriver()
-    pending = driver.submit(brief(0.1, communicator))
-    driver.fail(HvdbridgeError("rank 3 died"))
+def test_a_failure_from_outside_frees_who_waits_for_an_inline_flow() -> None:
+    communicator, scheduler = Gated(Silent), ThreadScheduler()
+    pending = scheduler.submit(inline(0.1, communicator))
+    scheduler.fail(HvdbridgeError("rank 3 died"))
     with pytest.raises(HvdbridgeError, match="rank 3 died"):
         pending.wait()
     communicator.let(0.1)
-    driver.close()
+    scheduler.close()
 
 
 @pytest.mark.parametrize("rounds", [None, 3])
-@pytest.mark.parametrize("brief", [False, True])
-def test_who_waits_anyway_does_it_all_himself(rounds: int | None, brief: bool) -> None:
+def test_who_waits_anyway_does_it_all_himself(rounds: int | None) -> None:
     """Two operations of one request, too, and those of flows that share what they like."""
-    communicator, driver = Slow(0), ThreadDriver()
+    communicator, scheduler = Slow(0), ThreadScheduler()
     threads: list[str] = []
 
     def bucket() -> Task[None]:
@@ -825,54 +813,54 @@ def test_who_waits_anyway_does_it_all_himself(rounds: int | None, brief: bool) -
             yield AllReduce(torch.tensor([value]))
             threads.append(threading.current_thread().name)
 
-    pending = driver.submit(Pending(bucket(), communicator, True, rounds, brief=brief, awaited=True))
+    pending = scheduler.submit(Submission(bucket(), communicator, rounds, awaited=True))
     assert pending.done
     assert communicator.seen == [1.0, -2.0, -2.5, 3.0]
     assert set(threads) == {threading.current_thread().name}
-    assert driver.run(flow(4.0), communicator) == 4.0
-    driver.close()
+    assert scheduler.run(flow(4.0), communicator) == 4.0
+    scheduler.close()
 
 
 @pytest.mark.parametrize("work", [Silent, Released])
 def test_who_waits_long_can_be_told_of_a_failure(work: Callable[[threading.Event], Work]) -> None:
     """And what he began goes on where it was, as soon as it can."""
-    communicator, driver = Gated(work), ThreadDriver()
-    pending = driver.submit(Pending(flow(0.1, 0.2), communicator, True, rounds=2, awaited=True))
+    communicator, scheduler = Gated(work), ThreadScheduler()
+    pending = scheduler.submit(Submission(flow(0.1, 0.2), communicator, rounds=2, awaited=True))
     assert not pending.done
     assert communicator.seen == [0.1]
-    driver.flush()
+    scheduler.flush()
     communicator.let(0.1, 0.2)
     assert pending.wait() == pytest.approx(0.3)
-    stuck = driver.submit(Pending(flow(1.1), communicator, True, rounds=1, awaited=True))
-    driver.fail(HvdbridgeError("rank 3 died"))
+    stuck = scheduler.submit(Submission(flow(1.1), communicator, rounds=1, awaited=True))
+    scheduler.fail(HvdbridgeError("rank 3 died"))
     with pytest.raises(HvdbridgeError, match="rank 3 died"):
         stuck.wait()
     communicator.let(1.1)
-    driver.close()
+    scheduler.close()
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_brief_flows_keep_the_order_of_starts(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inline_flows_keep_the_order_of_starts(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the thread is idle when they come is another matter on each rank."""
     monkeypatch.setattr(Late, "shared", shared)
     monkeypatch.setattr(Late, "last", True)
     orders = set()
     for seed in range(12):
-        communicator, driver, moments = Slow(seed), ThreadDriver(), random.Random(seed)
+        communicator, scheduler, moments = Slow(seed), ThreadScheduler(), random.Random(seed)
         runs = []
         for k in range(8):
             time.sleep(moments.choice([0, 0, 0.004]))
             if k % 4 == 2:
                 values = [k + 0.1, k + 0.2]
-                runs.append(driver.submit(Pending(flow(*values), communicator, True, rounds=2)))
+                runs.append(scheduler.submit(Submission(flow(*values), communicator, rounds=2)))
             else:
-                runs.append(driver.submit(brief(float(k), communicator)))
-        driver.flush()
+                runs.append(scheduler.submit(inline(float(k), communicator)))
+        scheduler.flush()
         for pending in runs:
             pending.wait()
-        assert driver.traffic.collectives == 10
+        assert scheduler.traffic.collectives == 10
         orders.add(tuple(round(value, 1) for value in communicator.seen))
-        driver.close()
+        scheduler.close()
     assert len(orders) == 1
 
 
@@ -891,14 +879,14 @@ def test_an_error_that_a_library_tells_once_is_not_lost() -> None:
 
         def wait(self) -> None: ...
 
-    communicator, driver = Gated(Once), ThreadDriver()
-    pending = driver.submit(Pending(flow(0.1), communicator, True, rounds=1, awaited=True))
+    communicator, scheduler = Gated(Once), ThreadScheduler()
+    pending = scheduler.submit(Submission(flow(0.1), communicator, rounds=1, awaited=True))
     with pytest.raises(OSError, match="truncated"):
         pending.wait()
-    driver.close()
+    scheduler.close()
 
 
-@pytest.mark.parametrize("options", [{"brief": True}, {"awaited": True}])
+@pytest.mark.parametrize("options", [{"inline": True}, {"awaited": True}])
 def test_autocast_stays_where_it_was_set(options: dict[str, bool]) -> None:
     """Whether the thread is idle, and so who runs a flow, differs between ranks; what it computes must not."""
 
@@ -906,26 +894,26 @@ def test_autocast_stays_where_it_was_set(options: dict[str, bool]) -> None:
         yield AllReduce(torch.zeros(1))
         return torch.is_autocast_enabled("cpu")
 
-    driver = ThreadDriver()
+    scheduler = ThreadScheduler()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert driver.submit(Pending(asks(), Loopback(), True, rounds=1, **options)).wait() is False
-    driver.close()
+        assert scheduler.submit(Submission(asks(), Loopback(), rounds=1, **options)).wait() is False
+    scheduler.close()
 
 
 @pytest.mark.parametrize("idle", [True, False])
 def test_a_grouped_request_keeps_its_turn_where_it_is_handed_over(idle: bool) -> None:
     """Else it starts its second operation behind the next flow's first, on ranks whose thread was idle."""
-    communicator, driver = Grouped(0), ThreadDriver()
+    communicator, scheduler = Grouped(0), ThreadScheduler()
 
     def across(value: float) -> Task[None]:
         yield AllReduce(torch.tensor([value]), group="node")
 
-    before = None if idle else driver.submit(Pending(flow(1.0), communicator, True, rounds=1))
+    before = None if idle else scheduler.submit(Submission(flow(1.0), communicator, rounds=1))
     runs = [
-        driver.submit(Pending(across(value), communicator, True, rounds=1, brief=True)) for value in (-10.0, -20.0)
+        scheduler.submit(Submission(across(value), communicator, rounds=1, inline=True)) for value in (-10.0, -20.0)
     ]
-    driver.flush()
+    scheduler.flush()
     for pending in (*runs, *([before] if before else [])):
         pending.wait()
     assert communicator.channels["node"] == [-10.0, -10.5, -20.0, -20.5]
-    driver.close()
+    scheduler.close()

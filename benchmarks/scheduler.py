@@ -1,8 +1,8 @@
-"""What the driver costs the host: CPU time per bucket, on a communicator that answers at once.
+"""What the scheduler costs the host: CPU time per bucket, on a communicator that answers at once.
 
-    python benchmarks/driver.py
+    python benchmarks/scheduler.py
 
-``driver``: a flow of one collective, from its submission to its end, through the driver's thread. Below it whole
+``scheduler``: a flow of one collective, from its submission to its end, through the scheduler's thread. Below it whole
 policies: the aggregator's books and state, and tensors so small (256 elements) that they are mostly calls.
 """
 
@@ -19,8 +19,8 @@ from rich.table import Table
 from torch import Tensor
 
 from hvdbridge.backends.communicator import Answer, Communicator, Work
-from hvdbridge.execution.flow import Pending
-from hvdbridge.execution.scheduler import ThreadDriver
+from hvdbridge.execution.flow import Submission
+from hvdbridge.execution.scheduler import ThreadScheduler
 from hvdbridge.policies import from_spec
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.policy.collectives import AllGather, AllReduce, Collective
@@ -65,11 +65,11 @@ def one_collective(tensor: Tensor) -> Generator[Collective, Tensor, Tensor]:
 
 
 def driver_alone() -> Callable[[], None]:
-    driver, echo, tensor = ThreadDriver(), Echo(), torch.ones(ELEMENTS)
+    scheduler, echo, tensor = ThreadScheduler(), Echo(), torch.ones(ELEMENTS)
 
     def step() -> None:
-        flows = [driver.submit(Pending(one_collective(tensor), echo, overlaps=True, rounds=1)) for _ in range(BUCKETS)]
-        driver.flush()
+        flows = [scheduler.submit(Submission(one_collective(tensor), echo, rounds=1)) for _ in range(BUCKETS)]
+        scheduler.flush()
         for flow in flows:
             flow.wait()
 
@@ -80,7 +80,7 @@ def policy(spec: str) -> Callable[[], None]:
     shape = (16, ELEMENTS // 16)
     params = {f"layer{i}.weight": torch.zeros(shape) for i in range(BUCKETS)}
     echo = Echo()
-    aggregator = Aggregator(from_spec(spec), params, echo, echo, ThreadDriver(), weighted=False)
+    aggregator = Aggregator(from_spec(spec), params, echo, echo, ThreadScheduler(), weighted=False)
     pieces = [Piece(Layout({name: shape}), torch.ones(ELEMENTS), lambda _: None) for name in params]
 
     def step() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     table = Table("", "CPU µs per bucket")
-    table.add_row("driver", f"{microseconds(driver_alone()):.0f}")
+    table.add_row("scheduler", f"{microseconds(driver_alone()):.0f}")
     for spec in POLICIES:
         table.add_row(spec, f"{microseconds(policy(spec)):.0f}")
     Console().print(table)
