@@ -32,7 +32,7 @@ from hvdbridge.errors import (
     RankFailed,
     Unsupported,
 )
-from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of
 
 Steps = Generator[Work | None, None, None]
 
@@ -97,10 +97,10 @@ class Bridged(Communicator):
                 case AllReduce(op=op):
                     return (yield from self._all_reduce(tensor.contiguous(), op))
                 case AllGather():
-                    out = room(request, self.size * tensor.numel())
+                    out = output_of(request, self.size * tensor.numel())
                     return (yield from self._gather(_flat(tensor), out)).reshape(shape)
                 case AllToAll():
-                    out = room(request, tensor.numel())
+                    out = output_of(request, tensor.numel())
                     return (yield from self._exchange(_flat(tensor).view(self.size, -1), out)).reshape(shape)
                 case ReduceScatter(op=op):
                     rows = yield from self._exchange(_flat(tensor).view(self.size, -1))

@@ -21,7 +21,7 @@ from hvdbridge.execution.state_store import StateStore
 from hvdbridge.policies import from_spec
 from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, check_weights, finish, too_early
 from hvdbridge.policy.bucket import Bucket, Layout, Views, cut_layouts, number_blocks, refuse_complex
-from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of
 
 Gradients = Mapping[str, "Tensor | None"]
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -208,8 +208,7 @@ class Simulation:
         groups = {group: _place(rank, lists) for group, lists in self._groups.items() if group != "world"}
         return Bucket(
             flat, layout, index, step, self.seed, rank, self.size, self._weights, blocks=self._blocks, groups=groups,
-            nodes=self._nodes, dtypes=self._dtypes, memory=self.stores[rank].memory,
-            rooms=self.stores[rank].rooms,
+            nodes=self._nodes, dtypes=self._dtypes, pool=self.stores[rank].pool,
         )  # fmt: skip
 
     def _aggregate(self, layout: Layout, index: int, grads_per_rank: Sequence[Gradients]) -> Iterator[Views]:
@@ -292,7 +291,7 @@ def execute(requests: Sequence[Collective]) -> list[Tensor]:
     """
     answers = _answers(requests)
     for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
-        if isinstance(request, AllGather | AllToAll) and (out := room(request, answer.numel())) is not None:
+        if isinstance(request, AllGather | AllToAll) and (out := output_of(request, answer.numel())) is not None:
             answers[i] = out.view(answer.shape).copy_(answer)
     return answers
 

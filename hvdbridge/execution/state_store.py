@@ -25,14 +25,14 @@ from torch import Tensor
 from hvdbridge.errors import ConfigurationError, nearest
 from hvdbridge.policy.base import Policy, Slot, State
 from hvdbridge.policy.bucket import Layout, Views, flatten
-from hvdbridge.policy.buffer_pool import ANY, Memory
+from hvdbridge.policy.buffer_pool import BufferPool
 from hvdbridge.policy.collectives import used_here
 
 Path = tuple[str, ...]
 """Keys from the root to a leaf: ``("inner", "residual")``."""
 
-AT_ONCE, ROOMS = 3, 2
-"""Flows in flight, and blocks for messages that each has."""
+IN_FLIGHT, BUFFERS = 3, 3
+"""Flows in flight, and blocks that each has for messages and sums."""
 
 SHOWN = 8
 """Differences that an error lists before it only counts them."""
@@ -207,8 +207,7 @@ class StateStore:
         self._slots = {path: slot_of(policy, path) for path, _ in leaves(self._tree)}
         # A flow's new values stand beside those that they replace, and one bucket is often smaller than the others.
         reused = sum(slot.reused for slot in self._slots.values())
-        self.memory = Memory(AT_ONCE * reused + 1 if reused else 0)
-        self.rooms = Memory(AT_ONCE * ROOMS, ANY)
+        self.pool = BufferPool(IN_FLIGHT * (reused + BUFFERS) + (reused > 0))
 
     @property
     def nbytes(self) -> int:
@@ -319,7 +318,7 @@ class StateStore:
                 own = layout.part(names)
                 for name in names:  # made on the user's stream, which has their memory back as soon as they are dropped
                     used_here(node[name])
-                flat = self.memory.take(own.numel, *alike.pop())
+                flat = self.pool.take(own.numel, *alike.pop(), lasting=True)
                 torch.cat([node[name].reshape(-1) for name in names], out=flat)
                 part: Mapping[str, Tensor] = Views(own, flat)
             else:
@@ -334,8 +333,7 @@ class StateStore:
 
     def _settle(self, path: Path) -> None:
         """Take a leaf's tensors back into the tree (views, no copy)."""
-        self.memory.clear()  # there will be others
-        self.rooms.clear()
+        self.pool.clear()  # there will be others
         for part in self._laid.pop(path, {}).values():
             _at(self._tree, path).update(part)
 
@@ -357,7 +355,7 @@ class StateStore:
                 slot = self._slots[path]
                 fitted = self._laid[path][layout] = guard.choose(new, old) if slot.guarded else _fit(new, old)
                 if slot.reused and isinstance(old, Views) and isinstance(fitted, Views):
-                    self.memory.give(old.flat, but=[fitted.flat])
+                    self.pool.give(old.flat, but=[fitted.flat])
             return
         _refuse_unknown(new, node)
         for key, child in new.items():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.kernels.cells import combine_by_parameter
-from hvdbridge.policies.combining import collect, divide, gram_by_parameter, participants, plan, raw, release
+from hvdbridge.policies.combining import collect, divide, gram_by_parameter, plan, raw
 from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, Slot, State
 from hvdbridge.policy.bucket import Bucket, Views, flatten
 
@@ -55,10 +55,10 @@ def tree_coefficients(gram: Tensor) -> Tensor:
     return nodes[..., 0, :]
 
 
-def adasum(flat: Tensor, bucket: Bucket, to_room: bool = True) -> Exchange:
+def adasum(flat: Tensor, bucket: Bucket, to_output: bool = True) -> Exchange:
     """The Adasum of all ranks' ``flat``, in the bucket's layout; in float32 or wider (see :func:`collect`)."""
     shards, cells = plan(bucket)
-    theirs = yield from divide(flat, shards, participants(bucket), bucket.rooms)
+    theirs = yield from divide(flat, shards, bucket)
     rows = list(theirs)
     while len(rows) > 1:
         groups = [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)]
@@ -67,9 +67,7 @@ def adasum(flat: Tensor, bucket: Bucket, to_room: bool = True) -> Exchange:
             group[0] if len(group) == 1 else combine_by_parameter(group, shares[:, i, : len(group)].T, cells, group[0])
             for i, group in enumerate(groups)
         ]
-        del groups
-    mine = release(theirs, rows.pop(), flat, bucket.rooms)
-    return (yield from collect(mine, shards, flat.dtype, bucket, to_room))
+    return (yield from collect(theirs, rows[0], shards, flat.dtype, bucket, to_output))
 
 
 @dataclass(frozen=True)
@@ -130,6 +128,6 @@ class AdasumDelta(Policy):
         """Combine what the optimizers changed."""
         old = state["start"]
         start = flatten(old, bucket.layout).to(bucket.buffer.dtype)
-        new = Views(bucket.layout, start + (yield from adasum(bucket.buffer - start, bucket, to_room=False)))
+        new = Views(bucket.layout, start + (yield from adasum(bucket.buffer - start, bucket, to_output=False)))
         kept = new if isinstance(old, Views) else {name: new[name].to(p.dtype) for name, p in old.items()}
         return Aggregated(new.flat, state={"start": kept})

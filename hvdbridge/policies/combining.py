@@ -29,11 +29,10 @@ from hvdbridge.kernels.cells import Cells, by_parameter, dots, in_all
 from hvdbridge.policies.sharded import BlockShards, Shards, accumulator, block_shards
 from hvdbridge.policy.base import Exchange
 from hvdbridge.policy.bucket import Bucket
-from hvdbridge.policy.buffer_pool import Memory, share
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Collective
 
 Rows = list[Tensor]
-"""The ranks' pieces of one shard."""
+"""The ranks' parts of one shard."""
 
 
 def participants(bucket: Bucket) -> list[int]:
@@ -68,43 +67,29 @@ def plan(bucket: Bucket) -> tuple[BlockShards, Cells]:
     return shards, bucket.layout.derive(("cells", shards, rank, device), make)
 
 
-def divide(flat: Tensor, shards: Shards, ranks: Sequence[int], memory: Memory) -> Generator[Collective, Tensor, Rows]:
-    """The pieces of this rank's shard that ``ranks`` hold, in their order; ``flat`` is given away, these may be
-    changed, and :func:`release` follows."""
-    rows = shards.pack(flat, flat.dtype, memory=memory)
-    packed = not share(rows, flat)
-    out = flat if packed and len(flat) == rows.numel() else memory.take(rows.numel(), rows.dtype, rows.device)
-    answer = yield AllToAll(rows, out=out)
-    memory.give(out, *[rows] * packed, but=[answer, flat])
-    return [answer[rank] for rank in ranks]
+def divide(flat: Tensor, shards: Shards, bucket: Bucket) -> Generator[Collective, Tensor, Rows]:
+    """The parts of this rank's shard that the participants hold, in their order. They may be changed. ``flat`` is given
+    away, and :func:`collect` follows."""
+    rows = shards.pack(flat, flat.dtype, pool=bucket.pool)
+    answer = yield AllToAll(rows, out=bucket.scratch(rows.numel(), rows.dtype))
+    bucket.pool.give(rows, but=[flat, answer])
+    return [answer[rank] for rank in participants(bucket)]
 
 
-def release(rows: Rows, mine: Tensor, flat: Tensor, memory: Memory) -> Tensor:
-    """What was divided goes round. The owner's result, which may have been one of these ``rows``, in the memory of the
-    vector ``flat`` then."""
-    if share(mine, rows[0]) and not share(mine, flat) and flat.dtype == mine.dtype and len(flat) >= len(mine):
-        mine = flat[: len(mine)].copy_(mine)
-    memory.give(rows[0], but=[flat, mine])
-    rows.clear()
-    return mine
-
-
-def collect(mine: Tensor, shards: Shards, wire: torch.dtype, bucket: Bucket, to_room: bool = True) -> Exchange:
+def collect(
+    rows: Rows, mine: Tensor, shards: Shards, wire: torch.dtype, bucket: Bucket, to_output: bool = True
+) -> Exchange:
     """The owners' results as one flat vector, in float32 or wider.
 
     Args:
-        to_room: in the room that the bucket has.
+        rows: what :func:`divide` gave; nobody reads them afterwards.
+        mine: this owner's result; may be one of ``rows``.
+        to_output: in the bucket's output buffer.
     """
-    memory, wide = bucket.rooms, accumulator(wire)
-    out = memory.take(shards.size * shards.length, wire, mine.device)
-    request = AllGather(mine.to(wire), out=out)
-    del mine
-    answer = yield request
-    del request
-    if share(answer, bucket.buffer):  # the only owner's, which is put in order there
-        answer = out.view(answer.shape).copy_(answer)
-    update = shards.unpack(answer, wide, bucket.room(wide) if to_room else None)
-    memory.give(out, answer, but=[update, bucket.buffer])
+    wide = accumulator(wire)
+    answer = yield AllGather(mine.to(wire), out=bucket.scratch(shards.size * shards.length, wire))
+    update = shards.unpack(answer, wide, bucket.output(wide) if to_output else None)
+    bucket.pool.give(answer, rows[0], but=[update, bucket.buffer])
     return update
 
 

@@ -24,8 +24,7 @@ from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies.sharded import FlatShards, accumulator, scaled, sharded_sum, shards_of, sum_rows
 from hvdbridge.policy.base import CODED_MB, Aggregated, Exchange, Flow, Policy, State, rewrite
 from hvdbridge.policy.bucket import DDP_MB, Bucket
-from hvdbridge.policy.buffer_pool import NONE
-from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of
 
 
 @dataclass(frozen=True)
@@ -55,16 +54,13 @@ class Mean(Policy):
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         flat, rest = bucket.weighted().buffer, None
         if bucket.needs_sent:
-            flat = bucket.room(flat.dtype).copy_(flat)
+            flat = bucket.output(flat.dtype).copy_(flat)
             rest = bucket.buffer.zero_()
         if not self.exact:
             return Aggregated((yield AllReduce(flat)), rest=rest)
         # Nothing is rounded for the wire, so nobody asks who owned a shard: flat ones will do.
-        shards = FlatShards(flat.numel(), bucket.size)
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        room = None if bucket.needs_sent else (lambda: bucket.room(wide))  # there flat stands in it
-        memory = NONE if bucket.needs_sent else bucket.rooms  # an update may stay, and is no message
-        update = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide, out=room, memory=memory)
+        shards, wide = FlatShards(flat.numel(), bucket.size), accumulator(flat.dtype)
+        update = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide, bucket.pool, bucket.output)
         return Aggregated(update, rest=rest)
 
 
@@ -183,10 +179,9 @@ class _Half(Policy):
 
     def _mean(self, bucket: Bucket) -> Flow:
         flat, needs_sent = bucket.weighted().buffer, bucket.needs_sent
-        wide = accumulator(flat.dtype)
         update = yield from sharded_sum(
-            flat, shards_of(bucket), bucket.rank, self.wire, self.wire, self.power(bucket.size),
-            out=lambda: bucket.room(wide), needs_sent=needs_sent, memory=bucket.rooms,
+            flat, shards_of(bucket), bucket.rank, self.wire, self.wire, bucket.pool, bucket.output,
+            self.power(bucket.size), needs_sent=needs_sent,
         )  # fmt: skip
         return Aggregated(update, rest=flat if needs_sent else None)
 
@@ -204,56 +199,33 @@ class _Half(Policy):
             case AllReduce(op="sum"):
                 flat, shards = tensor.reshape(-1), FlatShards(tensor.numel(), size)
                 total = yield from sharded_sum(
-                    flat, shards, rank, self.wire, self.wire, power, request.group,
-                    out=lambda: flat, memory=bucket.rooms,
-                )  # fmt: skip
+                    flat, shards, rank, self.wire, self.wire, bucket.pool, lambda _: flat, power, request.group
+                )
                 return total.view(tensor.shape)
             case ReduceScatter(op="sum"):
-                rows, came = (bucket.rooms.take(tensor.numel(), self.wire, tensor.device) for _ in range(2))
+                rows, came = (bucket.scratch(tensor.numel(), self.wire) for _ in range(2))
                 scaled(tensor.reshape(-1), power, rows)
                 theirs = yield AllToAll(rows.view(tensor.shape), request.group, came)
                 total = sum_rows(theirs, tensor[0]).div_(power)
-                bucket.rooms.give(rows, came)
+                bucket.pool.give(rows, came)
                 return total
             case AllGather() | AllToAll() | Broadcast():
                 if not bucket.mark.weighted:  # a raw gradient is no share of a mean: it needs no lift
                     power = 1.0
                 shape = request.answer_shape(size)
                 numel = math.prod(shape)
-                out = None if isinstance(request, Broadcast) else room(request, numel)
-                whole = tensor.new_empty(numel) if out is None else out
-                narrow, came = whole.view(self.wire)[: tensor.numel()], whole.view(self.wire)[numel:]
+                narrow = bucket.scratch(tensor.numel(), self.wire)
                 scaled(tensor.reshape(-1), power, narrow)
-                half = replace(request, tensor=narrow.view(tensor.shape))
-                answer = yield half if isinstance(half, Broadcast) else replace(half, out=came)
-                if answer.data_ptr() != came.data_ptr():
-                    came.copy_(answer.reshape(-1))
-                widened(came, whole)
+                if isinstance(request, Broadcast):
+                    whole, answer = None, (yield replace(request, tensor=narrow.view(tensor.shape)))
+                else:
+                    whole, came = output_of(request, numel), bucket.scratch(numel, self.wire)
+                    answer = yield replace(request, tensor=narrow.view(tensor.shape), out=came)
+                whole = (tensor.new_empty(numel) if whole is None else whole).copy_(answer.reshape(-1))
+                bucket.pool.give(narrow, answer)
                 return (whole if power == 1.0 else whole.div_(power)).view(shape)
             case _:
                 return (yield request)
-
-
-LAST = 1 << 10
-"""Elements that are widened by way of a copy, where halves of what is left are too few to be worth a call."""
-
-
-def widened(half: Tensor, whole: Tensor) -> Tensor:
-    """``whole`` with the numbers ``half``, which end where it ends, as many as it has: what is written at a time ends
-    where that which is still to be read begins.
-
-    >>> whole = torch.zeros(5000)
-    >>> half = whole.view(torch.bfloat16)[5000:].copy_(torch.arange(5000.) % 256)
-    >>> torch.equal(widened(half, whole), torch.arange(5000.) % 256)
-    True
-    """
-    start, end = 0, whole.numel()
-    while end - start > LAST:
-        middle = (start + end) // 2
-        whole[start:middle] = half[start:middle]
-        start = middle
-    whole[start:] = half[start:].clone()
-    return whole
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.local import share_in_node
 from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State, check_weights, rewrite
 from hvdbridge.policy.bucket import Bucket
-from hvdbridge.policy.buffer_pool import share
-from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, room
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class Lanes:
     """How a request among nodes travels: in ``count`` pieces, one per local rank."""
 
     def __init__(self, bucket: Bucket, nodes: int, count: int) -> None:
-        self.nodes, self.count, self.memory = nodes, count, bucket.rooms
+        self.nodes, self.count, self.pool = nodes, count, bucket.pool
         self.lane, self.local = bucket.place("node")
         self.shared = nodes < bucket.size  # on no node alone, or all ranks would not ask for the same
         _, self.reached = bucket.place("cross")
@@ -119,27 +118,16 @@ class Lanes:
         if not self.shared:
             return answer.reshape(shape)
         mine = answer if self.lane < self.count else answer.new_zeros(outer * length)
-        del answer, flat, piece
-        whole = self._target(request, outer * width)
-        straight = outer == 1 and self.local * length == width and not share(whole, mine)
-        came = whole if straight else self.memory.take(self.local * mine.numel(), mine.dtype, mine.device)
-        parts = yield AllGather(mine.reshape(-1), "node", came)
-        if not share(parts, whole):
-            for lane, part in enumerate(parts[: self.count].view(self.count, outer, length)):
-                here = whole.view(outer, width)[:, lane * length : (lane + 1) * length]
-                here.copy_(part[:, : here.shape[1]])
-        self.memory.give(came, parts, but=[whole])
+        parts = yield AllGather(
+            mine.reshape(-1), "node", self.pool.take(self.local * mine.numel(), mine.dtype, mine.device)
+        )
+        whole = output_of(request, outer * width) if isinstance(request, AllToAll | AllGather) else None
+        whole = tensor.new_empty(outer * width) if whole is None else whole
+        for lane, part in enumerate(parts[: self.count].view(self.count, outer, length)):
+            here = whole.view(outer, width)[:, lane * length : (lane + 1) * length]
+            here.copy_(part[:, : here.shape[1]])
+        self.pool.give(parts, but=[mine])
         return whole.view(shape)
-
-    def _target(self, request: Collective, numel: int) -> Tensor:
-        """Memory that came with a request, or new: flat, for the answer. What is there already is at its place (one row
-        of many might not be, so :class:`ReduceScatter` gets new memory)."""
-        given, tensor = None, request.tensor
-        if isinstance(request, AllToAll | AllGather):
-            given = room(request, numel)
-        elif tensor.numel() == numel and tensor.is_contiguous():
-            given = tensor.view(-1)
-        return tensor.new_empty(numel) if given is None else given
 
     def _send(self, request: Collective, piece: Tensor) -> Collective:
         """This rank's piece. A rank without a lane sends it to the few that are like it, and nobody looks."""

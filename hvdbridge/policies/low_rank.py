@@ -158,7 +158,7 @@ class PowerSGD(WithFeedback):
         summed, mine, total, new = yield from flow
         del flow
         rest = plan.take_off(mine, wide) if bucket.needs_sent else None
-        out = bucket.room(wide.dtype) if bucket.needs_sent else wide
+        out = bucket.output(wide.dtype) if bucket.needs_sent else wide
         return Aggregated(plan.build(summed, total, out), state=new, rest=rest)
 
     def _plan(self, layout: Layout) -> Plan:

@@ -61,7 +61,7 @@ class OkTopK(WithFeedback):
         flat, numel = bucket.weighted().buffer, bucket.layout.numel
         local = plan_of(bucket, self.ratio)
         if not local.total:
-            return Aggregated(bucket.room(accumulator(flat.dtype)).zero_(), rest=flat if bucket.needs_sent else None)
+            return Aggregated(bucket.output(accumulator(flat.dtype)).zero_(), rest=flat if bucket.needs_sent else None)
         routes = bucket.layout.derive(("oktopk", local, bucket.size), lambda: Routes(local, bucket.size, flat.device))
         indices, values = routes.address(*largest(flat, local))
 
@@ -76,7 +76,7 @@ class OkTopK(WithFeedback):
             came.index_fill_(0, _aside(where, what, numel).view(-1), True)
             lost = ~came[_aside(indices, values, numel)]
             rest = rest_of(bucket, indices.reshape(-1), values.masked_fill(lost, 0).view(-1))
-        return Aggregated(add_up(zip(where, what, strict=True), bucket.room(values.dtype)), rest=rest)
+        return Aggregated(add_up(zip(where, what, strict=True), bucket.output(values.dtype)), rest=rest)
 
 
 def _aside(indices: Tensor, values: Tensor, numel: int) -> Tensor:

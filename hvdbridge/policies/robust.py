@@ -25,7 +25,7 @@ from torch import Tensor
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.cells import combine
 from hvdbridge.kernels.order import median, trimmed_mean
-from hvdbridge.policies.combining import collect, divide, gram, participants, plan, raw, release, weights_of
+from hvdbridge.policies.combining import collect, divide, gram, plan, raw, weights_of
 from hvdbridge.policies.feedback import residuals
 from hvdbridge.policies.sharded import FlatShards
 from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, Slot, State
@@ -65,9 +65,8 @@ class _Elementwise(Policy):
         self.check_ranks(weights)
         flat = raw(bucket)
         shards = FlatShards(flat.numel(), bucket.size)
-        rows = yield from divide(flat, shards, participants(bucket), bucket.rooms)
-        mine = release(rows, self.reduce(rows, weights), flat, bucket.rooms)
-        return Aggregated((yield from collect(mine, shards, flat.dtype, bucket)))
+        rows = yield from divide(flat, shards, bucket)
+        return Aggregated((yield from collect(rows, self.reduce(rows, weights), shards, flat.dtype, bucket)))
 
 
 @dataclass(frozen=True)
@@ -155,15 +154,14 @@ class _Whole(Policy):
         self.check_ranks(weights)
         flat = raw(bucket)
         shards, cells = plan(bucket)
-        rows = yield from divide(flat, shards, participants(bucket), bucket.rooms)
+        rows = yield from divide(flat, shards, bucket)
         if centre is not None:
             rows.append(shards.owned(centre, bucket.rank))
         products = yield from gram(rows, cells)
         good = products.diagonal() < HUGE
         products = torch.where(good & good[:, None], products, torch.zeros_like(products))
         mine = combine(rows, self.coefficients(products, good, weights), good, rows[0])
-        mine = release(rows, mine, flat, bucket.rooms)
-        return (yield from collect(mine, shards, flat.dtype, bucket))
+        return (yield from collect(rows, mine, shards, flat.dtype, bucket))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ Rules:
 2. Where the owner matters (its second-stage error enters its ``sent`` and so its residual) shards consist
    of whole blocks (:class:`BlockShards`): block j belongs to rank j mod N, wherever bucket boundaries lie.
 3. Shards are padded with zeros to the longest.
-4. Memory: of messages and sums no more is held at a time than the next step needs; the update goes to
-   :meth:`Bucket.room <hvdbridge.Bucket.room>`, and what was sent is taken off the bucket's buffer.
+4. Messages and sums are in memory of the bucket's pool. The update goes to the output buffer (:meth:`Bucket.output
+   <hvdbridge.Bucket.output>`), and what was sent is taken off the bucket's buffer.
 5. What travels in blocks with a scale each (:func:`sharded_code`) has a :class:`~hvdbridge.kernels.quantise.Code`
    for either stage; codes and scales are one message, so two collectives a bucket do.
 """
@@ -39,8 +39,11 @@ from hvdbridge.kernels.random import seed_of
 from hvdbridge.kernels.runs import SHORT, Runs
 from hvdbridge.policy.base import Aggregated
 from hvdbridge.policy.bucket import BLOCK, Bucket, Layout, number_blocks
-from hvdbridge.policy.buffer_pool import NONE, Memory, share
+from hvdbridge.policy.buffer_pool import BufferPool
 from hvdbridge.policy.collectives import AllGather, AllToAll, Collective
+
+NO_POOL = BufferPool()
+"""Keeps nothing: what is taken is new."""
 
 PIECE = 1 << 17
 """Elements that are brought to another type at a time on a CPU, where torch would make a copy of all of them."""
@@ -105,8 +108,8 @@ class Shards(ABC):
     """Elements of the longest shard."""
 
     @abstractmethod
-    def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, memory: Memory = NONE) -> Tensor:
-        """``flat * power`` as ``[size, length]`` of type ``wire``, row r for owner r: of ``memory``, or an alias of
+    def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, pool: BufferPool = NO_POOL) -> Tensor:
+        """``flat * power`` as ``[size, length]`` of type ``wire``, row r for owner r: of ``pool``, or an alias of
         ``flat``."""
 
     @abstractmethod
@@ -126,10 +129,10 @@ class FlatShards(Shards):
         self.numel, self.size = numel, size
         self.length = -(-numel // size)
 
-    def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, memory: Memory = NONE) -> Tensor:
+    def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, pool: BufferPool = NO_POOL) -> Tensor:
         if self.numel == self.size * self.length and flat.dtype == wire and power == 1.0:
             return flat.view(self.size, self.length)
-        rows = memory.take(self.size * self.length, wire, flat.device)
+        rows = pool.take(self.size * self.length, wire, flat.device)
         rows[self.numel :] = 0
         scaled(flat, power, rows[: self.numel])
         return rows.view(self.size, self.length)
@@ -216,8 +219,8 @@ class BlockShards(Shards):
                 ours.append(mine)
         return theirs, ours
 
-    def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, memory: Memory = NONE) -> Tensor:
-        rows = memory.take(self.size * self.length, wire, flat.device).view(self.size, self.length)
+    def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, pool: BufferPool = NO_POOL) -> Tensor:
+        rows = pool.take(self.size * self.length, wire, flat.device).view(self.size, self.length)
         if self._by_runs(flat):
             for rank, row in enumerate(rows):
                 shard = self.owned(flat, rank)
@@ -315,66 +318,40 @@ def sharded_sum(
     rank: int,
     wire: torch.dtype,
     back: torch.dtype,
+    pool: BufferPool,
+    out: Callable[[torch.dtype], Tensor],
     power: float = 1.0,
     group: str = "world",
-    out: Callable[[], Tensor] | None = None,
     needs_sent: bool = False,
-    memory: Memory = NONE,
 ) -> Generator[Collective, Tensor, Tensor]:
     """The sum of all ranks' ``flat``, in float32 (float64 where a stage sends float64).
 
     Args:
         flat: this rank's vector; given away where it needs no packing.
         wire, back: the types that the first and the second stage send.
+        out: gives the memory for the sum, when the time has come; it may be that of ``flat``.
         power: contributions travel multiplied by it, the sum does not; a power of two costs no rounding.
-        out: gives the memory for the sum, when the time has come.
         needs_sent: ``flat`` becomes what was not sent: less what the owners decoded of it and, on the shard that this
             rank owns, plus the error of the second stage. Needs shards by blocks.
-        memory: for what travels and the owner's sum. Two rooms of ``rows`` do for all of it, in turns.
     """
     exact = accumulator(torch.promote_types(wire, back))
-    rows = shards.pack(flat, wire, power, memory)
-    first, given = rows, share(rows, flat)
-    second = memory.take(rows.numel(), wire, flat.device).view(rows.shape)
-    rest = None
+    rows = shards.pack(flat, wire, power, pool)
     if needs_sent:
         assert isinstance(shards, BlockShards)
-        shards.subtract(rest := flat, rows, power)
-    request = AllToAll(rows, group, second)
-    del rows, flat  # what is not needed any more is not held: these are whole vectors
-    theirs = yield request
-    del request
-    place, final = None if share(theirs, first) else _as(first, exact, shards.length), None
-    if place is None and out is not None and back != exact:  # one owner: where the update will stand, and is not sent
-        place = _as(final := out(), exact, shards.length)
-    total = sum_rows(theirs, place)
-    del theirs, place
+        shards.subtract(flat, rows, power)
+    theirs = yield AllToAll(rows, group, pool.take(rows.numel(), wire, flat.device))
+    total = sum_rows(theirs, pool.take(shards.length, exact, flat.device))
+    pool.give(rows, theirs, but=[flat])
     if power != 1.0:
         total.div_(power)
-    message = total
-    if back != exact:
-        part = _as(second, back, shards.length)
-        message = total.to(back) if part is None else part.copy_(total)
-    if rest is not None:
+    message = total if back == exact else pool.take(shards.length, back, flat.device).copy_(total)
+    if needs_sent:
         assert isinstance(shards, BlockShards)
-        shards.add_owned(rest, rank, add(total, message, -1.0))
-    free = second if share(message, first) else first
-    del total
-    answer = yield AllGather(message, group, _as(free, back, shards.size * shards.length))
-    del message, free
-    if final is None and out is not None:
-        final = out()
-    update = shards.unpack(answer, exact, final)
-    del answer
-    memory.give(second, *[first] * (not given), but=[update])
+        shards.add_owned(flat, rank, add(total, message, -1.0))
+    answer = yield AllGather(message, group, pool.take(shards.size * shards.length, back, flat.device))
+    update = shards.unpack(answer, exact, out(exact))
+    pool.give(total, message, answer, but=[flat, update])
     return update
-
-
-def _as(room: Tensor, dtype: torch.dtype, numel: int) -> Tensor | None:
-    """``numel`` elements of another type in that memory, if there is room for them."""
-    if numel * dtype.itemsize > room.nbytes or room.storage_offset() * room.itemsize % dtype.itemsize:
-        return None
-    return room.view(-1).view(torch.uint8)[: numel * dtype.itemsize].view(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -419,48 +396,28 @@ def sharded_code(
 
     On the wire, per stage: ``code.bits`` per element, and 4 bytes per block where the code has scales.
     """
-    rank, back, flat, rooms = bucket.rank, back or code, bucket.weighted().buffer, bucket.rooms
+    rank, back, flat, pool = bucket.rank, back or code, bucket.weighted().buffer, bucket.pool
     plan = _code_plan(bucket, block)
     rest = flat if bucket.needs_sent else None
     seed = seed_of(bucket, "to owner", private=True) if code.random else 0
     size = max(plan.everyone.nbytes(code), plan.everyone.nbytes(back))
-    sent = rooms.take(size, torch.uint8, flat.device)
+    sent, came = (bucket.scratch(size, torch.uint8) for _ in range(2))
     message = plan.everyone.encode(code, flat, seed, bucket.needs_sent, sent)
-    came = rooms.take(size, torch.uint8, flat.device)
     theirs = yield AllToAll(message, out=came[: message.numel()])
-    # The sum stands where the update will, and what is not sent of it until that comes
-    length, wide = plan.shards.length, accumulator(flat.dtype)
-    if (place := bucket.at_hand(wide)) is not None:
-        total = place.view(torch.uint8)[: 4 * length].view(torch.float32)
-    else:
-        total = rooms.take(length, torch.float32, flat.device)
+    wide, total = accumulator(flat.dtype), bucket.scratch(plan.shards.length, torch.float32)
     plan.own.decode(code, *plan.own.read(code, theirs), total)
-    rooms.give(came)
-    del message, theirs, came
     if carry is not None:
         plan.shards.add_to(total, carry, rank)
-    keep_rest = rest is not None or carry is not None
     seed = seed_of(bucket, "back") if back.random else 0
-    message = plan.own.encode(back, total, seed, keep_rest, sent)[0]
-    if carry is None:
-        if rest is not None:
-            plan.shards.add_owned(rest, rank, total)
-        if place is None:
-            rooms.give(total)
-        del total
-    came = rooms.take(size, torch.uint8, flat.device)
-    answer = yield AllGather(message, out=came[: bucket.size * message.numel()])
-    del message
-    rooms.give(sent, but=[answer])
-    error = None
-    if carry is not None:
-        error = bucket.fresh(carry).zero_()
+    message = plan.own.encode(back, total, seed, rest is not None or carry is not None, sent)[0]
+    error = None if carry is None else bucket.fresh(carry).zero_()
+    if error is not None:
         plan.shards.add_owned(error, rank, total)
-        if place is None:
-            rooms.give(total)
-    codes, scales = plan.everyone.read(back, answer, wide)
-    update = plan.everyone.decode(back, codes, scales, bucket.room(wide))
-    rooms.give(came, sent)
+    elif rest is not None:
+        plan.shards.add_owned(rest, rank, total)
+    answer = yield AllGather(message, out=came[: bucket.size * message.numel()])
+    update = plan.everyone.decode(back, *plan.everyone.read(back, answer, wide), bucket.output(wide))
+    pool.give(sent, came, total)
     return Coded(update, rest, error)
 
 
@@ -509,11 +466,11 @@ class _Messages:
         """Of all messages."""
         return len(self._used) * (self._head(code) + code.wire_bytes(self._length))
 
-    def encode(self, code: Code, flat: Tensor, seed: int, keep_rest: bool, room: Tensor) -> Tensor:
-        """uint8 ``[shards, bytes]``, in ``room``, uint8 and long enough; with ``keep_rest`` ``flat`` becomes what these
+    def encode(self, code: Code, flat: Tensor, seed: int, keep_rest: bool, out: Tensor) -> Tensor:
+        """uint8 ``[shards, bytes]``, in ``out``, uint8 and long enough; with ``keep_rest`` ``flat`` becomes what these
         do not say."""
         head, rows = self._head(code), len(self._used)
-        messages = room[: self.nbytes(code)].view(rows, -1)
+        messages = out[: self.nbytes(code)].view(rows, -1)
         scales, packed = messages[:, :head], messages[:, head:]
         kernels = fused(flat, bits=code.bits) if flat.dtype == torch.float32 else None
         if kernels and code.encoded_by(kernels):

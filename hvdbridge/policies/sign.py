@@ -154,7 +154,7 @@ class EfSign(WithFeedback):
         del codes, scales
         answer = yield AllGather(message)
         del message
-        update = bucket.room(accumulator(flat.dtype)).zero_()
+        update = bucket.output(accumulator(flat.dtype)).zero_()
         for message in answer:
             bits, theirs = code.from_wire(message[4 * blocks.count :], flat.numel()), message[: 4 * blocks.count]
             theirs = theirs.clone().view(torch.float32).unsqueeze(0)  # where they lie aligned

@@ -45,12 +45,12 @@ def gathered_sum(bucket: Bucket, indices: Tensor, values: Tensor) -> Exchange:
     bucket's :meth:`~hvdbridge.Bucket.room`."""
     dtype = values.dtype
     if not indices.numel():  # so it is on every rank
-        return bucket.room(dtype).zero_()
+        return bucket.output(dtype).zero_()
     request = AllGather(pack_pairs(indices, values))
     del indices, values
     messages = yield request
     del request
-    return add_up((unpack_pairs(message, dtype) for message in messages), bucket.room(dtype))
+    return add_up((unpack_pairs(message, dtype) for message in messages), bucket.output(dtype))
 
 
 def rest_of(bucket: Bucket, indices: Tensor, values: Tensor) -> Tensor | None:
@@ -152,7 +152,7 @@ class RandomK(WithFeedback):
         plan = plan_of(bucket, self.ratio)
         dtype = accumulator(flat.dtype)
         if not plan.total:
-            return Aggregated(bucket.room(dtype).zero_(), rest=flat if bucket.needs_sent else None)
+            return Aggregated(bucket.output(dtype).zero_(), rest=flat if bucket.needs_sent else None)
         indices = shuffled(plan, key(bucket.seed, bucket.step, "randomk"), flat.device)
         values = flat.index_select(0, indices).to(dtype)
         numbers, slots, counts, scale = layout.derive(("randomk", plan), lambda: _slots(plan, flat.device))
@@ -161,7 +161,7 @@ class RandomK(WithFeedback):
             values.mul_(scale.index_select(0, owners(counts, plan.total)))
         rest = rest_of(bucket, indices, values)
         total = yield AllReduce(values)
-        return Aggregated(bucket.room(dtype).zero_().index_copy_(0, indices, total), rest=rest)
+        return Aggregated(bucket.output(dtype).zero_().index_copy_(0, indices, total), rest=rest)
 
 
 def _slots(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -142,7 +142,7 @@ class TernGrad(Policy):
         del theirs
         answer = yield request
         codes = shards.unpack(back.from_wire(answer, shards.length), back.dtype)
-        update = decode(back, codes.unsqueeze(0), per_block, blocks, bucket.room(accumulator(flat.dtype)))
+        update = decode(back, codes.unsqueeze(0), per_block, blocks, bucket.output(accumulator(flat.dtype)))
         return Aggregated(update, rest=rest)
 
 

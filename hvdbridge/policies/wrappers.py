@@ -224,7 +224,7 @@ class Partition(Policy):
         results: dict[str, Aggregated] = {}
         for key, end in ends.items():
             results[key] = (yield from finish(flows[key])) if isinstance(end, Early) else end
-        update = _join({key: result.update for key, result in results.items()}, bucket, plan, room=not early)
+        update = _join({key: result.update for key, result in results.items()}, bucket, plan, output=not early)
         left = {key: results[key].left_of(part) for key, part in given.items()} if bucket.needs_sent else {}
         state = {key: result.state for key, result in results.items()}
         return Aggregated(update, state=state, rest=_join(left, bucket, plan) if left else None)
@@ -254,13 +254,13 @@ def _select(bucket: Bucket, part: Layout, runs: Runs) -> Bucket:
     return replace(bucket, buffer=chosen, layout=part, spare=None)
 
 
-def _join(tensors: Mapping[str, Tensor], bucket: Bucket, plan: Plan, room: bool = False) -> Tensor:
-    """The bucket's vector, made of its parts' vectors; ``room``: where the bucket has some for it."""
+def _join(tensors: Mapping[str, Tensor], bucket: Bucket, plan: Plan, output: bool = False) -> Tensor:
+    """The bucket's vector, made of its parts' vectors; ``output``: in the bucket's output buffer."""
     if len(tensors) == 1:
         (only,) = tensors.values()
         return only
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
-    whole = bucket.room(dtype) if room else bucket.layout.empty(dtype, bucket.buffer.device)
+    whole = bucket.output(dtype) if output else bucket.layout.empty(dtype, bucket.buffer.device)
     for key, (_, runs) in plan.items():
         runs.back(whole, tensors[key])
     return whole

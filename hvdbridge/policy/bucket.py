@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.errors import Unsupported
-from hvdbridge.policy.buffer_pool import Memory
+from hvdbridge.policy.buffer_pool import BufferPool
 
 T = TypeVar("T")
 
@@ -166,9 +166,9 @@ class Bucket:
         mark: for a wrapper that gave the bucket away, and sees what is sent: whether the copy of it that was made or
             weighted last is weighted.
         last: whether no bucket of this step follows.
-        spare: memory like the buffer's whose content nobody needs; see :meth:`room`.
-        memory: where a flow takes what a :attr:`~hvdbridge.Slot.reused` slot will hold.
-        rooms: where it takes what it gives back.
+        spare: memory like the buffer's whose content nobody needs; see :meth:`output`.
+        pool: where a flow takes memory for messages, which it gives back, and for new state, which the state store
+            gives back.
     """
 
     buffer: Tensor
@@ -188,8 +188,7 @@ class Bucket:
     mark: Mark = field(default_factory=Mark)
     last: bool = True
     spare: Tensor | None = None
-    memory: Memory = field(default_factory=Memory)
-    rooms: Memory = field(default_factory=Memory)
+    pool: BufferPool = field(default_factory=BufferPool)
 
     def __post_init__(self) -> None:
         if not self.dtypes:
@@ -242,25 +241,25 @@ class Bucket:
         self.mark.weighted = True
         return self
 
-    def room(self, dtype: torch.dtype) -> Tensor:
-        """Memory for the update, flat, uninitialised. Unless :attr:`needs_sent` it may be that of ``buffer``, so it is
-        asked for when nothing is read from there any more; and once, since it is the same again.
+    def output(self, dtype: torch.dtype) -> Tensor:
+        """The output buffer: memory for the update, flat, uninitialised. Unless :attr:`needs_sent` it may be that of
+        ``buffer``, so a flow asks for it when it reads nothing from there any more.
 
         >>> bucket = Bucket(torch.ones(3), Layout({"p": (3,)}))
-        >>> bucket.room(torch.float32) is bucket.buffer, bucket.room(torch.float64).dtype
+        >>> bucket.output(torch.float32) is bucket.buffer, bucket.output(torch.float64).dtype
         (True, torch.float64)
         """
-        own = self.at_hand(dtype)
-        return self.layout.empty(dtype, self.buffer.device) if own is None else own
-
-    def at_hand(self, dtype: torch.dtype) -> Tensor | None:
-        """What :meth:`room` will give, if that is no new memory."""
         own = self.spare if self.needs_sent else self.buffer
-        return own if own is not None and own.dtype == dtype and own.numel() == self.layout.numel else None
+        fits = own is not None and own.dtype == dtype and own.numel() == self.layout.numel
+        return own if own is not None and fits else self.layout.empty(dtype, self.buffer.device)
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat, uninitialised buffer of the pool, on the bucket's device, which the flow gives back."""
+        return self.pool.take(numel, dtype, self.buffer.device)
 
     def fresh(self, like: Tensor) -> Tensor:
-        """Uninitialised memory like a flat tensor, for what a :attr:`~hvdbridge.Slot.reused` slot will hold."""
-        return self.memory.take(like.numel(), like.dtype, like.device)
+        """Uninitialised memory like a flat tensor, for new state."""
+        return self.pool.take(like.numel(), like.dtype, like.device, lasting=True)
 
     def plus(self, tensors: Mapping[str, Tensor]) -> Bucket:
         """A bucket with ``tensors`` (by name, same shapes) added; the wider of both dtypes."""

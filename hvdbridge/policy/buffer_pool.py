@@ -1,15 +1,14 @@
-"""Host memory that goes round: blocks that nobody needs any more are given out again.
+"""The buffer pool: host memory that flows take for messages, sums and new state, and give back.
 
 A C library keeps the holes that blocks leave which live for a step, between others that live for a moment: with state
-and messages of some MiB, and some flows under way, they were several times what was held. So blocks have pages of
-their own here, and are kept, since pages anew cost more than to fill them. On other devices
-torch's own allocator does both.
+and messages of some MiB, and some flows in flight, the holes were several times what was held. So blocks have pages of
+their own here, and are kept, since new pages cost more than to fill them. On other devices torch's own allocator does
+both.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,8 +19,8 @@ from torch import Tensor
 SMALL, LARGE = 1 << 18, 1 << 25
 """Bytes of a block that has pages of its own: a larger one has them from C, and is not kept."""
 
-CLOSE, ANY = 1.125, math.inf
-"""A block may be so many times as large as what is asked for, if that is to stay, and if it is soon given back."""
+SLACK, LASTING_SLACK = 2.0, 1.125
+"""A block may be so many times as large as what is asked for, and one that stays."""
 
 
 def overlaps(tensor: Tensor) -> bool:
@@ -47,24 +46,22 @@ def overlaps(tensor: Tensor) -> bool:
     return bool(places.unique().numel() < tensor.numel())
 
 
-class Memory:
+class BufferPool:
     """Idle blocks of what one synchronizer holds. For one thread at a time.
 
     Args:
         blocks: so many are kept at most; of more, the smallest are dropped.
-        close: a block may be so many times as large as what is asked for; :data:`ANY`: then all come to be as large as
-            the largest, for each that must be made anew takes the place of the smallest.
 
-    >>> memory = Memory(2)
-    >>> block = memory.take(1000, torch.float32, torch.device("cpu"))
-    >>> where = block.data_ptr()
-    >>> memory.give(block)
-    >>> memory.take(500, torch.float64, torch.device("cpu")).data_ptr() == where
+    >>> pool = BufferPool(2)
+    >>> block = pool.take(1000, torch.float32, torch.device("cpu"))
+    >>> address = block.data_ptr()
+    >>> pool.give(block)
+    >>> pool.take(500, torch.float64, torch.device("cpu")).data_ptr() == address
     True
     """
 
-    def __init__(self, blocks: int = 0, close: float = CLOSE) -> None:
-        self._blocks, self._close = blocks, close
+    def __init__(self, blocks: int = 0) -> None:
+        self._blocks = blocks
         self._idle: list[torch.UntypedStorage] = []
 
     @property
@@ -72,23 +69,22 @@ class Memory:
         """Of the idle blocks."""
         return sum(storage.nbytes() for storage in self._idle)
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Flat, uninitialised."""
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device, lasting: bool = False) -> Tensor:
+        """Flat, uninitialised. ``lasting``: it is not given back within the step, as new state is not."""
         size = numel * dtype.itemsize
         if self._blocks and device.type == "cpu":
-            sizes = [block.nbytes() for block in self._idle]
-            fit = [(nbytes, -i) for i, nbytes in enumerate(sizes) if size <= nbytes <= self._close * size]
+            most = size * (LASTING_SLACK if lasting else SLACK)
+            fit = [(block.nbytes(), -i) for i, block in enumerate(self._idle) if size <= block.nbytes() <= most]
             if fit:  # the smallest, and of such the last that was in use, which may be in the cache
                 block = self._idle.pop(-min(fit)[1])
                 return torch.empty(0, dtype=dtype, device=device).set_(block, 0, (numel,), (1,))
-            if self._close == ANY and self._idle:  # the larger one will do in its place
-                self._drop()
             if SMALL <= size <= LARGE:
                 return _pages(size).view(dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, *tensors: Tensor, but: Sequence[Tensor] = ()) -> None:
-        """The whole memory of these (views, too), which nobody looks at any more, unless one of ``but`` lies there."""
+        """Return the whole memory of ``tensors`` (views, too), which nobody reads any more, unless one of ``but`` is in
+        it: a communicator of one rank answers with what it was given."""
         kept = {other.untyped_storage().data_ptr() for other in but} | {other.data_ptr() for other in self._idle}
         for tensor in tensors:
             block = tensor.untyped_storage()
@@ -96,10 +92,7 @@ class Memory:
                 self._idle.append(block)
                 kept.add(block.data_ptr())
         while len(self._idle) > self._blocks:
-            self._drop()
-
-    def _drop(self) -> None:
-        del self._idle[min(range(len(self._idle)), key=lambda i: self._idle[i].nbytes())]
+            del self._idle[min(range(len(self._idle)), key=lambda i: self._idle[i].nbytes())]
 
     def clear(self) -> None:
         """Keep no block."""
@@ -129,7 +122,3 @@ def return_holes() -> None:
 def share(a: Tensor, b: Tensor) -> bool:
     """Whether they lie in one block of memory."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-NONE = Memory()
-"""Keeps nothing: what is taken is new."""

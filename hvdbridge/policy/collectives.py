@@ -156,8 +156,8 @@ class Broadcast(Collective):
     group: str = "world"
 
 
-def room(request: AllGather | AllToAll, numel: int) -> Tensor | None:
-    """``request.out``, flat, if an answer of ``numel`` elements fits there."""
+def output_of(request: AllGather | AllToAll, numel: int) -> Tensor | None:
+    """``request.out``, flat, if it is memory for an answer of ``numel`` elements."""
     out, like = request.out, request.tensor
     if out is None or (out.dtype, out.device, out.numel()) != (like.dtype, like.device, numel):
         return None

@@ -14,8 +14,8 @@ from torch import Tensor
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policy.base import Aggregated, Flow, Policy, State
 from hvdbridge.policy.bucket import Bucket, Layout, Views, cut_layouts, flatten, join_layouts, number_blocks
-from hvdbridge.policy.buffer_pool import NONE, Memory
-from hvdbridge.policy.collectives import AllGather, AllToAll, Collective, ReduceScatter, room
+from hvdbridge.policy.buffer_pool import BufferPool
+from hvdbridge.policy.collectives import AllGather, AllToAll, Collective, ReduceScatter, output_of
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ def dry_run(
     local_size: int | None = None,
     device: torch.device | str = "meta",
     buckets: Sequence[Sequence[str]] | None = None,
-    memory: Memory = NONE,
-    rooms: Memory = NONE,
+    pool: BufferPool | None = None,
 ) -> Iterator[Asked | Ended]:
     """What rank 0 does in one step, in order; arguments as for :func:`bytes_per_step`.
 
@@ -68,7 +67,7 @@ def dry_run(
             are random and ``seconds`` is what the policy's arithmetic takes. There an all-reduce answers with the
             rank's own tensor, and the others as if every rank had sent what this one did.
         buckets: instead of ``bucket_mb``: the names of each bucket's parameters.
-        memory, rooms: in which new state and messages go round, from one call to the next.
+        pool: for new state and messages, from one call to the next.
 
     Raises:
         ConfigurationError: an argument is not positive, or the policy is not defined for so many ranks.
@@ -107,7 +106,7 @@ def dry_run(
             flat.normal_(generator=torch.Generator(flat.device).manual_seed(index))
         bucket = Bucket(
             flat, layout, index, step, size=size, blocks=blocks, groups=groups, nodes=nodes, dtypes=dtypes,
-            memory=memory, rooms=rooms,
+            pool=pool or BufferPool(),
         )  # fmt: skip
         part, answer, spent, behind = _part(state, layout), None, 0.0, False
         since = clock()
@@ -126,7 +125,7 @@ def dry_run(
         except StopIteration as end:
             yield Ended(index, layout.numel, spent + clock() - since)
             if isinstance(end.value, Aggregated):
-                memory.give(*_laid_flat(end.value.state))
+                bucket.pool.give(*_laid_flat(end.value.state))
 
     widest = functools.reduce(torch.promote_types, (p.dtype for p in given.values()))
     if buckets is None:
@@ -201,11 +200,11 @@ def _answer(request: Collective, size: int) -> Tensor:
     tensor = request.tensor
     match request:
         case AllGather():
-            out = room(request, size * tensor.numel())
+            out = output_of(request, size * tensor.numel())
             every = tensor.expand(size, *tensor.shape)
             return every.clone() if out is None else out.view(every.shape).copy_(every)
         case AllToAll():
-            out = room(request, tensor.numel())
+            out = output_of(request, tensor.numel())
             return tensor.clone() if out is None else out.view(tensor.shape).copy_(tensor)
         case ReduceScatter():
             return tensor[0].clone()

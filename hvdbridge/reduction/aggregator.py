@@ -260,7 +260,7 @@ class Aggregator:
         return Bucket(
             buffer, layout, index, step, self.seed, communicator.rank, communicator.size, self.weights,
             blocks=self._blocks, groups=communicator.places(), nodes=communicator.nodes,
-            dtypes=self._dtypes, last=last, memory=self.store.memory, rooms=self.store.rooms,
+            dtypes=self._dtypes, last=last, pool=self.store.pool,
         )  # fmt: skip
 
     def _start_rest(self) -> None:

@@ -24,7 +24,7 @@ from hvdbridge.execution.state_store import StateStore, leaves, slot_of
 from hvdbridge.policies import ErrorFeedback, Partition, bytes_per_step, from_spec, name_of, to_spec
 from hvdbridge.policy.base import Flow, Policy, State
 from hvdbridge.policy.bucket import Bucket, Layout
-from hvdbridge.policy.buffer_pool import Memory
+from hvdbridge.policy.buffer_pool import BufferPool
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.policy.dry_run import Asked, dry_run
 from hvdbridge.policy.options import options_of
@@ -683,18 +683,18 @@ def test_nobody_looks_at_what_was_given_back(
     clean = train()
     monkeypatch.setattr(simulation, "execute", execute)
     assert train() == clean
-    give, bucket = Memory.give, Simulation._bucket
+    give, bucket = BufferPool.give, Simulation._bucket
 
     def known(self: Simulation, flat: Tensor, *rest: Any) -> Bucket:
         buckets.append(flat)
         return bucket(self, flat, *rest)
 
-    def spoil(memory: Memory, *tensors: Tensor, but: Sequence[Tensor] = ()) -> None:
+    def spoil(memory: BufferPool, *tensors: Tensor, but: Sequence[Tensor] = ()) -> None:
         give(memory, *tensors, but=but)
         for block in memory._idle:
             assert all(block.data_ptr() != flat.untyped_storage().data_ptr() for flat in buckets if flat.numel())
             torch.empty(0, dtype=torch.uint8).set_(block).fill_(0xFF)
 
-    monkeypatch.setattr(Memory, "give", spoil)
+    monkeypatch.setattr(BufferPool, "give", spoil)
     monkeypatch.setattr(Simulation, "_bucket", known)
     assert train() == clean

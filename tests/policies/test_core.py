@@ -322,11 +322,11 @@ def test_holes_are_returned_after_the_first_steps_of_a_process(monkeypatch: pyte
     assert returned == [1000, 1001, 1002, 1004, 1008]
 
 
-@pytest.mark.parametrize(("spec", "blocks"), [("int8", 0), ("topk", 4), ("onebit", 7), ("adasum", 0)])
+@pytest.mark.parametrize(("spec", "blocks"), [("int8", 9), ("topk", 13), ("onebit", 16), ("adasum", 9)])
 def test_as_many_blocks_are_kept_as_flows_in_flight_make(spec: str, blocks: int) -> None:
     store = StateStore(from_spec(spec), {"w": torch.zeros(3)})
-    store.memory.give(*[torch.empty(100 + i) for i in range(9)])
-    assert store.memory.nbytes // 400 == blocks
+    store.pool.give(*[torch.empty(100 + i) for i in range(30)])
+    assert len(store.pool._idle) == blocks
 
 
 def test_the_rest_of_an_early_flow_runs_in_the_background() -> None:

@@ -115,9 +115,9 @@ def same_messages(
     def run() -> list[Tensor]:
         plan = _code_plan(Bucket(x, layout, rank=seed % size, size=size), width)
         rests = [x.clone(), y.clone()]
-        rooms = torch.empty(2, plan.everyone.nbytes(code) + 3, dtype=torch.uint8).fill_(0xFF)
+        buffers = torch.empty(2, plan.everyone.nbytes(code) + 3, dtype=torch.uint8).fill_(0xFF)
         encode = partial(plan.everyone.encode, code, seed=seed, keep_rest=keep_rest)
-        sent = [encode(rest, room=room) for rest, room in zip(rests, rooms, strict=True)]
+        sent = [encode(rest, out=out) for rest, out in zip(rests, buffers, strict=True)]
         theirs = torch.stack([messages[seed % size] for messages in sent])
         total = plan.own.decode(code, *plan.own.read(code, theirs))
         update = plan.everyone.decode(code, *plan.everyone.read(code, sent[0]))

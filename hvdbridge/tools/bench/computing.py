@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.execution.state_store import AT_ONCE, ROOMS
+from hvdbridge.execution.state_store import BUFFERS, IN_FLIGHT
 from hvdbridge.policy.base import Policy
 from hvdbridge.policy.bucket import DDP_MB, cut_layouts
-from hvdbridge.policy.buffer_pool import ANY, Memory
+from hvdbridge.policy.buffer_pool import BufferPool
 from hvdbridge.policy.collectives import AllGather
 from hvdbridge.policy.dry_run import Asked, Ended, dry_run
 
@@ -174,8 +174,7 @@ class _Sample:
     step: int
     repeats: int
     device: torch.device | str
-    memory: Memory = field(default_factory=lambda: Memory(AT_ONCE))
-    rooms: Memory = field(default_factory=lambda: Memory(ROOMS, ANY))
+    pool: BufferPool = field(default_factory=lambda: BufferPool(IN_FLIGHT + BUFFERS))
     known: dict[Operations, tuple[int, Sequence[float]]] = field(default_factory=dict)  # elements, seconds
 
     def whole_step(self) -> list[float]:
@@ -204,8 +203,7 @@ class _Sample:
         self, params: Shapes, device: torch.device | str, buckets: Sequence[Sequence[str]] | None = None
     ) -> Iterator[Asked | Ended]:
         return dry_run(
-            self.policy, params, self.ranks, self.step, self.bucket_mb, self.local_size, device, buckets, self.memory,
-            self.rooms,
+            self.policy, params, self.ranks, self.step, self.bucket_mb, self.local_size, device, buckets, self.pool,
         )  # fmt: skip
 
     def _measure(self, params: Shapes, buckets: Sequence[Sequence[str]] | None) -> None:
