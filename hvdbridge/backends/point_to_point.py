@@ -11,20 +11,11 @@ Rules:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
 
 from torch import Tensor
 
-from hvdbridge.backends.communicator import Communicator, Work
+from hvdbridge.backends.communicator import Work
 from hvdbridge.errors import ConfigurationError
-
-CARRIERS = {
-    "horovod": "hvdbridge.backends.tcp:TcpMessages",
-    "mpi": "hvdbridge.backends.mpi.point_to_point:MpiMessages",
-    "torch": "hvdbridge.backends.torch.point_to_point:TorchMessages",
-}
 
 TAGS = 1 << 24
 """Tags are below it: what every MPI and Gloo can tell apart."""
@@ -37,7 +28,11 @@ class Receipt(Work):
 
 
 class Messages(ABC):
-    """Sends and receives among the ranks of one group; ``data`` is flat, contiguous, uint8, on the host, not empty."""
+    """Sends and receives among the ranks of one group; ``data`` is flat, contiguous, uint8, on the host, not empty.
+
+    A backend's class is called with the group's communicator, the group's number (the same on its ranks), and a
+    function that makes what TCP needs (:class:`.tcp.Exchange`).
+    """
 
     @abstractmethod
     def send(self, data: Tensor, to: int, tag: int) -> Work:
@@ -46,21 +41,6 @@ class Messages(ABC):
     @abstractmethod
     def receive(self, data: Tensor, source: int | None, tag: int) -> Receipt:
         """Start to receive into ``data`` from rank ``source``; None: from whoever sends."""
-
-
-def open_messages(backend: str, communicator: Communicator, number: int, tcp: Callable[[], Any]) -> Messages:
-    """The carrier of a group.
-
-    Args:
-        communicator: the group's; a carrier that needs the library below takes its channel.
-        number: of the group, the same on its ranks.
-        tcp: makes what TCP needs, on first use; see :class:`.tcp.Exchange`.
-    """
-    if backend not in CARRIERS:
-        raise ConfigurationError(f"no messages between two ranks on backend {backend!r}. Known: {', '.join(CARRIERS)}")
-    module, _, attribute = CARRIERS[backend].partition(":")
-    made: Messages = getattr(import_module(module), attribute)(communicator, number, tcp)
-    return made
 
 
 def wrong_size(source: int | None, tag: int, sent: int | None, expected: int) -> ConfigurationError:

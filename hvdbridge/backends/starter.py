@@ -48,7 +48,7 @@ class Starter(ABC):
     """Starts one library, or finds it running.
 
     Class attributes:
-        name: of the backend, as in :data:`hvdbridge.backends.registry.BACKENDS`.
+        name: of the backend, as in :data:`hvdbridge.config.BACKENDS`.
     """
 
     name: ClassVar[str]

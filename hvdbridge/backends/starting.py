@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,14 +23,13 @@ from hvdbridge.backends import registry
 from hvdbridge.backends.mpi.starter import misfit, offers_mpi
 from hvdbridge.backends.starter import Meeting, Starter
 from hvdbridge.config import BACKENDS, Config
-from hvdbridge.errors import BackendUnavailable, ConfigurationError, RendezvousError, nearest
+from hvdbridge.errors import BackendUnavailable, ConfigurationError, RendezvousError
 from hvdbridge.startup import channels, network
 from hvdbridge.startup.channels import Channel
 from hvdbridge.startup.world import World
 from hvdbridge.supervisor.client import Monitor
 from hvdbridge.supervisor.spawn import HelperAddress, start_helper
 
-STARTERS = {"horovod": "HorovodStarter", "mpi": "MpiStarter", "torch": "TorchStarter"}
 log = logging.getLogger("hvdbridge")
 
 
@@ -41,9 +39,7 @@ def starter(name: str) -> type[Starter]:
     Raises:
         ConfigurationError: no backend has this name.
     """
-    if name not in STARTERS:
-        raise ConfigurationError(f"backend={name!r} is not known. {nearest(name, BACKENDS)}")
-    found: type[Starter] = getattr(import_module(f"hvdbridge.backends.{name}.starter"), STARTERS[name])
+    found: type[Starter] = registry.load(name, "starter")
     return found
 
 
@@ -103,7 +99,7 @@ def choose(backend: str, world: World) -> tuple[str, bool]:
     """The backend's name, and whether the user has started it: what runs, else the launcher's favourite, else torch."""
     if backend != "auto":
         return backend, starter(backend).running() is not None
-    for name in ("torch", "horovod", "mpi"):
+    for name in BACKENDS[1:]:  # those of ours, without "auto"
         found = starter(name).running()
         # One that found other numbers than the launcher's is not meant: some package imported it on the way.
         if found is not None and (world.launcher == "none" or found == (world.rank, world.size)):

@@ -1,8 +1,7 @@
 """Where gradients come from: one source per way in which a backend's own users collect them.
 
-A sorted table like those of the backends and policies: ``attach[backend]`` makes the source, and returns
-``(source, model, optimizers)`` as the backend's own users know them. ``ranks`` are those of the synchronizer's
-group, None for all.
+``FRONT_ENDS[name]`` makes the source, and returns ``(source, model, optimizers)`` as the backend's own users know them.
+``ranks`` are those of the synchronizer's group, None for all.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 Attached = tuple["Source", Module, list["Optimizer"]]
 
 
-def attach_torch(
+def attach_ddp(
     model: Module,
     optimizers: list[Optimizer],
     params: Mapping[str, Parameter],
@@ -133,4 +132,5 @@ def attach_hooks(
     return source, model, optimizers
 
 
-attach = {"horovod": attach_horovod, "mpi": attach_hooks, "torch": attach_torch}
+FRONT_ENDS = {"ddp": attach_ddp, "hooks": attach_hooks, "horovod": attach_horovod}
+"""By what a backend declares, see :class:`hvdbridge.backends.registry.Backend`."""

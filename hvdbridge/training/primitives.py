@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdbridge.backends import registry
 from hvdbridge.backends.communicator import DTYPES, Communicator, Work
-from hvdbridge.backends.point_to_point import TAGS, Messages, Receipt, open_messages
+from hvdbridge.backends.point_to_point import TAGS, Messages, Receipt
 from hvdbridge.errors import CollectiveTimeout, ConfigurationError, Unsupported
 from hvdbridge.execution.flow import Submission
 from hvdbridge.execution.scheduler import Scheduler
@@ -904,7 +905,8 @@ def _messages(group: Group) -> Messages:
         session = runtime.current()
         # The session's own channel: making another one would need all ranks. Collectives on it meet no messages.
         communicator = session.communicator if group.number == 0 else _still_open(group, "send and recv")
-        group._messages = open_messages(session.backend, communicator, group.number, lambda: _tcp(group))
+        carrier = registry.load(session.backend, "point_to_point")
+        group._messages = carrier(communicator, group.number, lambda: _tcp(group))
     return group._messages
 
 

@@ -96,7 +96,7 @@ def _open(started: Started, config: Config, policy: str | Policy, arguments: tup
     meeting = started.meeting
     device = _device(meeting.world)
     with meeting.monitor.phase("opening the communicators"):
-        communicator = registry.load(started.backend).world(meeting.monitor.watch, LONGEST_SECONDS)
+        communicator = registry.load(started.backend, "communicator").world(meeting.monitor.watch, LONGEST_SECONDS)
         control = communicator.control()
     for each in (communicator, control):
         each.set_nodes([world.node_rank for world in meeting.worlds])

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from hvdbridge.backends import registry
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
 from hvdbridge.execution.scheduler import drive
 from hvdbridge.execution.state_store import OnResize
@@ -38,7 +39,7 @@ from hvdbridge.reduction.post_step import AfterStep
 from hvdbridge.reduction.replicate import broadcast_optimizer, broadcast_tensors, shards_state
 from hvdbridge.reduction.session import Session
 from hvdbridge.reduction.source import Options, closure_of, refuse_compiled_autograd, usual_bucket_mb, views_pay
-from hvdbridge.reduction.sources import attach
+from hvdbridge.reduction.sources import FRONT_ENDS
 from hvdbridge.reduction.wrapper import Wrapper, unwrapped
 from hvdbridge.training import runtime, stopping
 from hvdbridge.training.sync_batchnorm import SyncBatchNorm
@@ -169,7 +170,7 @@ class GradientSynchronizer:
         self._aggregator = Aggregator(
             self.policy, params, communicator, control, self._context.scheduler, seed, weighted
         )
-        self._source, self.model, wrapped = attach[session.backend](
+        self._source, self.model, wrapped = FRONT_ENDS[registry.entry(session.backend).front_end](
             model, originals, params, self._aggregator, ranks, options
         )
         self.optimizer = like(optimizer, wrapped)

@@ -1,1 +1,8 @@
 """The backend over Horovod."""
+
+from hvdbridge.backends.registry import Backend
+
+BACKEND = Backend(
+    "Horovod", "horovod", "Run: hvdbridge install-horovod", ".communicator:HorovodCommunicator",
+    ".starter:HorovodStarter", front_end="horovod",
+)  # fmt: skip

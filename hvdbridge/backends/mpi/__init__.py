@@ -1,1 +1,8 @@
 """The backend over mpi4py."""
+
+from hvdbridge.backends.registry import Backend
+
+BACKEND = Backend(
+    "mpi4py", "mpi4py", "Run: pip install 'hvdbridge[mpich]' (for a site's own MPI: 'hvdbridge[mpi]')",
+    ".communicator:MpiCommunicator", ".starter:MpiStarter", ".point_to_point:MpiMessages",
+)  # fmt: skip

@@ -1,1 +1,8 @@
 """The backend over torch.distributed: Gloo on CPUs, NCCL on GPUs."""
+
+from hvdbridge.backends.registry import Backend
+
+BACKEND = Backend(
+    "PyTorch", "torch", "Run: pip install torch", ".communicator:TorchCommunicator", ".starter:TorchStarter",
+    ".point_to_point:TorchMessages", front_end="ddp",
+)  # fmt: skip

@@ -1,0 +1,42 @@
+"""A backend of one's own, added by a folder and a line (``own_backend.py``), or not, for another one's bits."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import torch
+from jobs import record
+
+import hvdbridge.backends
+import hvdbridge.config
+
+hvdbridge.backends.__path__.append(str(Path(__file__).parents[1] / "toys"))  # its folder, as if it were beside torch's
+hvdbridge.config.BACKENDS += ("shelf",)  # the line
+
+import hvdbridge as hb  # noqa: E402
+
+torch.set_num_threads(1)
+hb.init()
+found: dict[str, object] = {"backend": hb.backend() == os.environ["HVDBRIDGE_BACKEND"]}
+for policy in ("mean", "int8", "topk:ratio=0.1", "adasum"):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.ReLU(), torch.nn.Linear(40, 5))
+    sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), policy=policy)
+    generator = torch.Generator().manual_seed(hb.rank())
+    for _ in range(4):
+        sync.weight = 1.0 + hb.rank() * (policy != "adasum")
+        sync.optimizer.zero_grad()
+        sync.model(torch.randn(8, 30, generator=generator)).square().mean().backward()
+        sync.optimizer.step()
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    found[policy] = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    sync.close()
+message = torch.full((3,), float(hb.rank()))
+if hb.rank() == 0:
+    hb.send(message, 1)
+else:
+    hb.recv(message, 0)
+found["message"] = message.tolist()
+hb.barrier()
+hb.shutdown()
+record(int(os.environ["RANK"]), found)
