@@ -49,8 +49,10 @@ from hvdbridge.backends.communicator import DTYPES
 from hvdbridge.backends.torch.communicator import OPS, TorchCommunicator
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels import select
+from hvdbridge.kernels.blocks import Blocks, Part
+from hvdbridge.kernels.codes import Linear
 from hvdbridge.kernels.fused import on_cuda
-from hvdbridge.kernels.quantise import Blocks, Linear, Part, encode
+from hvdbridge.kernels.quantise import encode
 from hvdbridge.kernels.signs import ScaledSign
 from hvdbridge.policies.matrices import COLS, ROWS, aligned, project
 from hvdbridge.policies.sharded import _code_plan

@@ -37,10 +37,11 @@ HOME = {
     ),
     "startup.launching": "launch",
     "policy.base": "Aggregated Early Flow Policy Slot State",
+    "training.groups": "Group Handle ReduceOp new_group",
+    "training.messages": "P2POp batch_isend_irecv irecv isend recv send",
     "training.primitives": (
-        "Group Handle P2POp ReduceOp all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier "
-        "batch_isend_irecv broadcast gather irecv isend new_group recv reduce reduce_scatter reduce_scatter_tensor "
-        "scatter send"
+        "all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast gather reduce "
+        "reduce_scatter reduce_scatter_tensor scatter"
     ),
     "training.runtime": (
         "backend broadcast_object broadcast_parameters current device init "
@@ -80,16 +81,19 @@ if TYPE_CHECKING:
     from hvdbridge.training.distributed_sampler import DistributedSampler as DistributedSampler
     from hvdbridge.training.foreign_hook import from_comm_hook as from_comm_hook
     from hvdbridge.training.fsdp import set_all_reduce_hook as set_all_reduce_hook
+    from hvdbridge.training.groups import Group as Group, Handle as Handle, ReduceOp as ReduceOp, new_group as new_group
     from hvdbridge.training.horovod_compression import (
         from_horovod_compression as from_horovod_compression, to_horovod_compression as to_horovod_compression,
     )
+    from hvdbridge.training.messages import (
+        P2POp as P2POp, batch_isend_irecv as batch_isend_irecv, irecv as irecv, isend as isend, recv as recv,
+        send as send,
+    )
     from hvdbridge.training.primitives import (
-        Group as Group, Handle as Handle, P2POp as P2POp, ReduceOp as ReduceOp, all_gather as all_gather,
-        all_gather_into_tensor as all_gather_into_tensor, all_reduce as all_reduce, all_to_all as all_to_all,
-        all_to_all_single as all_to_all_single, barrier as barrier, batch_isend_irecv as batch_isend_irecv,
-        broadcast as broadcast, gather as gather, irecv as irecv, isend as isend, new_group as new_group,
-        recv as recv, reduce as reduce, reduce_scatter as reduce_scatter,
-        reduce_scatter_tensor as reduce_scatter_tensor, scatter as scatter, send as send,
+        all_gather as all_gather, all_gather_into_tensor as all_gather_into_tensor, all_reduce as all_reduce,
+        all_to_all as all_to_all, all_to_all_single as all_to_all_single, barrier as barrier, broadcast as broadcast,
+        gather as gather, reduce as reduce, reduce_scatter as reduce_scatter,
+        reduce_scatter_tensor as reduce_scatter_tensor, scatter as scatter,
     )
     from hvdbridge.training.runtime import (
         backend as backend, broadcast_object as broadcast_object, broadcast_parameters as broadcast_parameters,
@@ -99,9 +103,8 @@ if TYPE_CHECKING:
     )
     from hvdbridge.training.stopping import stop as stop, stop_on_signals as stop_on_signals
     from hvdbridge.training.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
-    from hvdbridge.training.synchronizer import (
-        GradientSynchronizer as GradientSynchronizer, average_gradients as average_gradients,
-    )
+    from hvdbridge.training.synchronizer import GradientSynchronizer as GradientSynchronizer
+    from hvdbridge.training.average import average_gradients as average_gradients
 
 sys.meta_path.append(MovedModules())
 _HOME_OF = {name: module for module, names in HOME.items() for name in names.split()}

@@ -29,7 +29,7 @@ WIDTHS = (16, 64, 256, BLOCK)
 
 
 class Cells:
-    """The cells of one shard of :class:`~hvdbridge.policies.sharded.BlockShards`: full blocks first, then short ones.
+    """The cells of one shard of :class:`~hvdbridge.policies.shards.BlockShards`: full blocks first, then short ones.
 
     Args:
         layout: of the vector that was divided.

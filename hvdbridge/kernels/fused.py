@@ -50,7 +50,7 @@ class Fused(Protocol):
         self, flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor,
         keep_rest: bool,
     ) -> None:  # fmt: skip
-        """:class:`~hvdbridge.kernels.quantise.Linear`, nearest, by the largest magnitude."""
+        """:class:`~hvdbridge.kernels.codes.Linear`, nearest, by the largest magnitude."""
 
     def linear_decode(
         self, codes: Tensor, scales: Tensor, places: Places, offset: int, out: Tensor, add: int
@@ -150,7 +150,7 @@ class InC:
         )  # fmt: skip
 
     def ternary_encode(self, flat: Tensor, places: Places, seed: int, codes: Tensor, given: Tensor) -> None:
-        """:class:`~hvdbridge.kernels.quantise.Ternary`, of one row: what is ``given`` is contiguous."""
+        """:class:`~hvdbridge.kernels.codes.Ternary`, of one row: what is ``given`` is contiguous."""
         table = places.table(self._native)
         dice = _dice(seed)[1:]
         self._native.ternary_encode(
@@ -161,7 +161,7 @@ class InC:
         self, flat: Tensor, places: Places, digits: int, bias: int, top: float, seed: int | None, codes: Tensor,
         scales: Tensor, keep_rest: bool,
     ) -> None:  # fmt: skip
-        """:class:`~hvdbridge.kernels.quantise.Float8`, with so many bits of fraction; ``top`` is its largest number."""
+        """:class:`~hvdbridge.kernels.codes.Float8`, with so many bits of fraction; ``top`` is its largest number."""
         table = places.table(self._native)
         self._native.float8_encode(
             flat.data_ptr(), table.data_ptr(), len(table), digits, bias, top, *_dice(seed), *_lie(codes),
@@ -180,7 +180,7 @@ class InC:
     def power_encode(
         self, flat: Tensor, places: Places, seed: int, codes: Tensor, length: int, keep_rest: bool
     ) -> None:
-        """:class:`~hvdbridge.kernels.quantise.PowerOfTwo`: ``length`` exponents, then signs, packed, among zeros."""
+        """:class:`~hvdbridge.kernels.codes.PowerOfTwo`: ``length`` exponents, then signs, packed, among zeros."""
         table = places.table(self._native)
         self._native.power_encode(
             flat.data_ptr(), table.data_ptr(), len(table), *_dice(seed)[1:], *_lie(codes), length, keep_rest

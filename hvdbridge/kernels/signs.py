@@ -17,10 +17,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hvdbridge.kernels.blocks import CHUNK
 from hvdbridge.kernels.fused import Fused
 from hvdbridge.kernels.pack import pack_bits, unpack_bits
 from hvdbridge.kernels.places import Places
-from hvdbridge.kernels.quantise import CHUNK, Code, row_sums
+from hvdbridge.kernels.quantise import Code, row_sums
 
 
 @dataclass(frozen=True)

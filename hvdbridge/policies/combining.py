@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.kernels.cells import Cells, by_parameter, dots, in_all
-from hvdbridge.policies.sharded import BlockShards, Shards, accumulator, block_shards
+from hvdbridge.policies.shards import BlockShards, Shards, accumulator, block_shards
 from hvdbridge.policy.base import Exchange
 from hvdbridge.policy.bucket import Bucket
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Collective

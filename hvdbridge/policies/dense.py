@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.policies.sharded import FlatShards, accumulator, scaled, sharded_sum, shards_of, sum_rows
+from hvdbridge.policies.sharded import sharded_sum
+from hvdbridge.policies.shards import FlatShards, accumulator, scaled, shards_of, sum_rows
 from hvdbridge.policy.base import CODED_MB, Aggregated, Exchange, Flow, Policy, State, rewrite
 from hvdbridge.policy.bucket import DDP_MB, Bucket
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of

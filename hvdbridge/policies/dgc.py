@@ -21,7 +21,7 @@ from torch import Tensor
 from hvdbridge.kernels.norm import global_norm
 from hvdbridge.kernels.select import largest
 from hvdbridge.policies.feedback import residuals
-from hvdbridge.policies.sharded import accumulator
+from hvdbridge.policies.shards import accumulator
 from hvdbridge.policies.sparse import contributors, gathered_sum, plan_of
 from hvdbridge.policy.base import Aggregated, Flow, Policy, Slot, State
 from hvdbridge.policy.bucket import Bucket, Views, flatten

@@ -23,7 +23,7 @@ from torch import Tensor
 from hvdbridge.kernels.random import key
 from hvdbridge.kernels.select import Plan, add_up, largest, owners, pack_pairs, unpack_pairs
 from hvdbridge.policies.feedback import WithFeedback
-from hvdbridge.policies.sharded import accumulator
+from hvdbridge.policies.shards import accumulator
 from hvdbridge.policies.sparse import plan_of, rest_of
 from hvdbridge.policy.base import Aggregated, Flow, State
 from hvdbridge.policy.bucket import Bucket, Layout

@@ -15,7 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hvdbridge.kernels.quantise import Code, Float8, Linear, Rounding
+from hvdbridge.kernels.codes import Float8, Linear, Rounding
+from hvdbridge.kernels.quantise import Code
 from hvdbridge.policies.feedback import WithFeedback
 from hvdbridge.policies.sharded import check_block, sharded_code
 from hvdbridge.policy.base import Flow, State

@@ -27,7 +27,7 @@ from hvdbridge.kernels.cells import combine
 from hvdbridge.kernels.order import median, trimmed_mean
 from hvdbridge.policies.combining import collect, divide, gram, plan, raw, weights_of
 from hvdbridge.policies.feedback import residuals
-from hvdbridge.policies.sharded import FlatShards
+from hvdbridge.policies.shards import FlatShards
 from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, Slot, State
 from hvdbridge.policy.bucket import Bucket, Views, flatten
 from hvdbridge.policy.options import option

@@ -26,7 +26,8 @@ from hvdbridge.kernels.runs import Runs
 from hvdbridge.kernels.select import owners, poison
 from hvdbridge.kernels.signs import ScaledSign, majority, weighted_majority
 from hvdbridge.policies.feedback import WithFeedback, residuals
-from hvdbridge.policies.sharded import accumulator, blocks_of, check_block, first_blocks, sharded_code
+from hvdbridge.policies.sharded import blocks_of, check_block, sharded_code
+from hvdbridge.policies.shards import accumulator, first_blocks
 from hvdbridge.policy.base import Aggregated, Flow, Policy, Slot, State
 from hvdbridge.policy.bucket import BLOCK, Bucket, Layout, Views, flatten
 from hvdbridge.policy.collectives import AllGather, AllToAll

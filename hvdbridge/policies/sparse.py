@@ -22,7 +22,7 @@ from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.random import key
 from hvdbridge.kernels.select import Plan, add_up, count_of, largest, owners, pack_pairs, poison, shuffled, unpack_pairs
 from hvdbridge.policies.feedback import WithFeedback
-from hvdbridge.policies.sharded import accumulator
+from hvdbridge.policies.shards import accumulator
 from hvdbridge.policy.base import Aggregated, Exchange, Flow, State
 from hvdbridge.policy.bucket import Bucket
 from hvdbridge.policy.collectives import AllGather, AllReduce

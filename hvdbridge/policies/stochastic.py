@@ -22,10 +22,13 @@ import torch
 from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels.blocks import Blocks
+from hvdbridge.kernels.codes import Linear, PowerOfTwo, Ternary, largest, norms
 from hvdbridge.kernels.pack import pack, unpack
-from hvdbridge.kernels.quantise import Blocks, Linear, PowerOfTwo, Ternary, decode, encode, largest, norms
+from hvdbridge.kernels.quantise import decode, encode
 from hvdbridge.kernels.random import seed_of
-from hvdbridge.policies.sharded import FlatShards, accumulator, blocks_of, check_block, sharded_code
+from hvdbridge.policies.sharded import blocks_of, check_block, sharded_code
+from hvdbridge.policies.shards import FlatShards, accumulator
 from hvdbridge.policy.base import Aggregated, Flow, Policy, State
 from hvdbridge.policy.bucket import BLOCK, Bucket
 from hvdbridge.policy.collectives import AllGather, AllToAll

@@ -20,13 +20,11 @@ import itertools
 import logging
 import math
 import os
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from types import TracebackType
 from typing import Protocol
 
 from hvdbridge import errors
@@ -40,12 +38,14 @@ from hvdbridge.errors import (
     RendezvousError,
     ranks_text,
 )
+from hvdbridge.supervisor.causes import _describe, secondary
 from hvdbridge.supervisor.clock import Clock
 from hvdbridge.supervisor.exits import ExitHooks, end_process
 from hvdbridge.supervisor.last_step import LastStep, latest
 from hvdbridge.supervisor.link import Link, LocalLink, SocketLink, join
 from hvdbridge.supervisor.processes import identity
 from hvdbridge.supervisor.spawn import HelperAddress
+from hvdbridge.supervisor.waits import _Wait
 from hvdbridge.supervisor.wire import VALUE, Message, pack
 
 UNWIND = 2.0
@@ -64,60 +64,6 @@ class Guarded(Protocol):
 
     def settle(self) -> None:
         """Return when all that was started is over."""
-
-
-SECONDARY = re.compile(
-    r"connection (was )?(reset|refused|closed|aborted|lost)|(closed|reset) by (remote )?peer|broken pipe|timed? ?out|"
-    r"socket (was )?closed|peer (has )?(closed|failed)|been shut ?down|unexpected end of|remote process exited",
-    re.IGNORECASE,
-)
-
-
-def secondary(error: BaseException) -> bool:
-    """Does this look like the consequence of another rank's end? Every backend says it in its own words.
-
-    >>> secondary(RuntimeError("[pair.cc:537] Connection closed by peer [127.0.0.1]:5123")), secondary(KeyError("x"))
-    (True, False)
-    """
-    below = type(error).__module__.partition(".")[0] in ("horovod", "mpi4py")
-    return below or isinstance(error, (ConnectionError, TimeoutError)) or bool(SECONDARY.search(str(error)))
-
-
-OUT_OF_TIME = re.compile(r"Timed out waiting \d+ms|collective operation timeout")
-FOREIGN_LIMIT = (
-    " (The limit of a process group that the script itself made, which hb.patience and HVDBRIDGE_TIMEOUT_SECONDS do "
-    "not move. Give init_process_group or new_group a longer timeout, or leave the start to hb.init().)"
-)
-"""What torch's Gloo and NCCL say; groups of ours have a day."""
-
-
-class _Wait:
-    """One ``with monitor.watch(label)``. Slots and no locks: it stands around every collective."""
-
-    __slots__ = ("label", "limit", "monitor", "phase", "since", "stall", "token")
-
-    def __init__(
-        self, monitor: Monitor, label: object, limit: float = 0.0, phase: bool = False, stall: float = 0.0
-    ) -> None:
-        self.monitor, self.label, self.limit, self.phase, self.token = monitor, label, limit, phase, 0
-        self.stall = stall
-
-    def __enter__(self) -> None:
-        monitor = self.monitor
-        if monitor.failure is not None:
-            raise monitor._copy_of_failure()
-        self.since = time.monotonic()
-        monitor._waits.add(self)
-        if self.phase:
-            monitor._announce(self)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        monitor = self.monitor
-        monitor._waits.discard(self)
-        if self.token:
-            monitor._withdraw(self)
-        if error is not None and monitor.cause_of(error) is not error:
-            raise monitor._copy_of_failure() from error
 
 
 class Monitor:
@@ -537,7 +483,3 @@ class Monitor:
         self._link.close()
 
 
-def _describe(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    hint = FOREIGN_LIMIT if OUT_OF_TIME.search(text) else ""
-    return f"failed: {type(error).__name__}{': ' if text else ''}{text[:1000]}{hint}"

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from hvdbridge.kernels import orthogonal, pack, select, signs
-from hvdbridge.kernels.quantise import Blocks, Linear, Part, decode, encode
+from hvdbridge.kernels.blocks import Blocks, Part
+from hvdbridge.kernels.codes import Linear
+from hvdbridge.kernels.quantise import decode, encode
 
 CONSTANTS = orthogonal.HIGH, orthogonal.LOW, orthogonal.NOTHING
 

@@ -25,7 +25,6 @@ from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.agreement import agree, describe, open_group
 from hvdbridge.reduction.bucket_size import fastest_bucket_mb
 from hvdbridge.reduction.context import ReductionContext
-from hvdbridge.reduction.hooks import HookSource
 from hvdbridge.reduction.parameters import (
     Ignore,
     ParameterWatch,
@@ -37,14 +36,12 @@ from hvdbridge.reduction.parameters import (
 )
 from hvdbridge.reduction.post_step import AfterStep
 from hvdbridge.reduction.replicate import broadcast_optimizer, broadcast_tensors, shards_state
-from hvdbridge.reduction.session import Session
 from hvdbridge.reduction.source import Options, closure_of, refuse_compiled_autograd, usual_bucket_mb, views_pay
 from hvdbridge.reduction.sources import FRONT_ENDS
-from hvdbridge.reduction.wrapper import Wrapper, unwrapped
+from hvdbridge.reduction.wrapper import unwrapped
 from hvdbridge.training import runtime, stopping
 from hvdbridge.training.sync_batchnorm import SyncBatchNorm
-
-Optimizers = Optimizer | Sequence[Optimizer] | None
+from hvdbridge.training.wrapping import Optimizers, as_list, like, nothing, refuse, refuse_ddp, refuse_optimizers_within
 
 
 class GradientSynchronizer:
@@ -454,70 +451,6 @@ class GradientSynchronizer:
         return [names.get(p, f"of shape {list(p.shape)}, not in the model") for p in parameters]
 
 
-def average_gradients(
-    model: Module, group: Any = None, weight: float | None = None, policy: str | Policy = "mean"
-) -> None:
-    """Aggregate what stands in ``p.grad`` now, in place: for loops that call it between backward and step.
-
-    Args:
-        model: its parameters that require gradients; one without a gradient counts as zeros.
-        group: as for :class:`GradientSynchronizer`; all ranks of the job call this alike.
-        weight: this rank's weight; all ranks give one, or none does.
-        policy: one without state (there is nobody to keep it), and that does nothing after the optimizer's step.
-
-    Raises:
-        ConfigurationError: the policy has state, acts after the optimizer's step, or is not defined for so few ranks;
-            ``HVDBRIDGE_BUCKET_MB=auto``.
-        WeightError: a bad weight, or one on some ranks only.
-    """
-    session = runtime.current()
-    chosen = from_spec(policy)
-    params = trainable(model, ignored(model))
-    refuse_sharded(params)
-    refuse_meta(params)
-    if has_leaves(chosen.init(params)):
-        raise ConfigurationError(f"average_gradients: {label(chosen)} keeps state. Use a GradientSynchronizer.")
-    if chosen.acts_after_step:
-        raise ConfigurationError(
-            f"average_gradients: {label(chosen)} acts after the optimizer's step. Use a GradientSynchronizer."
-        )
-    context, calls = averaging(session, group, device_of(params))
-    communicator = context.communicator
-    usual = usual_bucket_mb(chosen, communicator.nodes, communicator.capabilities.blocks_host)
-    bucket_mb = session.config.fixed_bucket_mb(usual, "average_gradients")
-    chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
-    aggregator = Aggregator(chosen, params, communicator, context.control, context.scheduler)
-    aggregator.weight = weight
-    aggregator.step = next(calls)  # random policies throw other dice in each
-    aggregator.ended = aggregator.step  # this process has made as many, with aggregators of their own
-    options = Options(bucket_mb, gradient_as_bucket_view=False, whole=chosen.scope == "step")
-    HookSource(params, aggregator, options, hooked=()).run()
-
-
-def averaging(
-    session: Session, group: Any, device: torch.device
-) -> tuple[ReductionContext, Iterator[int]]:
-    """The context of :func:`average_gradients` for one group, which lives as long as the session; and the number of
-    its next call."""
-    ranks = None if group is None else session.communicator.ranks_of(group)
-    key = f"average_gradients {ranks} {device}"
-    if key not in session.opened:
-        session.opened[key] = ReductionContext.among(session, group, device), itertools.count()
-    opened: tuple[ReductionContext, Iterator[int]] = session.opened[key]
-    return opened
-
-
-def has_leaves(state: Mapping[str, Any]) -> bool:
-    """Whether a tree of state holds any tensor."""
-    return any(has_leaves(v) if isinstance(v, Mapping) else True for v in state.values())
-
-
-def refuse(replaced: Optimizer, optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Step pre-hook of an optimizer that was wrapped, and of what is around it, which has the same hooks."""
-    if optimizer is replaced:
-        raise StepError("step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated.")
-
-
 def replace_earlier(opened: list[GradientSynchronizer], model: Module, params: Mapping[str, Tensor]) -> None:
     """Close the synchronizer of an earlier wrapper around ``model``, the same on all ranks: two would aggregate.
 
@@ -536,49 +469,6 @@ def replace_earlier(opened: list[GradientSynchronizer], model: Module, params: M
     for each in [each for each in opened if each._bare is model]:
         each.close()
         each._replaced = True
-
-
-def refuse_optimizers_within(params: Mapping[str, Tensor]) -> None:
-    """
-    Raises:
-        Unsupported: some of ``params`` have optimizers that step within backward.
-    """
-    if held := [name for name, p in params.items() if hasattr(p, "_in_backward_optimizers")]:
-        raise Unsupported(
-            f"{listed(held)}: _apply_optimizer_in_backward makes optimizers step by gradients of this rank alone, "
-            "before they are aggregated. Let one optimizer step after backward()."
-        )
-
-
-def refuse_ddp(model: Module) -> None:
-    """
-    Raises:
-        ConfigurationError: a DistributedDataParallel of torch's own is in it.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel) and not isinstance(module, Wrapper):
-            raise ConfigurationError(
-                f"{name or 'the model'} is a DistributedDataParallel of torch's, which averages gradients by itself. "
-                "Give the bare module: ddp.module."
-            )
-
-
-def as_list(optimizer: Optimizers) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-
-
-def like(optimizer: Optimizers, wrapped: list[Optimizer]) -> Any:
-    """``wrapped`` in the structure that the user gave."""
-    if optimizer is None:
-        return None
-    return wrapped[0] if isinstance(optimizer, Optimizer) else type(optimizer)(wrapped)  # type: ignore[call-arg]
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
 
 
 def device_of(params: Mapping[str, torch.Tensor]) -> torch.device:

@@ -17,7 +17,8 @@ import hvdbridge.kernels
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.execution.simulation import simulate
 from hvdbridge.kernels import cuda, fused, native, orthogonal, pack, select
-from hvdbridge.kernels.quantise import Code, Linear
+from hvdbridge.kernels.codes import Linear
+from hvdbridge.kernels.quantise import Code
 from hvdbridge.kernels.signs import ScaledSign
 from hvdbridge.policies.sharded import _code_plan
 from hvdbridge.policy.bucket import Bucket, Layout

@@ -19,7 +19,7 @@ from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.kernels.cells import Cells, by_parameter, dots, in_all
 from hvdbridge.policies import from_spec
 from hvdbridge.policies.adasum import tree_coefficients
-from hvdbridge.policies.sharded import BlockShards
+from hvdbridge.policies.shards import BlockShards
 from hvdbridge.policy.bucket import Layout, number_blocks
 
 SHAPES: dict[str, tuple[int, ...]] = {

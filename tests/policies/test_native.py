@@ -23,14 +23,17 @@ from torch import Tensor
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.kernels import native, pack, select
+from hvdbridge.kernels.blocks import Blocks, Part
+from hvdbridge.kernels.codes import Float8, Linear, PowerOfTwo
 from hvdbridge.kernels.orthogonal import orthonormal
-from hvdbridge.kernels.quantise import Blocks, Code, Float8, Linear, Part, Places, PowerOfTwo, Strip, decode, encode
+from hvdbridge.kernels.quantise import Code, Places, Strip, decode, encode
 from hvdbridge.kernels.random import hashed_bits
 from hvdbridge.kernels.runs import SHORT, Runs
 from hvdbridge.kernels.signs import ScaledSign
 from hvdbridge.policies.feedback import _corrected
 from hvdbridge.policies.matrices import COLS, ROWS, outer, project, take_outer
-from hvdbridge.policies.sharded import BlockShards, _code_plan
+from hvdbridge.policies.sharded import _code_plan
+from hvdbridge.policies.shards import BlockShards
 from hvdbridge.policy.bucket import Bucket, Layout, Views
 from hvdbridge.policy.buffer_pool import SMALL
 from policies.policies import CASES, SHAPES, Case

@@ -23,7 +23,9 @@ from torch import Tensor
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.kernels import quantise as kernels
-from hvdbridge.kernels.quantise import Blocks, Code, Float8, Linear, Part, PowerOfTwo, decode, encode
+from hvdbridge.kernels.blocks import Blocks, Part
+from hvdbridge.kernels.codes import Float8, Linear, PowerOfTwo
+from hvdbridge.kernels.quantise import Code, decode, encode
 from hvdbridge.policies import Fp8, Int4, Int8, from_spec
 from hvdbridge.policies.sharded import _code_plan, sharded_code
 from hvdbridge.policy.base import Flow, Policy, State

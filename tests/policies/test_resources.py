@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves
 from hvdbridge.execution.scheduler import drive
 from hvdbridge.execution.simulation import Simulation
 from hvdbridge.execution.state_store import BUFFERS, IN_FLIGHT, StateStore, leaves, slot_of
-from hvdbridge.kernels.quantise import CHUNK
+from hvdbridge.kernels.blocks import CHUNK
 from hvdbridge.policies import from_spec
-from hvdbridge.policies.sharded import add
+from hvdbridge.policies.shards import add
 from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, advance, finish
 from hvdbridge.policy.bucket import Bucket, Layout, cut_layouts, number_blocks
 from hvdbridge.policy.buffer_pool import BufferPool, return_holes

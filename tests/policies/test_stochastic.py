@@ -16,7 +16,9 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.execution.simulation import Simulation, simulate
-from hvdbridge.kernels.quantise import Blocks, Code, Linear, Part, PowerOfTwo, decode, encode
+from hvdbridge.kernels.blocks import Blocks, Part
+from hvdbridge.kernels.codes import Linear, PowerOfTwo
+from hvdbridge.kernels.quantise import Code, decode, encode
 from hvdbridge.policies import Qsgd, TernGrad, from_spec
 from hvdbridge.policies.sharded import _code_plan, sharded_code
 from hvdbridge.policies.stochastic import counted

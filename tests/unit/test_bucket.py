@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdbridge.errors import Unsupported
-from hvdbridge.policies.sharded import BlockShards, FlatShards, shards_of
+from hvdbridge.policies.shards import BlockShards, FlatShards, shards_of
 from hvdbridge.policy.bucket import BLOCK, Bucket, Layout, Views, cut_layouts, flatten, join_layouts, number_blocks
 
 SHAPES = st.dictionaries(

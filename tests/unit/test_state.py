@@ -18,8 +18,9 @@ from hvdbridge.execution.state_store import StateStore, _Finite, leaves, redistr
 from hvdbridge.policies import from_spec
 from hvdbridge.policy.base import Aggregated, Flow, Policy, Slot, State
 from hvdbridge.policy.bucket import Bucket, Layout, Views
+from hvdbridge.training.average import average_gradients
 from hvdbridge.training.runtime import session
-from hvdbridge.training.synchronizer import GradientSynchronizer, average_gradients
+from hvdbridge.training.synchronizer import GradientSynchronizer
 
 PARAMS = {"w": torch.zeros(4, 3), "b": torch.zeros(4), "e": torch.zeros(0), "s": torch.zeros(())}
 ALL = Layout({name: p.shape for name, p in PARAMS.items()})

@@ -1,0 +1,99 @@
+"""What hvd.DistributedOptimizer's arguments mean, and which are refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hvdbridge.policies import from_spec, label
+from hvdbridge.policy.base import Policy
+from hvdbridge.torch.basics import Adasum, Average
+from hvdbridge.torch.compression import Compression
+from hvdbridge.torch.optimizer_reducer import OPS, Reduction
+from hvdbridge.training import runtime
+
+TOO_OFTEN = (
+    "Gradients were computed more than backward_passes_per_step times before step() or synchronize(). "
+    "Pass a larger backward_passes_per_step to accumulate them."
+)
+
+TOO_EARLY = (
+    "optimizer.zero_grad() between loss.backward() and optimizer.step() or optimizer.synchronize(): gradients are on "
+    "their way to other ranks. Call it after one of these, or before loss.backward()."
+)
+
+TWICE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): write "
+    "'with optimizer.skip_synchronize(): optimizer.step()', which says that gradients are complete."
+)
+"""Begins as Horovod's warning, by which scripts filter it."""
+
+REPLACED = (
+    "another DistributedOptimizer over some of this one's parameters was made after it, and reduces them in its place. "
+    "Use that, or give each optimizer parameters of its own."
+)
+ONE_WAY = "policy= stands in the place of op, compression and gradient_predivide_factor: give one"
+
+
+def choose_policy(policy: str | Policy | None, op: Any, compression: Any, predivide: float) -> Policy:
+    """The policy that these arguments, or the session, ask for."""
+    if op != Adasum and op not in [known for known, _ in OPS]:
+        raise ValueError(f"op={op!r} is not one of hvd.Average, Sum, Adasum, Min, Max, Product")
+    plain = op == Average and compression is Compression.none and predivide == 1.0
+    if policy is not None:
+        if not plain:
+            raise ValueError(ONE_WAY)
+        return from_spec(policy)
+    default = from_spec(runtime.current().policy)
+    if label(default) == "mean":
+        return Reduction(op, compression, predivide)
+    if not plain:
+        warnings.warn(
+            f"the policy {label(default)!r} is not used: the script asks for an op or a compression of its own",
+            stacklevel=3,
+        )
+        return Reduction(op, compression, predivide)
+    return default
+
+
+def names_of(
+    param_groups: Sequence[Mapping[str, Any]], named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> dict[Tensor, str]:
+    """The name of each parameter.
+
+    Raises:
+        ValueError: not pairs, a name twice, or a parameter of the optimizer without a name.
+    """
+    if named_parameters is None:
+        return {p: f"allreduce.noname.{i}.{j}" for i, g in enumerate(param_groups) for j, p in enumerate(g["params"])}
+    named = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in named):
+        raise ValueError("named_parameters takes tuples (name, parameter), as model.named_parameters() gives them")
+    names = [name for name, _ in named]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"named_parameters: names must be unique, these occur twice: {', '.join(twice)}")
+    found = {p: name for name, p in named}
+    missing = [f"{i}.{j}" for i, g in enumerate(param_groups) for j, p in enumerate(g["params"]) if p not in found]
+    if missing:
+        raise ValueError(
+            f"named_parameters names no parameter for {len(missing)} of the optimizer's (group.index): "
+            f"{', '.join(missing[:8])}. Pass the names of all, or none."
+        )
+    return found
+
+
+def check_groups(groups: Any) -> None:
+    """Raises ValueError unless it is None, a number that is not negative, or lists of tensors, each in one."""
+    if groups is None or (isinstance(groups, int) and groups >= 0):
+        return
+    if not isinstance(groups, list):
+        raise ValueError("groups takes a number that is not negative, or a list of lists of parameters")
+    members = [p for group in groups for p in group]
+    if any(not isinstance(p, Tensor) for p in members):
+        raise ValueError("groups: its lists hold parameters (torch.Tensor)")
+    if len(set(members)) < len(members):
+        raise ValueError("groups: a parameter can be in one group only")
