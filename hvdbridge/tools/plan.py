@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hvdbridge.policy.base import Policy
-    from hvdbridge.tools.bench.computing import Arithmetic
-    from hvdbridge.tools.bench.predict import Planner, Prediction
+    from hvdbridge.tools.bench.cost import Planner, Prediction
     from hvdbridge.tools.bench.transport import Network
 
 RANKS = (2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 100_000)
@@ -124,18 +123,16 @@ def run(arguments: argparse.Namespace) -> int:
     from torch.optim import SGD
 
     from hvdbridge.policies import from_spec
-    from hvdbridge.policy.bucket import DDP_MB
     from hvdbridge.reduction.parameters import trainable
     from hvdbridge.reduction.source import views_pay
     from hvdbridge.tools.bench import report
     from hvdbridge.tools.bench.checks import check_file, check_policies
-    from hvdbridge.tools.bench.computing import measure_arithmetic, measure_copy
+    from hvdbridge.tools.bench.cost import Planner, measure_copy
     from hvdbridge.tools.bench.models import check_name, model
-    from hvdbridge.tools.bench.predict import Planner
 
     _check_numbers(arguments)
     report.check_plot(arguments.plot)
-    errors = Console(stderr=True)
+    errors, console = Console(stderr=True), Console(soft_wrap=True)
     job = _job(arguments, errors)
     check_name(job.model, job.samples)
     check_policies(arguments.policies or [], [job.model])
@@ -144,79 +141,47 @@ def run(arguments: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     local_size = arguments.local_size or job.network.local_size
     machine = len(usable_cores()) if job.network.cores is None else job.network.cores * job.network.local_size
-    least_cores = 0.0
-
-    def cores(ranks: int) -> float:
-        """For each of so many: no more of them share a machine than there are."""
-        return arguments.cores or max(least_cores, machine / min(local_size, ranks))
-
-    console = Console(soft_wrap=True)
-    found, beside = [], []
-    overheads: list[float] = []
-    specs = arguments.policies or list(dict.fromkeys([*POLICIES, *job.rows]))
-    with _threads(cores(max(arguments.ranks))):
+    with _threads(arguments.cores or machine / min(local_size, max(arguments.ranks))):
         module, loss = model(job.model, job.samples)
         module.to(device)
         params = {name: p.detach() for name, p in trainable(module).items()}
         products, optimizer, busy = _compute(lambda: loss(module).backward(), SGD(module.parameters(), lr=1e-6))
         compute = products + optimizer if job.compute is None else job.compute
         here = compute / (products + optimizer)  # another machine, or other ranks beside: all it computes scales alike
-        products, optimizer, copy = here * products, here * optimizer, here * measure_copy(device)
-        unpack = 0.0 if views_pay(module.parameters()) else copy
         shares = [row.compute_cpu / row.compute for row in job.rows.values()]
         busy = compute * statistics.median(shares) if shares else here * busy
-        if arguments.compute_ms is not None:  # that is how long it takes there, so there are the cores for it
-            least_cores = busy / compute
-        everywhere = Planner(  # one product in forward, two in backward
-            params, products / 3, products * 2 / 3, job.network, DDP_MB, local_size, pack=copy, unpack=unpack,
-            optimizer=optimizer, compute_cpu=busy, one_device=device == "cuda",
+        # With --compute-ms that is how long it takes there, so there are the cores for it
+        least_cores = 0.0 if arguments.compute_ms is None else busy / compute
+        copies = measure_copy(device) * sum(p.numel() for p in params.values())
+        copies *= 1 if views_pay(module.parameters()) else 2
+        planner = Planner(  # one product in forward, two in backward
+            params, here * products / 3, here * products * 2 / 3, job.network, local_size=local_size,
+            optimizer=here * optimizer, copies=here * copies, compute_cpu=busy, one_device=device == "cuda",
         )  # fmt: skip
-        policies = {}
-        for spec in specs:
-            try:
-                policies[spec] = from_spec(spec)
-            except ConfigurationError as error:  # FILE's, of another model's module
-                console.print(f"{spec}: left out: {error}", markup=False)
-        first = sorted(policies, key=lambda spec: not _is_telling(policies[spec], job.rows.get(spec)))
+
+        def cores(ranks: int) -> float:
+            """For each of so many: no more of them share a machine than there are."""
+            return arguments.cores or max(least_cores, machine / min(local_size, ranks))
+
+        plan = _Plan(arguments, job, planner, cores, here, device, console)
+        specs = arguments.policies or list(dict.fromkeys([*POLICIES, *job.rows]))
+        first = sorted(specs, key=lambda spec: spec not in job.rows)  # what was measured says what others take beside
         for spec in track(first, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal):
             if not errors.is_terminal:
                 errors.print(f"arithmetic of {spec}", highlight=False, markup=False)
-            policy, row = policies[spec], job.rows.get(spec)
-            nccl = device == "cuda" if job.nccl is None else job.nccl
-            own, sizes = _bucket_sizes(arguments, job, policy, row, local_size, nccl)
             try:
-                arithmetics = {
-                    size: measure_arithmetic(policy, params, size, device=device, local_size=local_size)
-                    for size in {*sizes.values(), own}
-                }
-                factor, overhead = here, min(overheads, default=0.0)
-                if row and _is_telling(policy, row):
-                    there = _as_measured(replace(everywhere, bucket_mb=own, cores=cores(row.ranks)), row)
-                    factor, overhead = _as_timed(there, policy, row, arithmetics[own], here)
-                    overheads.append(overhead)
-            except (ConfigurationError, Unsupported) as error:
+                plan.add(spec, from_spec(spec))
+            except (ConfigurationError, Unsupported) as error:  # FILE's may be of another model's module
                 console.print(f"{spec}: left out: {error}", markup=False)
-                continue
-            everybody = replace(everywhere, overhead=overhead)
-            for ranks in sorted({*arguments.ranks, *([row.ranks] if row else [])}):
-                size = sizes.get(ranks, own)
-                try:
-                    planner = replace(everybody, bucket_mb=size, cores=cores(ranks))
-                    found.append(planner.predict(spec, policy, ranks, arithmetics[size].scaled(factor)))
-                    if row and ranks == row.ranks:
-                        planner = _as_measured(replace(planner, bucket_mb=own), row)
-                        beside.append((planner.predict(spec, policy, ranks, arithmetics[own].scaled(factor)), row.step))
-                except (ConfigurationError, Unsupported) as error:
-                    console.print(f"{spec}, {ranks} ranks: left out: {error}", markup=False)
-    if not found:
+    if not plan.found:
         return 2
-    found.sort(key=lambda one: specs.index(one.policy))
-    report.show(report.predicted(found))
-    if beside:
-        report.show(report.compared(beside))
-    planned = sorted({one.ranks for one in found})
+    plan.found.sort(key=lambda one: specs.index(one.policy))
+    report.show(report.predicted(plan.found))
+    if plan.beside:
+        report.show(report.compared(plan.beside))
+    planned = sorted({one.ranks for one in plan.found})
     for ranks in planned:
-        console.print(report.recommend(found, ranks), highlight=False, markup=False)
+        console.print(report.recommend(plan.found, ranks), highlight=False, markup=False)
     said = " as said" if arguments.compute_ms is not None else ""
     per_rank = " to ".join(f"{n:.3g}" for n in sorted({cores(planned[0]), cores(planned[-1])}))
     console.print(
@@ -224,10 +189,83 @@ def run(arguments: argparse.Namespace) -> int:
         f"Computation {1e3 * compute:.1f} ms a step{said}, {per_rank} cores per rank.", highlight=False,
     )  # fmt: skip
     if arguments.json is not None:
-        report.save(arguments.json, job.network, found, model=job.model)
+        report.save(arguments.json, job.network, plan.found, model=job.model)
     if arguments.plot is not None:
-        report.plot_predicted(arguments.plot, found)
+        report.plot_predicted(arguments.plot, plan.found)
     return 0
+
+
+@dataclass
+class _Plan:
+    """Predictions, policy by policy.
+
+    Attributes:
+        found: of each policy at each number of ranks.
+        beside: those of the file's rows, with the seconds that were measured.
+        overheads: those of the file's rows; a policy without a row has the least.
+    """
+
+    arguments: argparse.Namespace
+    job: Job
+    planner: Planner
+    cores: Callable[[int], float]
+    here: float
+    device: str
+    console: Console
+    found: list[Prediction] = field(default_factory=list)
+    beside: list[tuple[Prediction, float]] = field(default_factory=list)
+    overheads: list[float] = field(default_factory=list)
+
+    def add(self, spec: str, policy: Policy) -> None:
+        """Raises ConfigurationError, Unsupported: the policy is not defined, or cannot be timed."""
+        from hvdbridge.tools.bench.cost import kinds, measure_computation
+
+        row = self.job.rows.get(spec)
+        own, sizes = self._bucket_sizes(policy, row)
+        computation = measure_computation(policy, self.planner.params, own, self.device, self.planner.local_size)
+        factor, overhead = self.here, min(self.overheads, default=0.0)
+        if row and not row.enqueued and kinds(policy)[1] in (0, 1):  # it says what the policy computes in every step
+            there = self._as_measured(row, own)
+            known = there.predict(spec, policy, row.ranks, computation)
+            factor = row.compression / known.compression if known.compression else self.here
+            overhead = row.cpu - there.predict(spec, policy, row.ranks, computation, factor).cpu
+            self.overheads.append(overhead)
+        for ranks in self.arguments.ranks:
+            try:
+                planner = replace(
+                    self.planner, bucket_mb=sizes[ranks], cores=self.cores(ranks), overhead=overhead
+                )
+                self.found.append(planner.predict(spec, policy, ranks, computation, factor))
+            except (ConfigurationError, Unsupported) as error:
+                self.console.print(f"{spec}, {ranks} ranks: left out: {error}", markup=False)
+        if row:
+            there = replace(self._as_measured(row, own), overhead=overhead)
+            self.beside.append((there.predict(spec, policy, row.ranks, computation, factor), row.step))
+
+    def _as_measured(self, row: Measured, bucket_mb: float) -> Planner:
+        """For the machine, and the computation, of a row."""
+        planner, network = self.planner, self.planner.network
+        own = planner.scaled(row.compute / (planner.forward + planner.backward + planner.optimizer))
+        cores = network.cores or self.cores(row.ranks)
+        return replace(
+            own, compute_cpu=row.compute_cpu, cores=cores, local_size=network.local_size, bucket_mb=bucket_mb
+        )
+
+    def _bucket_sizes(self, policy: Policy, row: Measured | None) -> tuple[float, dict[int, float]]:
+        """The size of a bucket in the row, and what each number of ranks would have: what the command line says, or who
+        measured the row did (it is not what was usual there), or what is usual."""
+        from hvdbridge.reduction.source import usual_bucket_mb
+
+        nccl = self.device == "cuda" if self.job.nccl is None else self.job.nccl
+
+        def usual(ranks: int, local_size: int) -> float:
+            return usual_bucket_mb(policy, range(-(-ranks // local_size)), blocks_host=not nccl)
+
+        said, local_size, ranks = self.arguments.bucket_mb, self.planner.local_size, self.arguments.ranks
+        own = said or (row.bucket_mb if row else usual(max(ranks), local_size))
+        if row and row.bucket_mb != usual(row.ranks, self.job.network.local_size):
+            said = own
+        return own, {n: said or usual(n, local_size) for n in ranks}
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
@@ -320,54 +358,6 @@ def _job(arguments: argparse.Namespace, errors: Console) -> Job:
 
 def _seconds(microseconds: float | None, otherwise: float) -> float:
     return (otherwise if microseconds is None else microseconds) / 1e6
-
-
-def _as_measured(planner: Planner, row: Measured) -> Planner:
-    """For the machine, and the computation, of a row."""
-    own = planner.scaled(row.compute / (planner.forward + planner.backward + planner.optimizer))
-    network = planner.network
-    cores = network.cores or planner.cores
-    return replace(own, compute_cpu=row.compute_cpu, cores=cores, local_size=network.local_size)
-
-
-def _bucket_sizes(
-    arguments: argparse.Namespace, job: Job, policy: Policy, row: Measured | None, local_size: int, nccl: bool
-) -> tuple[float, dict[int, float]]:
-    """The size of a bucket in the row, and what each number of ranks would have: what the command line says, or who
-    measured the row did (it is not what was usual there), or what is usual."""
-    from hvdbridge.reduction.source import usual_bucket_mb
-
-    def usual(ranks: int, local_size: int) -> float:
-        return usual_bucket_mb(policy, range(-(-ranks // local_size)), blocks_host=not nccl)
-
-    said = arguments.bucket_mb
-    own = said or (row.bucket_mb if row else usual(max(arguments.ranks), local_size))
-    if row and row.bucket_mb != usual(row.ranks, job.network.local_size):
-        said = own
-    return own, {ranks: said or usual(ranks, local_size) for ranks in arguments.ranks}
-
-
-def _is_telling(policy: Policy, row: Measured | None) -> bool:
-    """Whether there is a row that says what the policy computes in every step."""
-    from hvdbridge.tools.bench.computing import kinds
-
-    return row is not None and not row.enqueued and kinds(policy)[1] in (0, 1)
-
-
-def _as_timed(
-    there: Planner, policy: Policy, row: Measured, arithmetic: Arithmetic, here: float
-) -> tuple[float, float]:
-    """By what to multiply a policy's arithmetic, and the overhead, so that it comes to what was measured ``there``."""
-
-    def known(factor: float) -> Prediction:
-        return there.predict("", policy, row.ranks, arithmetic.scaled(factor))
-
-    alone = known(1.0).compression
-    factor = row.compression / alone if alone else here
-    found = known(factor)
-    if found.cpu > row.cpu and found.compression and there.cores < 2:  # backward interrupted it while it was timed
-        factor *= max(0.0, 1 - (found.cpu - row.cpu) / (found.compression * min(1, there.cores)))
-    return factor, row.cpu - known(factor).cpu
 
 
 @contextmanager

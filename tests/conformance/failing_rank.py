@@ -53,7 +53,7 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(40, exit=True)
     backend = os.environ["HVDBRIDGE_BACKEND"]
     native = start(backend)
-    comm = load(backend).world(timeout_seconds={"sleeps": 4, "freezes": 4}.get(sys.argv[1], 60))
+    comm = load(backend, "communicator").world(timeout_seconds={"sleeps": 4, "freezes": 4}.get(sys.argv[1], 60))
     other = int(comm.execute(AllGather(torch.tensor(os.getpid())))[1])
     comm.barrier()
     if comm.rank == 1:

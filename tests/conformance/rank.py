@@ -13,6 +13,6 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(100, exit=True)
     backend = os.environ["HVDBRIDGE_BACKEND"]
     native = start(backend)
-    suite = CommunicatorSuite(lambda: load(backend).world(timeout_seconds=60), native)
+    suite = CommunicatorSuite(lambda: load(backend, "communicator").world(timeout_seconds=60), native)
     record(suite.rank, {"size": suite.size, "wrong": suite.run()})
     native.stop()

@@ -24,9 +24,8 @@ from hvdbridge.reduction.source import usual_bucket_mb
 from hvdbridge.startup.world import World, usable_cores
 from hvdbridge.tools import main
 from hvdbridge.tools.bench import checks, command, models
-from hvdbridge.tools.bench.computing import Arithmetic, kinds, measure_arithmetic
+from hvdbridge.tools.bench.cost import MOST, Computation, Planner, Prediction, kinds, measure_computation
 from hvdbridge.tools.bench.measure import Row
-from hvdbridge.tools.bench.predict import MOST, Planner, Prediction
 from hvdbridge.tools.bench.reference import WAYS, native
 from hvdbridge.tools.bench.report import measured, plot_measured, predicted, recommend, save, show
 from hvdbridge.tools.bench.transport import Line, Load, Network
@@ -189,7 +188,7 @@ def planner(network: Network, **more: float) -> Planner:
     return Planner({f"w{i}": (1000,) for i in range(4)}, 1.0, 4.0, network, bucket_mb=4000 / 2**20, **more)
 
 
-IDLE = Arithmetic({(2, False): [0.0] * 8}, {(2, False): [0.0] * 8})
+IDLE = Computation({(2, False): 0.0}, {(2, False): 0.0})
 
 
 @pytest.mark.parametrize(
@@ -229,7 +228,7 @@ def test_what_goes_on_behind_a_step_is_waited_for_in_the_next(
 
 
 def test_arithmetic_takes_the_time_of_backward_where_no_core_is_free() -> None:
-    busy = Arithmetic({(2, False): [0.25, 0.25] * 4}, {(2, False): [0.0] * 8})
+    busy = Computation({(2, False): 2.0}, {(2, False): 0.0})
     fast = Network.given(0.0, 1e12)
     alone = planner(fast, cores=2).predict("mean", from_spec("mean"), 2, busy)
     shared = planner(fast, cores=1).predict("mean", from_spec("mean"), 2, busy)
@@ -257,24 +256,11 @@ def test_nothing_ends_before_the_cores_have_done_it_all(cores: float, step: floa
 
 def test_a_slower_machine_takes_longer_for_all_but_its_network() -> None:
     network = Network.given(0.0, 8_000)
-    fast = planner(network, pack=1e-4, unpack=1e-4, optimizer=0.5, compute_cpu=3.0)
+    fast = planner(network, optimizer=0.5, compute_cpu=3.0)
     slow = fast.scaled(2)
-    assert (slow.forward, slow.backward, slow.pack, slow.unpack, slow.optimizer) == (2.0, 8.0, 2e-4, 2e-4, 1.0)
+    assert (slow.forward, slow.backward, slow.optimizer) == (2.0, 8.0, 1.0)
     assert slow.compute_cpu == 6.0
     assert slow.network is network
-
-
-def test_arithmetic_grows_with_the_answer_that_it_follows() -> None:
-    known = Arithmetic(
-        {(2, False): [1.0, 1.0, 4.0], (8, False): [4.0, 4.0, 1.0]},
-        {(2, False): [0.0, 20.0, 20.0], (8, False): [0.0, 80.0, 80.0]},
-    )
-    assert known.at(20, False, [0.0, 200.0, 200.0]) == [4.0, 10.0, 1.0]
-    assert known.at(20, False, [0.0, 160.0, 160.0]) == [4.0, 8.0, 1.0]
-    assert known.at(20, False, [0.0, 80.0, 90.0]) == [4.0, 4.0, 1.0]
-    assert known.at(5, False, [0.0, 50.0, 50.0]) == [2.5, 2.5, 2.5]
-    assert known.at(8, False, [0.0, 80.0, 80.0]) == [4.0, 4.0, 1.0]
-    assert known.at(1, False, [0.0, 10.0, 10.0]) == [1.0, 1.0, 4.0]
 
 
 def test_noise_is_not_multiplied_by_the_ranks() -> None:
@@ -282,7 +268,7 @@ def test_noise_is_not_multiplied_by_the_ranks() -> None:
     milliseconds; of a hundredth it is less than what one measurement is off by."""
     params = {"w": (1000, 1000)}
     for spec, grows in (("bf16", False), ("powersgd:rank=4", False), ("topk:ratio=0.25", True)):
-        measured = measure_arithmetic(from_spec(spec), params, repeats=1)
+        measured = measure_computation(from_spec(spec), params, 10.0)
         job = Planner(params, 0.0, 0.0, Network.given(1e-6, 1e9))
         few, many = (job.predict(spec, from_spec(spec), ranks, measured).compression for ranks in (64, 100_000))
         assert (many > few) if grows else (many == few)
@@ -298,7 +284,7 @@ def test_a_node_that_hides_its_ranks_behind_one_network_gains_no_bandwidth() -> 
     params = {"w": (25_000_000,)}
     job = Planner(params, 0.0, 0.0, Network.given(0.0, 1.25e9, local=(0.0, 1e11)), 100.0, local_size=8)
     spec = "hierarchical(mean)"
-    known = Arithmetic({(64, False): [0.0] * 4}, {(64, False): [0.0] * 4})
+    known = Computation({(64, False): 0.0}, {(64, False): 0.0})
     found = job.predict(spec, from_spec(spec), 64, known)
     assert found.communication >= 0.14
 
@@ -306,7 +292,7 @@ def test_a_node_that_hides_its_ranks_behind_one_network_gains_no_bandwidth() -> 
 @pytest.mark.parametrize("spec", SPECS)
 def test_predicted_bytes_are_those_of_bytes_per_step(spec: str) -> None:
     policy = from_spec(spec)
-    arithmetic = measure_arithmetic(policy, PARAMS, bucket_mb=0.005, repeats=1)
+    arithmetic = measure_computation(policy, PARAMS, 0.005, repeats=1)
     job = Planner(PARAMS, 1e-3, 2e-3, Network.given(1e-6, 1e9), bucket_mb=0.005)
     for ranks in (4, 8):
         found = job.predict(spec, policy, ranks, arithmetic)
@@ -320,38 +306,31 @@ def test_predicted_bytes_are_those_of_bytes_per_step(spec: str) -> None:
 def test_beyond_a_dry_run_bytes_go_on_as_they_grew(spec: str, ranks: int) -> None:
     policy = from_spec(spec)
     params = {"w": (2000, 2000)}
-    arithmetic = measure_arithmetic(policy, params, repeats=1)
+    arithmetic = measure_computation(policy, params, 10.0, repeats=1)
     found = Planner(params, 0.0, 0.0, Network.given(1e-6, 1e9)).predict(spec, policy, ranks, arithmetic)
     assert found.bytes_sent == pytest.approx(bytes_per_step(policy, params, ranks), rel=0.01)
 
 
 def test_a_policy_that_needs_more_ranks_is_measured_where_it_is_defined() -> None:
-    arithmetic = measure_arithmetic(from_spec("krum:f=1"), PARAMS, repeats=1)
-    assert {ranks for ranks, _ in arithmetic.seconds} == {8, 64}
+    computation = measure_computation(from_spec("krum:f=1"), PARAMS, 10.0, repeats=1)
+    assert {ranks for ranks, _ in computation.seconds} == {8, 64}
     with pytest.raises(ConfigurationError, match="its arithmetic is measured at"):
-        measure_arithmetic(from_spec("krum:f=40"), PARAMS)
+        measure_computation(from_spec("krum:f=40"), PARAMS, 10.0)
 
 
 @pytest.mark.parametrize("dtypes", [("float32",) * 3, ("bfloat16",) * 3, ("bfloat16", "float32", "float64")])
 @pytest.mark.parametrize("spec", [*SPECS, "hierarchical(adasum)", "krum", "dgc", "clipped_mean", "diloco"])
 def test_every_policy_is_timed_as_it_runs(spec: str, dtypes: tuple[str, ...]) -> None:
-    """One bucket of several stands for all: what is known of it must fit what the whole model asks for."""
     shapes = {"a": (40, 30), "b": (30,), "c": (1000,)}
     kinds = [getattr(torch, name) for name in dtypes]
     params = {name: torch.zeros(shape, dtype=kind) for (name, shape), kind in zip(shapes.items(), kinds, strict=True)}
     policy = from_spec(spec)
     for local_size in (1, 2):
-        arithmetic = measure_arithmetic(policy, params, 0.003, 1, "cpu", (8,), local_size)
+        computation = measure_computation(policy, params, 0.003, local_size=local_size, repeats=1)
         planner = Planner(params, 1e-3, 2e-3, Network.given(1e-6, 1e9), 0.003, local_size)
-        assert planner.predict(spec, policy, 8, arithmetic).step >= 3e-3
-
-
-def test_operations_that_do_not_follow_are_refused() -> None:
-    policy = from_spec("adasum")
-    arithmetic = measure_arithmetic(policy, PARAMS, repeats=1)
-    planner = Planner(PARAMS, 0.0, 0.0, Network.given(1e-6, 1e9))
-    with pytest.raises(ConfigurationError, match="among 1000 ranks it asks for other operations"):
-        planner.predict("adasum", policy, 1000, arithmetic)
+        found = planner.predict(spec, policy, 8, computation, factor=2.0)
+        assert found.step >= 3e-3
+        assert found.compression == pytest.approx(2 * planner.predict(spec, policy, 8, computation).compression)
 
 
 def test_the_recommendation_prefers_the_simple() -> None:
@@ -388,13 +367,11 @@ def test_plan_takes_compression_as_it_was_measured(tmp_path: Path, capsys: pytes
          "compression": seconds, "cpu": 0.5, "compute_cpu": 0.25, "bucket_mb": 10.0, "samples": None, "enqueued": False}
         for spec, seconds in policies.items()
     ]  # fmt: skip
-    rows.append({**rows[0], "policy": "adasum", "ranks": 1000})  # more than its arithmetic is measured for
     source.write_text(json.dumps({"network": Network.given(1e-4, 1e8).to_dict(), "rows": rows}))
-    words = ["--model", "small:4", "--from", str(source), "--ranks", "2", "--policies", *policies, "mean", "adasum"]
+    words = ["--model", "small:4", "--from", str(source), "--ranks", "2", "--policies", *policies, "mean"]
     assert main(["plan", *words, "--json", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "predicted" in printed
-    assert "adasum: left out: among 1000 ranks" in printed
     found = {row["policy"]: row for row in json.loads(out.read_text())["rows"]}
     assert found["int8"]["compression"] == pytest.approx(0.125)
     assert found["int8"]["step"] > 0.25 + 0.125 / 2
@@ -459,9 +436,11 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], float]:
     found: dict[tuple[str, int], float] = {}
     predict = Planner.predict
 
-    def spy(self: Planner, spec: str, policy: Policy, ranks: int, arithmetic: Arithmetic) -> Prediction:
+    def spy(
+        self: Planner, spec: str, policy: Policy, ranks: int, computation: Computation, factor: float = 1.0
+    ) -> Prediction:
         found[spec, ranks] = self.bucket_mb
-        return predict(self, spec, policy, ranks, arithmetic)
+        return predict(self, spec, policy, ranks, computation, factor)
 
     monkeypatch.setattr(Planner, "predict", spy)
     return found

@@ -18,7 +18,7 @@ from hvdbridge.policies import from_spec
 from hvdbridge.policy.base import Policy
 from hvdbridge.policy.dry_run import Asked, dry_run
 from hvdbridge.reduction.parameters import trainable
-from hvdbridge.tools.bench.computing import SETTLED, kinds
+from hvdbridge.tools.bench.cost import SETTLED, kinds
 from hvdbridge.tools.bench.models import Loss
 from hvdbridge.tools.bench.models import model as named_model
 from hvdbridge.tools.bench.reference import Way, alone, native

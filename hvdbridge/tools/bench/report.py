@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from hvdbridge.errors import BackendUnavailable, ConfigurationError
+from hvdbridge.tools.bench.cost import Prediction
 from hvdbridge.tools.bench.measure import Row
-from hvdbridge.tools.bench.predict import Prediction
 from hvdbridge.tools.bench.transport import Network
 
 
