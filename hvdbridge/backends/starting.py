@@ -24,7 +24,7 @@ from hvdbridge.backends.mpi.starter import misfit, offers_mpi
 from hvdbridge.backends.starter import Meeting, Starter
 from hvdbridge.config import BACKENDS, Config
 from hvdbridge.errors import BackendUnavailable, ConfigurationError, RendezvousError
-from hvdbridge.startup import channels, network
+from hvdbridge.startup import channels, launchers, network
 from hvdbridge.startup.channels import Channel
 from hvdbridge.startup.world import World
 from hvdbridge.supervisor.client import Monitor
@@ -118,7 +118,8 @@ def open_channel(world: World, init_method: str | None, key: str, config: Config
         return channels.Alone()
     if init_method is not None:
         return channels.from_url(init_method, world, key, config)
-    return _CHANNELS[world.launcher](world, key, config)
+    launcher = launchers.named(world.launcher)
+    return _mpi_channel(world, key, config) if launcher.by_mpi else launcher.channel(world, key, config)
 
 
 def _mpi_channel(world: World, key: str, config: Config) -> Channel:
@@ -127,7 +128,7 @@ def _mpi_channel(world: World, key: str, config: Config) -> Channel:
     if found is not None:
         return found
     try:
-        return channels.from_variables(world, key, config)
+        return launchers.named(world.launcher).channel(world, key, config)
     except RendezvousError as error:
         why = misfit(world) if installed else "mpi4py is not installed. " + registry.entry("mpi").remedy
         raise BackendUnavailable(
@@ -135,14 +136,6 @@ def _mpi_channel(world: World, key: str, config: Config) -> Channel:
             "of rank 0 and a free port there."
         ) from error
 
-
-_CHANNELS: dict[str, Callable[[World, str, Config], Channel]] = {
-    "torchrun": channels.from_variables,
-    "bare": channels.from_variables,
-    "horovodrun": channels.HorovodChannel.from_environment,
-    "mpiexec": _mpi_channel,
-    "srun": channels.from_slurm,
-}
 
 
 def meet(config: Config, world: World, channel: Channel, key: str) -> Meeting:

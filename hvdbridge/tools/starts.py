@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from hvdbridge.config import Config
 from hvdbridge.errors import ConfigurationError, HvdbridgeError
-from hvdbridge.startup import channels, network
-from hvdbridge.startup.world import World
+from hvdbridge.startup import channels, launchers, network
 from hvdbridge.tools import probe
 
 CONTAINERS = ("docker", "br-", "cni", "virbr", "podman", "flannel", "cbr")
@@ -42,7 +41,7 @@ def findings(environ: Mapping[str, str]) -> list[Finding]:
 
 def _world(environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
-        world = World.from_environment(environ)
+        world = launchers.detect(environ)
     except HvdbridgeError as error:
         yield Finding("this process", str(error), "start ranks by a launcher; for one process: RANK=0 WORLD_SIZE=1")
         return

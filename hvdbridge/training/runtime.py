@@ -29,6 +29,7 @@ from hvdbridge.errors import ConfigurationError, NotInitialized
 from hvdbridge.execution.scheduler import drive
 from hvdbridge.reduction.replicate import broadcast_tensors
 from hvdbridge.reduction.session import Session
+from hvdbridge.startup import launchers
 from hvdbridge.startup.world import World
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ def _root(root: int) -> int:
 
 def _world(rank: int | None, size: int | None) -> World:
     if rank is None and size is None:
-        return World.from_environment()
+        return launchers.detect()
     if rank is None or size is None:
         raise ConfigurationError(f"hb.init(rank={rank}, size={size}): give both, or neither")
     return World(rank, size, launcher="bare")

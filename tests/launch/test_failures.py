@@ -27,8 +27,8 @@ CATCHES = """
 import os, signal
 import jobs, torch
 import hvdbridge as hb
-from hvdbridge.startup.world import World
-rank = World.from_environment().rank
+from hvdbridge.startup import launchers
+rank = launchers.detect().rank
 if rank == 1 and os.fork():  # a launcher ends the others when it sees a rank die, and it sees this one
     jobs.record(rank, "nothing")
     jobs.wait_for_records(3)

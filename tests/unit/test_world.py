@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdbridge.errors import ConfigurationError, RendezvousError
+from hvdbridge.startup import launchers
 from hvdbridge.startup.world import UNKNOWN, World
 
 TORCHRUN = {
@@ -59,7 +60,7 @@ U = UNKNOWN
     ],
 )
 def test_who_am_i(environ: dict[str, str], expected: World) -> None:
-    assert World.from_environment(environ) == expected
+    assert launchers.detect(environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_who_am_i(environ: dict[str, str], expected: World) -> None:
 )
 def test_half_a_launcher_is_an_error(environ: dict[str, str], error: type[Exception], names: list[str]) -> None:
     with pytest.raises(error) as raised:
-        World.from_environment(environ)
+        launchers.detect(environ)
     assert all(name in str(raised.value) for name in names), raised.value
 
 

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from hvdbridge.backends.starting import starter
 from hvdbridge.errors import BackendUnavailable, ConfigurationError, Unsupported
-from hvdbridge.startup.world import World
+from hvdbridge.startup import launchers
 
 SHOW_SECONDS = 2.0
 """In which rank 0 shows its rows after Ctrl-C."""
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_name(model, arguments.samples)
     check_policies(arguments.policies, models)
     check_plot(arguments.plot)
-    if World.from_environment().launcher != "none":
+    if launchers.detect().launcher != "none":
         return _measure(arguments)
     _check_files(arguments)
     return _launch(arguments)
@@ -151,7 +151,7 @@ def _missing(backend: str) -> str | None:
     """
     if backend == "auto":
         return None
-    world, chosen = World.from_environment(), starter(backend)()
+    world, chosen = launchers.detect(), starter(backend)()
     try:
         if chosen.running() is None:
             chosen.check(world)
@@ -187,7 +187,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     link: transport.Network | None = None
     models = arguments.models.split(",")
     console = Console(stderr=True)
-    first = World.from_environment().rank == 0
+    first = launchers.detect().rank == 0
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     interrupted = leaving = False
 

@@ -14,11 +14,11 @@ import torch
 import hvdbridge as hb
 from hvdbridge.backends import starting
 from hvdbridge.policy.collectives import AllReduce
-from hvdbridge.startup.world import World
+from hvdbridge.startup import launchers
 from hvdbridge.supervisor.processes import segments_of
 
 kind, when = sys.argv[1:]
-culprit = World.from_environment().rank == int(os.environ.get("CULPRIT", "1"))
+culprit = launchers.detect().rank == int(os.environ.get("CULPRIT", "1"))
 
 
 def fail() -> None:

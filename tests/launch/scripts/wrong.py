@@ -11,9 +11,9 @@ import sys
 from jobs import record, wait_for_records
 
 import hvdbridge as hb
-from hvdbridge.startup.world import World
+from hvdbridge.startup import launchers
 
-world = World.from_environment()
+world = launchers.detect()
 rank = world.rank
 if "IMPORT_FIRST" in os.environ:
     importlib.import_module(os.environ["IMPORT_FIRST"])

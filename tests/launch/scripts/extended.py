@@ -1,4 +1,4 @@
-"""A backend of one's own, added by a folder and a line (``own_backend.py``), or not, for another one's bits."""
+"""A backend of one's own, added by a folder and a line, and a launcher, by a class and a line."""
 
 import hashlib
 import os
@@ -14,10 +14,23 @@ hvdbridge.backends.__path__.append(str(Path(__file__).parents[1] / "toys"))  # i
 hvdbridge.config.BACKENDS += ("shelf",)  # the line
 
 import hvdbridge as hb  # noqa: E402
+from hvdbridge.startup import launchers  # noqa: E402
+from hvdbridge.startup.world import World  # noqa: E402
+
+
+class Farm(launchers.Launcher):
+    name = "farm"
+
+    def world(self, env: launchers.Environ) -> World | None:
+        return World(int(env["FARM_RANK"]), int(env["FARM_SIZE"]), launcher=self.name) if "FARM_RANK" in env else None
+
+
+launchers.LAUNCHERS = (Farm(), *launchers.LAUNCHERS)  # the line
+os.environ |= {"FARM_RANK": os.environ.pop("RANK"), "FARM_SIZE": os.environ.pop("WORLD_SIZE")}
 
 torch.set_num_threads(1)
 hb.init()
-found: dict[str, object] = {"backend": hb.backend() == os.environ["HVDBRIDGE_BACKEND"]}
+found: dict[str, object] = {"backend": hb.backend() == os.environ["HVDBRIDGE_BACKEND"], "launcher": hb.launcher()}
 for policy in ("mean", "int8", "topk:ratio=0.1", "adasum"):
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.ReLU(), torch.nn.Linear(40, 5))
@@ -39,4 +52,4 @@ else:
 found["message"] = message.tolist()
 hb.barrier()
 hb.shutdown()
-record(int(os.environ["RANK"]), found)
+record(int(os.environ["FARM_RANK"]), found)
