@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -27,6 +27,20 @@ MOVED = {
     "synchronizer": "training.synchronizer", "world": "startup.world",
 }  # fmt: skip
 """Old module -> new module, both below ``hvdbridge``."""
+
+
+def renamed(owner: object, name: str, names: Mapping[str, str]) -> object:
+    """For ``__getattr__``: the attribute of ``owner`` that bears another name now, with a warning.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    kind = type(owner).__name__
+    if name not in names:
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+    text = f"{kind}.{name} is {kind}.{names[name]} now, and the old name goes with the next release"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return getattr(owner, names[name])
 
 
 class MovedModules(MetaPathFinder, Loader):

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from hvdbridge.deprecated import renamed
 from hvdbridge.errors import Unsupported
 from hvdbridge.policy.buffer_pool import BufferPool
 
@@ -194,6 +195,9 @@ class Bucket:
         if not self.dtypes:
             self.dtypes = dict.fromkeys(self.layout.names, self.buffer.dtype)
         self.mark.weighted = self.scaled
+
+    def __getattr__(self, name: str) -> Any:
+        return renamed(self, name, {"room": "output", "memory": "pool", "rooms": "pool"})
 
     def place(self, group: str) -> tuple[int, int]:
         """This rank's number in ``group``, and the group's size.

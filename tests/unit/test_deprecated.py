@@ -6,9 +6,11 @@ import importlib
 import sys
 
 import pytest
+import torch
 
 import hvdbridge
 from hvdbridge.deprecated import MOVED
+from hvdbridge.policy.bucket import Layout
 
 IMPORTABLE = [old for old, new in MOVED.items() if not new.startswith(("backends.mpi", "backends.horovod"))]
 """To import the others starts a library."""
@@ -30,6 +32,19 @@ def test_classes_are_the_same() -> None:
     with pytest.warns(DeprecationWarning, match="policy.bucket"):
         from hvdbridge.bucket import Bucket
     assert Bucket is hvdbridge.Bucket
+
+
+def test_old_members_are_the_new_ones() -> None:
+    bucket = hvdbridge.Bucket(torch.ones(3), Layout({"w": (3,)}))
+    with pytest.warns(DeprecationWarning, match="Bucket.room is Bucket.output now") as caught:
+        assert bucket.room(torch.float32) is bucket.buffer
+    assert caught[-1].filename == __file__
+    with pytest.warns(DeprecationWarning, match="Bucket.rooms is Bucket.pool now"):
+        assert bucket.rooms is bucket.pool
+    with pytest.raises(AttributeError, match="'Bucket' object has no attribute 'rooom'"):
+        bucket.rooom  # noqa: B018
+    with pytest.warns(DeprecationWarning, match="bytes_per_step"):
+        assert hvdbridge.policies.from_spec("mean").bytes_per_step({"w": (10, 10)}, 2) == 400
 
 
 def test_what_never_was_is_not_found() -> None:

@@ -17,14 +17,14 @@ FILES = {
     for path in sorted(ROOT.rglob("*.py"))
 }
 
-POLICIES = {"errors", "policy", "kernels", "policies"}
+POLICIES = {"errors", "deprecated", "policy", "kernels", "policies"}
 CORE = {*POLICIES, "config", "startup", "supervisor", "backends", "execution", "reduction", "training"}
 MAY_IMPORT = {
     "errors": set(),
     "deprecated": set(),
     "run": set(),
     "config": {"errors"},
-    "policy": {"errors"},
+    "policy": {"errors", "deprecated"},
     "kernels": {"errors", "config", "policy"},
     "policies": POLICIES,
     "startup": {"errors", "config", "run"},
