@@ -365,7 +365,7 @@ def collectives(device: str) -> Iterator[Finding]:
         yield Finding(f"torch, {library}, 1 rank", "all", "missing", "this torch is built without NCCL")
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        comm = TorchCommunicator("cuda_check", store, 0, 1, timedelta(seconds=60), device == "cuda", even_alone=True)
+        comm = EvenAlone("cuda_check", store, 0, 1, timedelta(seconds=60), device == "cuda")
         yield from carried(f"torch, {library}, 1 rank", comm, device)
     part = f"horovod, {library}, 1 rank"
     if not importlib.util.find_spec("horovod"):
@@ -495,6 +495,10 @@ def triton(device: torch.device) -> Finding:
     except Exception as error:  # of any compiler
         wrong = f"{type(error).__name__}: {error}"
     return Finding("kernel", "Triton", "WRONG" if wrong else "ok", wrong[:150] or "the CPU's bits")
+
+
+class EvenAlone(TorchCommunicator):
+    even_alone = True
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:

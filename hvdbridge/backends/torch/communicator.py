@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -90,18 +90,16 @@ class Works(Work):
 
 
 class TorchCommunicator(Bridged):
-    """Executes requests on process groups of its own.
+    """Executes requests on process groups of its own."""
 
-    Args:
-        even_alone: a group of one rank has the library do its work, too; for who has one GPU to check NCCL with.
-    """
+    even_alone: ClassVar[bool] = False
+    """Whether a group of one rank has the library do its work, too: to check and to time NCCL on one GPU."""
 
     def __init__(
-        self, name: str, store: Any, rank: int, size: int, timeout: timedelta, cuda: bool, watch: Watch = unwatched,
-        even_alone: bool = False,
-    ) -> None:  # fmt: skip
+        self, name: str, store: Any, rank: int, size: int, timeout: timedelta, cuda: bool, watch: Watch = unwatched
+    ) -> None:
         super().__init__(name, rank, size, timeout.total_seconds(), watch)
-        self.alone = size == 1 and not even_alone
+        self.alone = size == 1 and not self.even_alone
         self.capabilities = Capabilities(
             blocks_host=not cuda, cuda=cuda, carriers=("gloo", "nccl") if cuda else ("gloo",)
         )
