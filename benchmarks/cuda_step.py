@@ -3,8 +3,8 @@
     python benchmarks/cuda_step.py [--model gpt2|small] [--batch 4 --length 512] [--only mean,fp16,...] [--bucket-mb 25]
 
 The model has GPT-2-small's shape (124 M parameters, 496 MB of gradients) and runs under bf16 autocast. With --batch 4
---length 512 a step waits for the host, with --batch 16 --length 1024 for the GPU. One JSON line per way: the median step
-in milliseconds, that of plain DDP in the same turns, the median difference, and the launches and operations of a step.
+--length 512 a step waits for the host, with --batch 16 --length 1024 for the GPU. One JSON line per way: median step
+in milliseconds, that of plain DDP in the same turns, the median difference, and launches and operations of a step.
 """
 
 from __future__ import annotations
