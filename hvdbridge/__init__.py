@@ -52,7 +52,8 @@ HOME = {
     "execution.simulation": "Simulation simulate",
     "training.stopping": "stop stop_on_signals",
     "training.sync_batchnorm": "SyncBatchNorm",
-    "training.synchronizer": "GradientSynchronizer average_gradients",
+    "training.average": "average_gradients",
+    "training.synchronizer": "GradientSynchronizer",
 }
 """The module of each public name."""
 
