@@ -129,6 +129,8 @@ def encode(
         seed: of the noise.
         given: ``[blocks, ...]``, for a code that does not find its scales itself.
 
+    >>> from hvdbridge.kernels.blocks import Part
+    >>> from hvdbridge.kernels.codes import Linear
     >>> blocks = Blocks([Part(0, 6)], 4, 6, "cpu")
     >>> codes, scales = encode(Linear(127), torch.tensor([127., -64., 1., 0., 5., -10.]), blocks)
     >>> codes.view(torch.int8).tolist(), scales.tolist()
@@ -176,6 +178,8 @@ def decode(
         out: where to, float32 or wider ``[numel]``; it is returned.
         add: to what is in ``out`` add what they stand for, or take it off.
 
+    >>> from hvdbridge.kernels.blocks import Part
+    >>> from hvdbridge.kernels.codes import Linear
     >>> blocks = Blocks([Part(0, 6)], 4, 6, "cpu")
     >>> codes, scales = torch.tensor([[127, -64, 1, 0, 64, -127]], dtype=torch.int8), torch.tensor([[1., 2.]])
     >>> decode(Linear(127), codes.view(torch.uint8), scales, blocks)

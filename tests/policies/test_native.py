@@ -26,7 +26,8 @@ from hvdbridge.kernels import native, pack, select
 from hvdbridge.kernels.blocks import Blocks, Part
 from hvdbridge.kernels.codes import Float8, Linear, PowerOfTwo
 from hvdbridge.kernels.orthogonal import orthonormal
-from hvdbridge.kernels.quantise import Code, Places, Strip, decode, encode
+from hvdbridge.kernels.places import Places, Strip
+from hvdbridge.kernels.quantise import Code, decode, encode
 from hvdbridge.kernels.random import hashed_bits
 from hvdbridge.kernels.runs import SHORT, Runs
 from hvdbridge.kernels.signs import ScaledSign
