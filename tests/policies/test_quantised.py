@@ -22,7 +22,6 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.execution.simulation import Simulation, simulate
-from hvdbridge.kernels import quantise as kernels
 from hvdbridge.kernels.blocks import Blocks, Part
 from hvdbridge.kernels.codes import Float8, Linear, PowerOfTwo
 from hvdbridge.kernels.quantise import Code, decode, encode
@@ -374,7 +373,7 @@ CODES: list[Code] = [Linear(127), Linear(7), Linear(1, "stochastic"), Linear(300
 def test_a_block_does_not_know_where_it_lies(code: Code, run: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is done in place, in pieces, or in the matrix of the rest: each block is coded as if it were alone."""
     monkeypatch.setattr("hvdbridge.kernels.blocks.RUN", run)
-    monkeypatch.setattr(kernels, "CHUNK", 48)
+    monkeypatch.setattr("hvdbridge.kernels.blocks.CHUNK", 48)
     lengths = [16, 16, 16, 16, 16, 3, 16, 16, 5, 1, 16, 16, 16, 16, 16, 16, 9, 16]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     numel = sum(lengths)
