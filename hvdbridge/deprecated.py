@@ -28,6 +28,12 @@ MOVED = {
 }  # fmt: skip
 """Old module -> new module, both below ``hvdbridge``."""
 
+RENAMED = {
+    "Driver": "Scheduler", "Memory": "BufferPool", "Pending": "Submission", "StreamDriver": "StreamScheduler",
+    "ThreadDriver": "ThreadScheduler", "open_driver": "open_scheduler", "room": "output_of",
+}  # fmt: skip
+"""Old name -> new name within the modules that moved."""
+
 
 def renamed(owner: object, name: str, names: Mapping[str, str]) -> object:
     """For ``__getattr__``: the attribute of ``owner`` that bears another name now, with a warning.
@@ -67,6 +73,6 @@ class MovedModules(MetaPathFinder, Loader):
         def look_up(name: str) -> object:
             if not hasattr(found, name) and name in import_module("hvdbridge").__all__:  # of a file that was cut
                 return getattr(import_module("hvdbridge"), name)
-            return getattr(found, name)
+            return getattr(found, RENAMED.get(name, name))
 
         vars(module)["__getattr__"] = look_up

@@ -404,9 +404,9 @@ class ThreadScheduler(Scheduler):
 
     def _wait(self) -> None:
         """Until something was submitted, or a flow may be able to go on."""
-        travelling = [run for run in self._runs if run.work is not None]
+        travelling = sorted((run for run in self._runs if run.work is not None), key=attrgetter("number"))
         if self._flushing and travelling:
-            min(travelling, key=attrgetter("number")).proceed(block=True)
+            travelling[0].proceed(block=True)
             self._count_off()
             return
         for run in travelling:
@@ -418,7 +418,8 @@ class ThreadScheduler(Scheduler):
         if given is not None and given[1] is not WAKE:
             self._inbox.append(given)
         else:
-            idle = all(run.last and run.submission.communicator.capabilities.progresses for run in looked_at)
+            settled = all(run.last and run.submission.communicator.capabilities.progresses for run in looked_at)
+            idle = settled and not self._inbox
             self._pause = min(self._pause * 1.25, LONGEST_IDLE_POLL_SECONDS if idle else LONGEST_POLL_SECONDS)
 
     def _wake(self) -> None:

@@ -181,8 +181,8 @@ class _Half(Policy):
     def _mean(self, bucket: Bucket) -> Flow:
         flat, needs_sent = bucket.weighted().buffer, bucket.needs_sent
         update = yield from sharded_sum(
-            flat, shards_of(bucket), bucket.rank, self.wire, self.wire, bucket.pool, bucket.output,
-            self.power(bucket.size), needs_sent=needs_sent,
+            flat, shards_of(bucket), bucket.rank, self.wire, self.wire, bucket.pool,
+            lambda _: bucket.output(accumulator(flat.dtype)), self.power(bucket.size), needs_sent=needs_sent,
         )  # fmt: skip
         return Aggregated(update, rest=flat if needs_sent else None)
 

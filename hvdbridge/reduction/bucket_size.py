@@ -43,12 +43,9 @@ def fastest_bucket_mb(
     with DDP's buckets, where sizes differ most, and buckets become ready in proportion to their elements.
 
     Raises:
-        Unsupported: the policy holds a user's hook, which would remember the made-up gradients.
+        Unsupported: as :func:`check_rehearses`.
     """
-    if not rehearses(policy):
-        raise Unsupported(
-            f"bucket_mb='auto' cannot time {policy!r}, which remembers what it sees. Give a number of MiB."
-        )
+    check_rehearses(policy)
     if communicator.size == 1 or policy.scope == "step":  # nothing travels, or all in one bucket
         return policy.bucket_mb
 
@@ -80,9 +77,17 @@ def choose(seconds: Mapping[float, float]) -> float:
     return max((bucket_mb for bucket_mb in good if bucket_mb <= DDP_MB), default=min(good))
 
 
-def rehearses(policy: Policy) -> bool:
-    """Whether flows of ``policy`` over made-up gradients leave nothing behind."""
-    return policy.rehearses and all(map(rehearses, policy.inners().values()))
+def check_rehearses(policy: Policy) -> None:
+    """
+    Raises:
+        Unsupported: the policy, or one in it, holds a user's hook, which would remember made-up gradients.
+    """
+    if not policy.rehearses:
+        raise Unsupported(
+            f"bucket_mb='auto' cannot time {policy!r}, which remembers what it sees. Give a number of MiB."
+        )
+    for inner in policy.inners().values():
+        check_rehearses(inner)
 
 
 def _pieces(params: Mapping[str, Tensor], bucket_mb: float) -> list[Piece]:

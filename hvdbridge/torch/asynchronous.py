@@ -15,12 +15,11 @@ from torch import Tensor
 
 from hvdbridge.policy.buffer_pool import overlaps
 from hvdbridge.torch import arithmetic, basics
-from hvdbridge.torch.basics import _OPS, Adasum, Average, ReduceOp, Sum, _current, size
+from hvdbridge.torch.basics import _OPS, Adasum, Average, ReduceOp, Sum, _current, _handles, size
 from hvdbridge.torch.exceptions import internal_error
 from hvdbridge.torch.operations import Pending
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 
-_handles: dict[int, Pending] = {}
 _numbers = count(1)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hvdbridge.backends import registry
 from hvdbridge.torch.exceptions import NoInitError, internal_error
-from hvdbridge.torch.operations import Operations
+from hvdbridge.torch.operations import Operations, Pending
 from hvdbridge.torch.process_sets import ProcessSet, _init_process_sets, _setup, global_process_set
 from hvdbridge.torch.settings import Settings, report_unheeded
 from hvdbridge.training import runtime
@@ -56,6 +56,8 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 _operations: Operations | None = None
 _owns_session = False
+_handles: dict[int, Pending] = {}
+"""The operations that were started and not waited for, by handle."""
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -73,6 +75,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     global _operations, _owns_session
     if _operations is not None and not _operations.closed:
         return
+    _handles.clear()
     owns = not runtime.is_initialized()
     if owns:
         with _without_native_timeline():

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from hvdbridge.torch.asynchronous import (
-    _allreduce_async, _chosen, _handles, _number, _reducescatter_async, allgather_async, allreduce_, allreduce_async,
+    _allreduce_async, _chosen, _number, _reducescatter_async, allgather_async, allreduce_, allreduce_async,
     allreduce_async_, alltoall_async, barrier, broadcast_, broadcast_async, broadcast_async_, grouped_allgather_async,
     grouped_allreduce_, grouped_allreduce_async, grouped_allreduce_async_, grouped_reducescatter_async,
     handle_average_backwards_compatibility, join, poll, reducescatter_async, sparse_allreduce_async, synchronize,
 )
 from hvdbridge.torch.basics import (
-    Adasum, Average, HorovodBasics, Max, Min, Product, ReduceOp, Sum, _current, ccl_built, cross_rank, cross_size,
-    cuda_built, ddl_built, gloo_built, gloo_enabled, init, is_homogeneous, is_initialized, local_rank, local_size,
-    mpi_built, mpi_enabled, mpi_threads_supported, nccl_built, rank, rocm_built, shutdown, size, start_timeline,
+    Adasum, Average, HorovodBasics, Max, Min, Product, ReduceOp, Sum, _current, _handles, ccl_built, cross_rank,
+    cross_size, cuda_built, ddl_built, gloo_built, gloo_enabled, init, is_homogeneous, is_initialized, local_rank,
+    local_size, mpi_built, mpi_enabled, mpi_threads_supported, nccl_built, rank, rocm_built, shutdown, size, start_timeline,
     stop_timeline,
 )
 from hvdbridge.torch.compression import Compression

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from hvdbridge.policies import label
 from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State
-from hvdbridge.policy.bucket import Bucket
+from hvdbridge.policy.bucket import DDP_MB, Bucket
 from hvdbridge.policy.collectives import AllReduce
 from hvdbridge.reduction.aggregator import Aggregator, Deliver
 from hvdbridge.reduction.context import ReductionContext
@@ -45,6 +45,16 @@ class Reduction(Policy):
     op: Any = Average
     compression: Any = Compression.none
     predivide: float = 1.0
+    bucket_mb = DDP_MB
+
+    @property
+    def rounds(self) -> int | None:
+        """One for a compressor that takes the whole bucket; an object of the user's may remember what it sees."""
+        return 1 if self._whole else None
+
+    @property
+    def _whole(self) -> bool:
+        return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
 
     def __post_init__(self) -> None:
         """Its options are objects of Horovod's API: :func:`DistributedOptimizer` checks them."""
@@ -55,7 +65,7 @@ class Reduction(Policy):
         return f"Reduction(op={self.op}, compression={compression}, predivide={self.predivide})"
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        if self.compression in (Compression.none, Compression.fp16, Compression.bf16):
+        if self._whole:
             return Aggregated((yield from self._reduce(bucket.buffer, bucket.size)))
         parts = []
         for gradient in bucket.grads.values():

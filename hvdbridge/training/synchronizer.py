@@ -23,7 +23,7 @@ from hvdbridge.policy.base import Policy
 from hvdbridge.reduction import checkpoint
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.agreement import agree, describe, open_group
-from hvdbridge.reduction.bucket_size import fastest_bucket_mb
+from hvdbridge.reduction.bucket_size import check_rehearses, fastest_bucket_mb
 from hvdbridge.reduction.context import ReductionContext
 from hvdbridge.reduction.parameters import (
     Ignore,
@@ -137,6 +137,8 @@ class GradientSynchronizer:
         usual = usual_bucket_mb(
             self.policy, communicator.nodes, communicator.capabilities.blocks_host, static_graph
         )
+        if bucket_mb == "auto":
+            check_rehearses(self.policy)
         options = Options(
             usual if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
             find_unused_parameters, static_graph, broadcast_buffers,

@@ -311,6 +311,13 @@ def test_beyond_a_dry_run_bytes_go_on_as_they_grew(spec: str, ranks: int) -> Non
     assert found.bytes_sent == pytest.approx(bytes_per_step(policy, params, ranks), rel=0.01)
 
 
+def test_rules_that_smaller_parameters_would_meet_do_not_multiply_bytes() -> None:
+    """Beyond a dry run a part of the parameters stands for all, flat: there each meets another rule."""
+    policy, params = from_spec("partition(1d=fp16, rest=int8)"), {"w": (2000, 2000)}
+    found = Planner(params, 0.0, 0.0, Network.given(1e-6, 1e9)).predict("p", policy, 1024, IDLE)
+    assert found.bytes_sent == pytest.approx(bytes_per_step(policy, params, 256), rel=0.02)
+
+
 def test_a_policy_that_needs_more_ranks_is_measured_where_it_is_defined() -> None:
     computation = measure_computation(from_spec("krum:f=1"), PARAMS, 10.0, repeats=1)
     assert {ranks for ranks, _ in computation.seconds} == {8, 64}

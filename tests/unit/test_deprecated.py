@@ -10,7 +10,10 @@ import torch
 
 import hvdbridge
 from hvdbridge.deprecated import MOVED
+from hvdbridge.execution.flow import Submission
+from hvdbridge.execution.scheduler import ThreadScheduler
 from hvdbridge.policy.bucket import Layout
+from hvdbridge.policy.buffer_pool import BufferPool
 
 IMPORTABLE = [old for old, new in MOVED.items() if not new.startswith(("backends.mpi", "backends.horovod"))]
 """To import the others starts a library."""
@@ -45,6 +48,18 @@ def test_old_members_are_the_new_ones() -> None:
         bucket.rooom  # noqa: B018
     with pytest.warns(DeprecationWarning, match="bytes_per_step"):
         assert hvdbridge.policies.from_spec("mean").bytes_per_step({"w": (10, 10)}, 2) == 400
+
+
+def test_old_classes_are_the_new_ones() -> None:
+    for module in ("driver", "flows", "memory"):
+        sys.modules.pop(f"hvdbridge.{module}", None)
+    with pytest.warns(DeprecationWarning, match="execution.scheduler"):
+        from hvdbridge.driver import ThreadDriver
+    with pytest.warns(DeprecationWarning, match="execution.flow"):
+        from hvdbridge.flows import Pending
+    with pytest.warns(DeprecationWarning, match="policy.buffer_pool"):
+        from hvdbridge.memory import Memory
+    assert (ThreadDriver, Pending, Memory) == (ThreadScheduler, Submission, BufferPool)
 
 
 def test_what_never_was_is_not_found() -> None:

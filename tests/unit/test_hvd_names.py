@@ -11,7 +11,9 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 
+import hvdbridge.torch as hvd
 from hvdbridge.errors import Unsupported
 from hvdbridge.run import STANDS_FOR
 from hvdbridge.torch import exceptions, mpi_ops, util
@@ -193,3 +195,16 @@ def test_epochs_that_are_left_leave_no_thread(size: int) -> None:
     for thread in readers():
         thread.join(timeout=10)
     assert not readers()
+
+
+def test_a_handle_of_the_session_before_is_unknown() -> None:
+    hvd.init()
+    handle = hvd.allreduce_async_(torch.ones(2), name="left")
+    hvd.shutdown()
+    hvd.init()
+    try:
+        assert hvd.synchronize(handle) is None
+        with pytest.raises(ValueError, match="was not created or has been cleared"):
+            hvd.poll(handle)
+    finally:
+        hvd.shutdown()

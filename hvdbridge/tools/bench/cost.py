@@ -293,10 +293,13 @@ class Planner:
         if times > 1:  # each rank's part of what ranks divide: parts have a least size, as blocks have
             half = run(params, size // 2)
             parts = run({name: p.new_empty(max(1, round(p.numel() / times))) for name, p in params.items()}, size)
-        alike = list(map(_operation, parts)) == list(map(_operation, events)) == list(map(_operation, half))
+        asked = list(map(_operation, events))
+        if list(map(_operation, half)) != asked:
+            raise ConfigurationError(f"what it asks for among {ranks} ranks does not follow from {size}")
+        scaled = times > 1 and list(map(_operation, parts)) == asked
         found: dict[int, _Bucket] = {}
         received = 0.0
-        for event, few, part in zip(events, half if alike else events, parts if alike else events, strict=True):
+        for event, few, part in zip(events, half, parts if scaled else events, strict=True):
             bucket = found.setdefault(event.bucket, _Bucket())
             if isinstance(event, Ended):
                 bucket.numel = event.numel
@@ -306,9 +309,11 @@ class Planner:
             many = event.size if event.request.group == "node" else round(event.size * times)
             load = Load.of(event.request, event.size)._replace(size=many)
             if times > 1 and isinstance(event.request, AllGather):
-                own = part if event.request.tensor.nbytes < 0.75 * few.request.tensor.nbytes else event
-                load = load._replace(sent=float(own.request.tensor.nbytes * (many - 1)))
-            elif times > 1 and isinstance(event.request, AllToAll | ReduceScatter):
+                own = float(event.request.tensor.nbytes)
+                if own < 0.75 * few.request.tensor.nbytes:  # a part of what ranks divide
+                    own = float(part.request.tensor.nbytes) if scaled else own * event.size / many
+                load = load._replace(sent=own * (many - 1))
+            elif scaled and isinstance(event.request, AllToAll | ReduceScatter):
                 load = load._replace(sent=part.request.tensor.nbytes * times * (many - 1) / many)
             (bucket.behind if event.behind else bucket.loads).append(load)
             received += load.sent * isinstance(event.request, AllGather)
