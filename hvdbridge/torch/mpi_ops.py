@@ -29,8 +29,8 @@ from hvdbridge.torch.asynchronous import (
 from hvdbridge.torch.basics import (
     Adasum, Average, HorovodBasics, Max, Min, Product, ReduceOp, Sum, _current, _handles, ccl_built, cross_rank,
     cross_size, cuda_built, ddl_built, gloo_built, gloo_enabled, init, is_homogeneous, is_initialized, local_rank,
-    local_size, mpi_built, mpi_enabled, mpi_threads_supported, nccl_built, rank, rocm_built, shutdown, size, start_timeline,
-    stop_timeline,
+    local_size, mpi_built, mpi_enabled, mpi_threads_supported, nccl_built, rank, rocm_built, shutdown, size,
+    start_timeline, stop_timeline,
 )
 from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.exceptions import HorovodInternalError

@@ -279,8 +279,9 @@ def test_operations_start_in_one_order_whatever_takes_how_long(
 
 
 def test_encoding_and_decoding_do_not_wait_for_turns() -> None:
-    """While the turn of 1.2 waits for 1.1, flow 0 decodes, and 3 encodes; 4 does not, since 3 has not been issued."""
-    communicator, scheduler = Gated(Silent), ThreadScheduler()
+    """While the turn of 1.2 waits for 1.1, flow 0 decodes, and 3 encodes; 4 does not, since 3 has not been issued.
+    (Where a thread waits for operations in the order of their starts, 1.1 would have to come before 0.2.)"""
+    communicator, scheduler = Gated(Released), ThreadScheduler()
     told: list[str] = []
 
     def bucket(k: int) -> Task[None]:
@@ -453,6 +454,28 @@ def test_nobody_waits_for_looks_where_somebody_can_tell(flush: bool) -> None:
         scheduler.flush()
     communicator.let(0.1, 1.1)
     until(lambda: all(pending.done for pending in runs))
+    scheduler.close()
+
+
+def test_operations_are_waited_for_in_the_order_of_their_starts() -> None:
+    """The second flow's first operation started before the first flow's second one, and is told of first."""
+    communicator, scheduler = Gated(Silent), ThreadScheduler()
+    told: list[float] = []
+
+    def bucket(k: int) -> Task[None]:
+        for r in (0.1, 0.2):
+            yield AllReduce(torch.tensor([k + r]))
+            told.append(k + r)
+
+    runs = [scheduler.submit(Submission(bucket(k), communicator, 2)) for k in range(3)]
+    communicator.let(0.1)
+    until(lambda: communicator.seen == [0.1, 1.1, 0.2, 2.1])
+    communicator.let(1.1)  # and not 0.2
+    until(lambda: told == [0.1, 1.1], seconds=5)
+    communicator.let(*(k / 10 for k in range(70)))
+    scheduler.flush()
+    for pending in runs:
+        pending.wait()
     scheduler.close()
 
 
