@@ -320,5 +320,5 @@ class Planner:
         return [found[index] for index in sorted(found)], received
 
 
-def _operation(event: Asked | Ended) -> tuple[str, str] | None:
-    return None if isinstance(event, Ended) else (event.request.kind, event.request.group)
+def _operation(event: Asked | Ended) -> tuple[str, str, torch.dtype] | None:
+    return None if isinstance(event, Ended) else (event.request.kind, event.request.group, event.request.tensor.dtype)
