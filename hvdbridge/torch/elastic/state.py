@@ -21,7 +21,8 @@ import torch
 from hvdbridge.torch import basics
 from hvdbridge.torch.elastic import restart
 from hvdbridge.torch.elastic.sampler import ElasticSampler
-from hvdbridge.torch.exceptions import HorovodInternalError as HorovodInternalError, HostsUpdatedInterrupt
+from hvdbridge.torch.exceptions import HorovodInternalError as HorovodInternalError
+from hvdbridge.torch.exceptions import HostsUpdatedInterrupt
 from hvdbridge.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 REMOVED = 1
