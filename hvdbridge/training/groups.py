@@ -18,7 +18,6 @@ from hvdbridge.backends.communicator import Communicator, Work
 from hvdbridge.backends.point_to_point import Messages, Receipt
 from hvdbridge.errors import CollectiveTimeout, ConfigurationError, Unsupported
 from hvdbridge.execution.flow import Submission
-from hvdbridge.execution.scheduler import Scheduler
 from hvdbridge.policy.buffer_pool import overlaps
 from hvdbridge.policy.collectives import Collective
 from hvdbridge.reduction.context import ReductionContext
@@ -82,8 +81,10 @@ class Group:
 class Handle:
     """An operation under way."""
 
-    def __init__(self, what: str, timeout: timedelta | None, done: Callable[[], bool]) -> None:
-        self._what, self._timeout, self._done = what, timeout, done
+    def __init__(
+        self, what: str, timeout: timedelta | None, done: Callable[[], bool], end: Callable[[], object]
+    ) -> None:
+        self._what, self._timeout, self._done, self._end = what, timeout, done, end
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the operation is over and its tensors may be used.
@@ -110,30 +111,12 @@ class Handle:
         """Whether :meth:`wait` would return, or raise, at once."""
         return self._done()
 
-    def _end(self) -> None:
-        raise NotImplementedError
-
-
-class _Collective(Handle):
-    """Holds the user's tensors by ``steps``: a GPU may still read them when the flow has only been enqueued."""
-
-    def __init__(
-        self, pending: Submission[None], scheduler: Scheduler, what: str, timeout: timedelta | None, steps: object
-    ) -> None:
-        super().__init__(what, timeout, lambda: pending.done)
-        self._pending, self._scheduler, self._steps = pending, scheduler, steps
-
-    def _end(self) -> None:
-        self._pending.wait()
-        self._scheduler.order()
-        self._steps = None
-
 
 class Message(Handle):
     """A send, or a receive that ends with ``then``."""
 
     def __init__(self, work: Work, what: str, group: Group, then: Callable[[], None] | None = None) -> None:
-        super().__init__(what, group.timeout, work.done)
+        super().__init__(what, group.timeout, work.done, work.wait)
         self._work, self._group, self._then = work, group, then
         self._over = False
         self._dropped = opened().dropped
@@ -152,9 +135,6 @@ class Message(Handle):
             if self._then is not None:
                 self._then()
         return True
-
-    def _end(self) -> None:
-        self._work.wait()
 
     @property
     def source(self) -> int:
@@ -290,7 +270,14 @@ def start(
         group._context = ReductionContext(session, [communicator], session.device, check)
     scheduler = group._context.scheduler
     pending = scheduler.submit(Submission(steps(), communicator))
-    handle = _Collective(pending, scheduler, what, group.timeout if timeout is None else timeout, steps)
+    tensors = [steps]  # a GPU may read the user's tensors until the flow's end, not only until it is enqueued
+
+    def end() -> None:
+        pending.wait()
+        scheduler.order()
+        tensors.clear()
+
+    handle = Handle(what, group.timeout if timeout is None else timeout, lambda: pending.done, end)
     if async_op:
         return handle
     handle.wait()
@@ -307,14 +294,11 @@ def root_of(group: Group, rank: int | None, group_rank: int | None, what: str, d
         rank = default
     if (rank is None) == (group_rank is None):
         raise ConfigurationError(f"{what}: give either the rank of the job or the rank of the group")
-    if rank is not None:
-        if rank not in group.ranks:
-            raise ConfigurationError(f"{what}: rank {rank} is not in the group {list(group.ranks)}")
-        return group.ranks.index(rank)
-    assert group_rank is not None
-    if not 0 <= group_rank < group.size():
-        raise ConfigurationError(f"{what}: the group has the ranks 0 to {group.size() - 1}, not {group_rank}")
-    return group_rank
+    known = group.ranks if group_rank is None else range(group.size())
+    wanted = rank if group_rank is None else group_rank
+    if wanted is None or wanted not in known:
+        raise ConfigurationError(f"{what}: rank {wanted} is not in the group {list(known)}")
+    return known.index(wanted)
 
 
 def dense(value: Any, what: str, written: bool = False) -> Tensor:

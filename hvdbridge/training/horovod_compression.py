@@ -98,8 +98,14 @@ def from_horovod_compression(compression: Any) -> Policy:
 class PolicyCompression:
     """See :func:`to_horovod_compression`."""
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    def __init__(self, policy: str | Policy) -> None:
+        self.policy = from_spec(policy)
+        probe = torch.zeros(8, device="cpu")
+        if self.policy.scope != "bucket":
+            raise self._refused("it needs all gradients of a step at once")
+        if has_leaves(self.policy.init({"tensor": probe})):
+            raise self._refused("it keeps state between steps")
+        self.decompress(*self.compress(probe))
 
     def __repr__(self) -> str:
         return f"to_horovod_compression({label(self.policy)!r})"
@@ -157,15 +163,7 @@ def to_horovod_compression(policy: str | Policy) -> PolicyCompression:
     >>> half.decompress(sent, context)
     tensor([1., 2.])
     """
-    made = PolicyCompression(from_spec(policy))
-    probe = {"tensor": torch.zeros(8, device="cpu")}
-    if made.policy.scope != "bucket":
-        raise made._refused("it needs all gradients of a step at once")
-    if has_leaves(made.policy.init(probe)):
-        raise made._refused("it keeps state between steps")
-    sent, context = made.compress(probe["tensor"])
-    made.decompress(sent, context)
-    return made
+    return PolicyCompression(policy)
 
 
 def has_leaves(state: Mapping[str, Any]) -> bool:

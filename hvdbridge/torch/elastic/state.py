@@ -160,13 +160,10 @@ class TorchState(ObjectState):
     _handlers: dict[str, StateHandler]
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: Any = None, **kwargs: Any) -> None:
-        found = {name: get_handler(value) for name, value in {**kwargs, "model": model, "optimizer": optimizer}.items()}
-        object.__setattr__(self, "_handlers", {name: handler for name, handler in found.items() if handler is not None})
-        for name, handler in self._handlers.items():
-            object.__setattr__(self, name, handler.value)
-        others = {name: value for name, value in kwargs.items() if name not in self._handlers}
-        others |= {name: None for name in ("model", "optimizer") if name not in self._handlers}
-        super().__init__(broadcast_object, basics.rank, **others)
+        values = {**kwargs, "model": model, "optimizer": optimizer}
+        handlers = {name: handler for name, value in values.items() if (handler := get_handler(value)) is not None}
+        vars(self).update({name: values.pop(name) for name in handlers}, _handlers=handlers)
+        super().__init__(broadcast_object, basics.rank, **values)
 
     def save(self) -> None:
         for handler in self._handlers.values():
