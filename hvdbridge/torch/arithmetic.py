@@ -51,11 +51,17 @@ def scale_(tensor: Tensor, factor: float) -> Tensor:
     return tensor.copy_((tensor.double() * factor).to(tensor.dtype))
 
 
-def all_reduce(buffer: Tensor, op: str, factors: tuple[float, float], comm: Communicator) -> Tensor:
+def all_reduce(
+    buffer: Tensor, op: str, factors: tuple[float, float], comm: Communicator,
+    kind: type[AllReduce | ReduceScatter] = AllReduce,
+) -> Tensor:  # fmt: skip
     """``op`` over the ranks, factors included; may work in ``buffer``, and returns contiguous memory."""
     scale_(buffer, factors[0])
-    after = factors[1] / comm.size if op == "Average" else factors[1]
-    return scale_(narrowed(comm.execute(AllReduce(widened(buffer), _op(buffer, op))), buffer), after)
+    wide = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    ours = (BOOL_OPS if buffer.dtype == torch.bool else OPS)[op]
+    answer = comm.execute(kind(wide.to(torch.int32) if wide.dtype == torch.int16 else wide, ours))
+    answer = torch.view_as_complex(answer) if buffer.is_complex() else answer.to(buffer.dtype)
+    return scale_(answer, factors[1] / comm.size if op == "Average" else factors[1])
 
 
 def reduce_scatter(tensor: Tensor, op: str, factors: tuple[float, float], comm: Communicator) -> Tensor:
@@ -65,26 +71,7 @@ def reduce_scatter(tensor: Tensor, op: str, factors: tuple[float, float], comm: 
     padded = tensor.new_zeros(comm.size, rows + (more > 0), *tensor.shape[1:])
     for part, target in zip(tensor.split(counts), padded.unbind(), strict=True):
         target[: part.shape[0]] = part
-    scale_(padded, factors[0])
-    after = factors[1] / comm.size if op == "Average" else factors[1]
-    mine = narrowed(comm.execute(ReduceScatter(widened(padded), _op(tensor, op))), tensor)
-    return scale_(mine[: counts[comm.rank]].clone(), after)
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """``tensor`` in a dtype that communicators reduce."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor
-
-
-def narrowed(answer: Tensor, like: Tensor) -> Tensor:
-    """Undo :func:`widened`."""
-    return torch.view_as_complex(answer) if like.is_complex() else answer.to(like.dtype)
-
-
-def _op(tensor: Tensor, op: str) -> str:
-    return (BOOL_OPS if tensor.dtype == torch.bool else OPS)[op]
+    return all_reduce(padded, op, factors, comm, ReduceScatter)[: counts[comm.rank]].clone()
 
 
 def adasum(tensor: Tensor, factors: tuple[float, float], comm: Communicator) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
 from typing import Any
@@ -48,15 +47,15 @@ _handles: dict[int, Pending] = {}
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Begin; collective. Calls ``hb.init()`` if that has not happened. Harmless when repeated.
+    """Begin; collective. Calls ``hb.init()`` if the script has not. Harmless when repeated.
 
     Args:
         comm: None, or all ranks (a list, or an mpi4py communicator). To work with some of them use process sets.
-        process_sets: sets to register at once; ``"dynamic"`` is accepted, sets can always be added here.
+        process_sets: sets to register at once; ``"dynamic"`` is accepted, since a script can always add sets here.
 
     Raises:
-        ValueError: a set is there twice, or has ranks that do not exist.
-        NotImplementedError: ``comm`` is a part of the ranks.
+        ValueError: a set is given twice, or has ranks that do not exist.
+        NotImplementedError: ``comm`` has a part of the ranks only.
         HvdbridgeError: of ``hb.init()``: ranks that do not find each other, a backend that is not installed.
     """
     global _operations, _owns_session
@@ -65,8 +64,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     _handles.clear()
     owns = not runtime.is_initialized()
     if owns:
-        with _without_native_timeline():
+        path = os.environ.pop("HOROVOD_TIMELINE", None)  # the real Horovod below must not write that file, too
+        try:
             runtime.init()
+        finally:
+            os.environ.update({} if path is None else {"HOROVOD_TIMELINE": path})
     session = runtime.current()
     if _size_of(comm) not in (0, session.world.size):
         if owns:
@@ -122,17 +124,6 @@ def _leave_at_exit() -> None:
     """The script has ended; the session closes after this and waits for all ranks."""
     if _operations is not None and _operations.session._pid == os.getpid():
         _operations.leave()
-
-
-@contextmanager
-def _without_native_timeline() -> Iterator[None]:
-    """Keep the real Horovod below from writing the file that this module writes."""
-    path = os.environ.pop("HOROVOD_TIMELINE", None)
-    try:
-        yield
-    finally:
-        if path is not None:
-            os.environ["HOROVOD_TIMELINE"] = path
 
 
 def _size_of(comm: Any) -> int:

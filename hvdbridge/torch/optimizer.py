@@ -41,11 +41,11 @@ from hvdbridge.policies import from_spec
 from hvdbridge.policy.base import Policy
 from hvdbridge.policy.bucket import refuse_complex
 from hvdbridge.torch import asynchronous, basics, joining
-from hvdbridge.torch import optimizer_options as options
 from hvdbridge.torch.basics import Adasum, Average
 from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.operations import Operations
-from hvdbridge.torch.optimizer_reducer import OptimizerReducer, Reduction, Settings, bucket_mb, internal_errors
+from hvdbridge.torch.optimizer_options import Reduction, Settings, bucket_mb, check_options, choose_policy, names_of
+from hvdbridge.torch.optimizer_reducer import OptimizerReducer, internal_errors
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 
 _reducing: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -110,14 +110,20 @@ class _Distributed(Optimizer):
 
     def _check_place(self) -> None:
         if self._replaced:
-            raise RuntimeError(options.REPLACED)
+            raise RuntimeError(
+                "another DistributedOptimizer over some of this one's parameters was made after it, and reduces them "
+                "in its place. Use that, or give each optimizer parameters of its own."
+            )
 
     def _gradient(self, p: Any) -> None:
         """Called by autograd after it accumulated the gradient of ``p``."""
         if not self._active:
             return
         if self._delay[p] <= 0:
-            raise AssertionError(f"{options.TOO_OFTEN} (parameter {self._parameter_names[p]!r})")
+            raise AssertionError(
+                f"Gradients of {self._parameter_names[p]!r} were computed more than backward_passes_per_step times "
+                "before step() or synchronize(). Pass a larger backward_passes_per_step to accumulate them."
+            )
         if p.grad is not None and p.grad.requires_grad:
             name = self._parameter_names[p]
             raise AssertionError(f"backward(create_graph=True): the gradient of {name!r} cannot be reduced")
@@ -213,7 +219,10 @@ class _Distributed(Optimizer):
             AssertionError: between ``backward()`` and ``step()`` or ``synchronize()``.
         """
         if self._arrived:
-            raise AssertionError(options.TOO_EARLY)
+            raise AssertionError(
+                "optimizer.zero_grad() between loss.backward() and optimizer.step() or optimizer.synchronize(): "
+                "gradients are on their way to other ranks. Call it after one of these, or before loss.backward()."
+            )
         self._hook()
         super().zero_grad(set_to_none)
 
@@ -295,7 +304,12 @@ class _DistributedOptimizer(_Distributed):
         self._check_place()
         if self._should_synchronize and (closure is None or self._arrived):
             if self._synchronized:
-                warnings.warn(options.TWICE, stacklevel=2)
+                warnings.warn(  # begins as Horovod's warning, by which scripts filter it
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): write 'with optimizer.skip_synchronize(): optimizer.step()', which says "
+                    "that gradients are complete.",
+                    stacklevel=2,
+                )
             self.synchronize()
         self._synchronized = False
         if closure is None:
@@ -342,12 +356,15 @@ class _DistributedAdasumOptimizer(_Distributed):
         for p in self._delay:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)  # as Horovod's: momentum and weight decay act on it
-        start = {name: p.detach().clone() for name, p in reducer.params.items()}
+        gradients = {p: (p.grad, p.detach().clone()) for p in reducer.params.values()}
         super().step()
         with torch.no_grad(), internal_errors():
-            changes = {name: self._rounded(p.detach() - start[name]) for name, p in reducer.params.items()}
-            for name, combined in reducer.combine(changes).items():
-                reducer.params[name].copy_(start[name].add_(combined))
+            for p, (_, start) in gradients.items():
+                p.grad = self._rounded(p.detach() - start)
+            reducer.finish()
+            for p, (gradient, start) in gradients.items():
+                p.copy_(start.add_(p.grad))  # type: ignore[arg-type]
+                p.grad = gradient
         self._new_step()
         return loss
 
@@ -432,10 +449,10 @@ def DistributedOptimizer(
         warnings.warn("num_groups is the former name of groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     delta = basics.size() > 1 and op == Adasum
-    options.check_options(op, gradient_predivide_factor, backward_passes_per_step, groups, policy, process_set, delta)
-    chosen = from_spec("adasum") if delta else options.choose_policy(policy, op, compression, gradient_predivide_factor)
+    check_options(op, gradient_predivide_factor, backward_passes_per_step, groups, policy, process_set, delta)
+    chosen = from_spec("adasum") if delta else choose_policy(policy, op, compression, gradient_predivide_factor)
     bucket_mb(basics._current(), chosen, ())  # refused here rather than within backward
-    names = options.names_of(optimizer.param_groups, named_parameters)
+    names = names_of(optimizer.param_groups, named_parameters)
     refuse_complex({name: p for p, name in names.items()})
     parent = _DistributedAdasumOptimizer if delta else _DistributedOptimizer
     kind: Any = type(type(optimizer).__name__, (parent, type(optimizer)), {"__module__": type(optimizer).__module__})
@@ -446,5 +463,5 @@ def DistributedOptimizer(
         backward_passes_per_step=backward_passes_per_step,
     )  # fmt: skip
     made.__dict__.pop("step", None)  # a scheduler's wrapper around the step of ``optimizer``
-    made._setup(names, Settings(chosen, groups, sparse_as_dense))
+    made._setup(names, Settings(chosen, groups, sparse_as_dense or delta))  # changes are dense
     return made

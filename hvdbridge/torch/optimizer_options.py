@@ -1,41 +1,90 @@
-"""What the arguments of ``hvd.DistributedOptimizer`` mean, and which are refused."""
+"""The arguments of ``hvd.DistributedOptimizer``: what they mean, and which are refused."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hvdbridge.policies import from_spec, label
-from hvdbridge.policy.base import Policy
-from hvdbridge.torch.basics import Adasum, Average
+from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State
+from hvdbridge.policy.bucket import DDP_MB, Bucket
+from hvdbridge.policy.collectives import AllReduce
+from hvdbridge.reduction.source import usual_bucket_mb
+from hvdbridge.torch.basics import Adasum, Average, Max, Min, Product, Sum
 from hvdbridge.torch.compression import Compression
-from hvdbridge.torch.optimizer_reducer import OPS, Reduction
+from hvdbridge.torch.operations import Operations
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 from hvdbridge.training import runtime
 
-TOO_OFTEN = (
-    "Gradients were computed more than backward_passes_per_step times before step() or synchronize(). "
-    "Pass a larger backward_passes_per_step to accumulate them."
-)
-TOO_EARLY = (
-    "optimizer.zero_grad() between loss.backward() and optimizer.step() or optimizer.synchronize(): gradients are on "
-    "their way to other ranks. Call it after one of these, or before loss.backward()."
-)
-TWICE = (
-    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): write "
-    "'with optimizer.skip_synchronize(): optimizer.step()', which says that gradients are complete."
-)
-"""Begins as Horovod's warning, by which scripts filter it."""
+OPS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
+"""Horovod's reductions and ours."""
 
-REPLACED = (
-    "another DistributedOptimizer over some of this one's parameters was made after it, and reduces them in its place. "
-    "Use that, or give each optimizer parameters of its own."
-)
 ONE_WAY = "policy= stands in the place of op, compression and gradient_predivide_factor: give one"
+
+
+@dataclass(frozen=True, repr=False)
+class Reduction(Policy):
+    """What Horovod does to a gradient: compress, scale, reduce, scale, decompress.
+
+    ``Average`` divides after the sum. A compressor of ``hvd.Compression`` gets the whole bucket. Any other class or
+    object with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)`` gets each gradient by
+    itself.
+    """
+
+    op: Any = Average
+    compression: Any = Compression.none
+    predivide: float = 1.0
+    bucket_mb = DDP_MB
+
+    @property
+    def rounds(self) -> int | None:
+        """One for a compressor of the whole bucket; an object of the user's may remember what it sees."""
+        return 1 if self._whole else None
+
+    @property
+    def _whole(self) -> bool:
+        return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
+
+    def __post_init__(self) -> None:
+        """Checks nothing: :func:`DistributedOptimizer` checks these objects of Horovod's API."""
+
+    def __repr__(self) -> str:
+        """Ranks compare this text, so it holds no address of an object."""
+        compression = getattr(self.compression, "__qualname__", type(self.compression).__qualname__)
+        return f"Reduction(op={self.op}, compression={compression}, predivide={self.predivide})"
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        if self._whole:
+            return Aggregated((yield from self._reduce(bucket.buffer, bucket.size)))
+        parts = []
+        for gradient in bucket.grads.values():
+            parts.append((yield from self._reduce(gradient, bucket.size)).reshape(-1))
+        return Aggregated(torch.cat(parts))
+
+    def _reduce(self, tensor: Tensor, size: int) -> Exchange:
+        sent, context = self.compression.compress(tensor)
+        if self.predivide != 1.0:
+            sent = sent * (1.0 / self.predivide)
+        total = yield AllReduce(sent, OPS[self.op])
+        factor = self.predivide / size if self.op == Average else 1.0
+        if factor != 1.0:
+            total = total.mul_(factor)
+        return self.compression.decompress(total, context)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of an optimizer that must be equal on all ranks."""
+
+    policy: Policy
+    groups: int | Sequence[Sequence[Tensor]] | None
+    sparse_as_dense: bool
 
 
 def check_options(
@@ -110,3 +159,14 @@ def names_of(
             f"{', '.join(missing[:8])}. Pass the names of all, or none."
         )
     return found
+
+
+def bucket_mb(operations: Operations, policy: Policy, ranks: Iterable[int]) -> float:
+    """``HOROVOD_FUSION_THRESHOLD`` in MiB, or the session's size, or the usual size among these ranks."""
+    given = operations.settings.bucket_bytes
+    if given is not None:
+        return given / 2**20
+    world = operations.session.communicator
+    nodes = [world.nodes[rank] for rank in ranks] if world.nodes else ()
+    usual = usual_bucket_mb(policy, nodes, world.capabilities.blocks_host)
+    return operations.session.config.fixed_bucket_mb(usual, "hvdbridge.torch.DistributedOptimizer")

@@ -1,13 +1,12 @@
-"""The reducer of ``hvd.DistributedOptimizer``: its policy, its channel, and its steps."""
+"""The reducer of ``hvd.DistributedOptimizer``: its channel and its steps."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,87 +14,21 @@ from torch.nn import Parameter
 
 from hvdbridge.errors import CollectiveTimeout, RankFailed
 from hvdbridge.policies import label
-from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State
-from hvdbridge.policy.bucket import DDP_MB, Bucket
-from hvdbridge.policy.collectives import AllReduce
 from hvdbridge.reduction.aggregator import Aggregator, Deliver
 from hvdbridge.reduction.context import ReductionContext
 from hvdbridge.reduction.reducer import BucketEntry, FlatBucket, Reducer, make_buckets
-from hvdbridge.reduction.source import Options, usual_bucket_mb
+from hvdbridge.reduction.source import Options
 from hvdbridge.torch import asynchronous, basics
-from hvdbridge.torch.basics import Average, Max, Min, Product, Sum
-from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.exceptions import DifferentParameters, internal_error
-from hvdbridge.torch.operations import Channel, Operations
+from hvdbridge.torch.operations import Channel
+from hvdbridge.torch.optimizer_options import Settings, bucket_mb
 from hvdbridge.torch.process_sets import ProcessSet
 from hvdbridge.torch.timeline import Timeline
 from hvdbridge.torch.util import split_list
 from hvdbridge.training import runtime
 
-OPS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
-"""Horovod's reductions and ours."""
-
-Offer = tuple[dict[str, str], dict[str, int], list[str]]
-"""Shape and dtype of each parameter, the sparse dimensions of sparse gradients, and the options of one rank."""
-
-
-@dataclass(frozen=True, repr=False)
-class Reduction(Policy):
-    """What Horovod does to a gradient: compress, scale, reduce, scale, decompress.
-
-    ``Average`` divides after the sum. A compressor of ``hvd.Compression`` gets the whole bucket. Any other class or
-    object with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)`` gets each gradient by
-    itself.
-    """
-
-    op: Any = Average
-    compression: Any = Compression.none
-    predivide: float = 1.0
-    bucket_mb = DDP_MB
-
-    @property
-    def rounds(self) -> int | None:
-        """One for a compressor of the whole bucket; an object of the user's may remember what it sees."""
-        return 1 if self._whole else None
-
-    @property
-    def _whole(self) -> bool:
-        return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
-
-    def __post_init__(self) -> None:
-        """Checks nothing: :func:`DistributedOptimizer` checks these objects of Horovod's API."""
-
-    def __repr__(self) -> str:
-        """Ranks compare this text, so it holds no address of an object."""
-        compression = getattr(self.compression, "__qualname__", type(self.compression).__qualname__)
-        return f"Reduction(op={self.op}, compression={compression}, predivide={self.predivide})"
-
-    def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        if self._whole:
-            return Aggregated((yield from self._reduce(bucket.buffer, bucket.size)))
-        parts = []
-        for gradient in bucket.grads.values():
-            parts.append((yield from self._reduce(gradient, bucket.size)).reshape(-1))
-        return Aggregated(torch.cat(parts))
-
-    def _reduce(self, tensor: Tensor, size: int) -> Exchange:
-        sent, context = self.compression.compress(tensor)
-        if self.predivide != 1.0:
-            sent = sent * (1.0 / self.predivide)
-        total = yield AllReduce(sent, OPS[self.op])
-        factor = self.predivide / size if self.op == Average else 1.0
-        if factor != 1.0:
-            total = total.mul_(factor)
-        return self.compression.decompress(total, context)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Options of an optimizer that must be equal on all ranks."""
-
-    policy: Policy
-    groups: int | Sequence[Sequence[Tensor]] | None
-    sparse_as_dense: bool
+Offer = tuple[dict[str, str], dict[str, int], dict[str, str]]
+"""One rank's parameters (shape and dtype), sparse gradients (sparse dimensions) and options, each by name."""
 
 
 class OptimizerReducer(Reducer):
@@ -140,14 +73,13 @@ class OptimizerReducer(Reducer):
         self._pending = self.operations.open(name, self.key[0], title, self._offer(), self._opened)
 
     def _offer(self) -> Offer:
-        mine, sparse, groups = {}, {}, self._settings.groups
-        for name, p in self.params.items():
-            mine[name] = f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')}"
-            if p.grad is not None and p.grad.is_sparse and not self._settings.sparse_as_dense:
-                sparse[name] = p.grad.sparse_dim()
+        shapes = {name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')}" for name, p in self.params.items()}
+        grads = {} if self._settings.sparse_as_dense else {name: p.grad for name, p in self.params.items()}
+        sparse = {name: grad.sparse_dim() for name, grad in grads.items() if grad is not None and grad.is_sparse}
+        groups = self._settings.groups
         grouped = groups if isinstance(groups, int) or groups is None else list(map(len, groups))
-        options = f"sparse_as_dense {self._settings.sparse_as_dense}", f"buckets of {self._bucket_mb:g} MB"
-        return mine, sparse, [f"policy {label(self._settings.policy)}", f"groups {grouped}", *options]
+        options = {"policy=": label(self._settings.policy), "groups=": str(grouped), "MB": f"{self._bucket_mb:g}"}
+        return shapes, sparse, options | {"sparse_as_dense=": str(self._settings.sparse_as_dense)}
 
     def _opened(self, channel: Channel) -> None:
         """Runs on the thread of operations, which must go on: :meth:`wait` raises what fails here."""
@@ -255,19 +187,6 @@ class OptimizerReducer(Reducer):
         if self._follows:
             self.finish()
 
-    def combine(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One step of ``values`` by name in place of gradients; the results are views, valid until the next step."""
-        self.begin()
-        try:
-            for bucket in self.buckets:
-                self.submit([values[entry.name] for entry in bucket.entries])
-            self.aggregator.end()
-            for bucket in self.buckets:
-                bucket.take_update()
-            return {entry.name: entry.view for entry in self.entries.values()}
-        finally:
-            self.reset()
-
     def begin(self) -> None:
         self.begun += 1
         self.operations.begins(*self.key, self.begun)
@@ -313,28 +232,17 @@ class OptimizerReducer(Reducer):
         self._context.close()
 
 
-def bucket_mb(operations: Operations, policy: Policy, ranks: Iterable[int]) -> float:
-    """``HOROVOD_FUSION_THRESHOLD`` in MiB, or the session's size, or the usual size among these ranks."""
-    given = operations.settings.bucket_bytes
-    if given is not None:
-        return given / 2**20
-    world = operations.session.communicator
-    nodes = [world.nodes[rank] for rank in ranks] if world.nodes else ()
-    usual = usual_bucket_mb(policy, nodes, world.capabilities.blocks_host)
-    return operations.session.config.fixed_bucket_mb(usual, "hvdbridge.torch.DistributedOptimizer")
-
-
 def differences(offers: Sequence[Offer]) -> str:
     """What a rank has that rank 0 has not; empty if there is nothing."""
-    first, _, lines = offers[0]
-    for rank, (theirs, _, their_lines) in enumerate(offers):
-        where = f"DistributedOptimizer: rank {rank} differs from rank 0 (numbers in the process set)"
-        if theirs != first:
-            names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+    first = offers[0][0] | offers[0][2]
+    for rank, (shapes, _, options) in enumerate(offers):
+        theirs = shapes | options
+        if names := [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]:
             shown = "; ".join(f"{n!r} is {theirs.get(n, 'missing')}, not {first.get(n, 'there')}" for n in names[:8])
-            return f"{where} in {len(names)} parameters: {shown}. Give all ranks the same model."
-        if their_lines != lines:
-            return f"{where}: it has {their_lines}, rank 0 {lines}"
+            return (
+                f"DistributedOptimizer: rank {rank} differs from rank 0 (numbers in the process set) in {len(names)} "
+                f"parameters or options: {shown}. Give all ranks the same model and options."
+            )
     return ""
 
 
