@@ -1,4 +1,4 @@
-"""What stands for ``horovod.data.data_loader_base``: loaders that read ahead in a thread."""
+"""The stand-in for ``horovod.data.data_loader_base``: loaders that read ahead in a thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BaseDataLoader:
         raise NotImplementedError
 
     def _process_batch(self, batch: Any) -> Any:
-        """What becomes of each batch before it is handed out."""
+        """Convert each batch before the loop gets it."""
         return batch
 
     def __iter__(self) -> Iterator[Any]:

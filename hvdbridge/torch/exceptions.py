@@ -1,4 +1,4 @@
-"""What ``hvdbridge.torch`` raises: Horovod's own types, also where Horovod is not installed.
+"""The errors of ``hvdbridge.torch``: Horovod's own types, also where Horovod is not installed.
 
 ::
 
@@ -9,8 +9,8 @@
     HostsUpdatedInterrupt (RuntimeError)                  the set of hosts changed; elastic training goes on
     HorovodVersionMismatchError (ImportError)             never raised by hvdbridge; there for except clauses
 
-Where the real Horovod is imported (``HVDBRIDGE_BACKEND=horovod``), what is raised is an instance of its
-``HorovodInternalError``, too, so that either name in an ``except`` clause catches it.
+Where the real Horovod is imported (``HVDBRIDGE_BACKEND=horovod``), these errors are instances of its
+``HorovodInternalError``, too, so that either name in an ``except`` clause catches them.
 """
 
 from __future__ import annotations

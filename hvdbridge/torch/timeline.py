@@ -1,8 +1,8 @@
-"""``HOROVOD_TIMELINE``: what each operation waited for and did, as a trace that Chrome and Perfetto show.
+"""``HOROVOD_TIMELINE``: a trace of each operation's waiting and execution, which Chrome and Perfetto show.
 
-One row per operation, with the time of its negotiation (``NEGOTIATE_ALLREDUCE``: from this rank's call until all ranks
-have called) and of its execution (``ALLREDUCE``). Gradients of a DistributedOptimizer are not negotiated: ``QUEUE`` is
-from the arrival of one until its bucket was handed in. Only rank 0 writes a trace.
+One row per operation shows its negotiation (``NEGOTIATE_ALLREDUCE``: from this rank's call until all ranks have called)
+and its execution (``ALLREDUCE``). Ranks do not negotiate gradients of a DistributedOptimizer: ``QUEUE`` is from the
+arrival of a gradient until the optimizer hands in its bucket. Only rank 0 writes a trace.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Timeline:
         self._span(name, f"NEGOTIATE_{kind.upper()}", since, until, {})
 
     def queued(self, name: str, since: float, until: float) -> None:
-        """What arrived at ``since`` was handed in at ``until``, with the rest of its bucket."""
+        """A gradient arrived at ``since``; its bucket was handed in at ``until``."""
         self._span(name, "QUEUE", since, until, {})
 
     def executed(self, name: str, kind: str, since: float, args: dict[str, Any]) -> None:

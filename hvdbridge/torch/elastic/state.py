@@ -149,7 +149,7 @@ class ObjectState(State):
 class TorchState(ObjectState):
     """A model, an optimizer, and anything else by name; several models and optimizers by names of their own.
 
-    Models, optimizers and :class:`ElasticSampler` are known by their ``state_dict``; other values are pickled.
+    It keeps models, optimizers and :class:`ElasticSampler` by their ``state_dict``, and pickles other values.
 
     Args:
         model: a module, or None.
@@ -220,8 +220,7 @@ class _DictHandler(StateHandler):
     """By ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, value: Any) -> None:
-        super().__init__(value)
-        self.save()
+        self.set_value(value)
 
     def save(self) -> None:
         self._saved = copy.deepcopy(self.value.state_dict())
@@ -262,12 +261,12 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Which handler keeps which type; the first that fits counts."""
+    """Pairs of a type and its handler; the first that fits counts."""
     return _registry
 
 
 def set_handler_registry(registry: Sequence[tuple[type, type[StateHandler]]]) -> None:
-    """Replace :func:`get_handler_registry`'s, for states that are made from now on."""
+    """Replace the pairs of :func:`get_handler_registry` for new states."""
     global _registry
     _registry = list(registry)
 
@@ -277,7 +276,7 @@ def get_handler(value: Any) -> StateHandler | None:
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
-    """What :func:`hvdbridge.torch.elastic.run` is made of; ``reset`` ends the session and begins another."""
+    """The wrapper of :func:`hvdbridge.torch.elastic.run`; ``reset`` ends the session and begins another."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
@@ -294,7 +293,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                     skip_sync = update.skip_sync
                 except restart.FAILURES as error:
                     failure, skip_sync = error, False
-                # Outside of the except clauses: an exception that is on its way would keep the session open.
+                # Outside of the except clauses: there the exception would keep the session's objects alive.
                 if failure is None:
                     restart.hosts_changed(state)
                 else:
