@@ -67,9 +67,6 @@ class HorovodVersionMismatchError(ImportError):
         self.installed_version = installed_version
 
 
-_both: dict[tuple[type, type], type[HorovodInternalError]] = {}
-
-
 def internal_error(text: str, kind: type[HorovodInternalError] = HorovodInternalError) -> HorovodInternalError:
     """A ``kind`` with this text, which the real Horovod's ``except`` clauses catch as well where it is imported.
 
@@ -79,6 +76,5 @@ def internal_error(text: str, kind: type[HorovodInternalError] = HorovodInternal
     real: Any = getattr(sys.modules.get("horovod.common.exceptions"), "HorovodInternalError", None)
     if real is None or issubclass(kind, real) or issubclass(real, HorovodInternalError):
         return kind(text)
-    if (kind, real) not in _both:
-        _both[kind, real] = type(kind.__name__, (kind, real), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-    return _both[kind, real](text)
+    both: Any = type(kind.__name__, (kind, real), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return both(text)  # type: ignore[no-any-return]

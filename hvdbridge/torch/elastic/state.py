@@ -34,12 +34,11 @@ class State:
 
     Args:
         bcast_object: gives all ranks rank 0's object.
-        get_rank: this process's rank.
+        get_rank: without effect.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
-        self._rank = get_rank
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
