@@ -53,7 +53,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """What :class:`HorovodVersionMismatchError` says."""
+    """The text of :class:`HorovodVersionMismatchError`."""
     return f"{name} {version} is installed, and Horovod was built for {installed_version}"
 
 

@@ -29,7 +29,7 @@ POLL_SECONDS, LONGEST_POLL_SECONDS = 2e-5, 1e-3
 
 
 class ReduceOp(Enum):
-    """How a reduction combines elements. ``torch.distributed.ReduceOp``'s values of these names are taken, too."""
+    """How a reduction combines elements. Operations also take ``torch.distributed.ReduceOp``'s values."""
 
     SUM = "sum"
     AVG = "avg"
@@ -45,8 +45,8 @@ class Group:
     Attributes:
         ranks: of the job, ascending.
         communicator: the group's channel; None on a rank that is not in it.
-        timeout: of what is waited for without a limit of its own; None: the job's.
-        description: what ``new_group`` was told that it is.
+        timeout: of operations without a limit of their own; None: the job's.
+        description: the ``group_desc`` of ``new_group``.
     """
 
     ranks: tuple[int, ...]
@@ -58,7 +58,7 @@ class Group:
     _messages: Messages | None = field(default=None, repr=False)
 
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return len(self.ranks)
 
     def rank(self) -> int:

@@ -54,17 +54,17 @@ class HorovodCompression(Policy):
             bucket.buffer.zero_()  # never a product: NaN * 0 is NaN
         elif factor != 1.0:
             bucket.buffer.mul_(factor)
-        pieces = [self.compression.compress(gradient) for gradient in bucket.grads.values()]
-        parts = [compressed for compressed, _ in pieces]
+        compressed = [self.compression.compress(gradient) for gradient in bucket.grads.values()]
+        parts = [part for part, _ in compressed]
         totals: list[Tensor] = [torch.empty(0, device="cpu")] * len(parts)
         for dtype in dict.fromkeys(part.dtype for part in parts):  # one message per type
             mine = [i for i, part in enumerate(parts) if part.dtype == dtype]
             total = yield AllReduce(torch.cat([parts[i].reshape(-1) for i in mine]))
             total = total.div_(bucket.size) if dtype.is_floating_point else total // bucket.size
-            for i, piece in zip(mine, total.split([parts[i].numel() for i in mine]), strict=True):
-                totals[i] = piece.view(parts[i].shape)
+            for i, part in zip(mine, total.split([parts[i].numel() for i in mine]), strict=True):
+                totals[i] = part.view(parts[i].shape)
         answers = []
-        for total, (_, context), (name, gradient) in zip(totals, pieces, bucket.grads.items(), strict=True):
+        for total, (_, context), (name, gradient) in zip(totals, compressed, bucket.grads.items(), strict=True):
             answer = self.compression.decompress(total, context)
             if answer.numel() != gradient.numel():
                 raise Unsupported(
