@@ -8,9 +8,7 @@ docs/horovod.md has a table of every name.
 # ruff: noqa: I001
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+from hvdbridge.torch import elastic
 from hvdbridge.torch.asynchronous import (
     allgather_async, allreduce_, allreduce_async, allreduce_async_, alltoall_async, barrier, broadcast_,
     broadcast_async, broadcast_async_, grouped_allgather_async, grouped_allreduce_, grouped_allreduce_async,
@@ -31,13 +29,10 @@ from hvdbridge.torch.mpi_ops import (
     allgather, allreduce, alltoall, broadcast, grouped_allgather, grouped_allreduce, grouped_reducescatter,
     reducescatter,
 )
+from hvdbridge.torch.optimizer import DistributedOptimizer
 from hvdbridge.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdbridge.torch.sync_batch_norm import SyncBatchNorm
 from hvdbridge.torch.util import check_extension
-
-if TYPE_CHECKING:
-    from hvdbridge.torch import elastic
-    from hvdbridge.torch.optimizer import DistributedOptimizer
-    from hvdbridge.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet",
@@ -52,16 +47,3 @@ __all__ = [
     "nccl_built", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
     "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
 ]  # fmt: skip
-
-_LATER = {"DistributedOptimizer": "optimizer", "SyncBatchNorm": "sync_batch_norm"}
-"""Imported on first use: they build on what is here."""
-
-
-def __getattr__(name: str) -> Any:
-    if name == "elastic":
-        return import_module("hvdbridge.torch.elastic")
-    if name not in _LATER:
-        raise AttributeError(f"module 'hvdbridge.torch' has no attribute {name!r}")
-    value = getattr(import_module(f"hvdbridge.torch.{_LATER[name]}"), name)
-    globals()[name] = value
-    return value

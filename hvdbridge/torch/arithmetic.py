@@ -1,4 +1,4 @@
-"""What operations do to tensors around their collective: scaling, packing, and what a library does not reduce.
+"""Arithmetic of raw operations around their collective: scaling, packing, and types that no library reduces.
 
 Rules:
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hvdbridge.backends.communicator import Communicator
+from hvdbridge.backends.communicator import DTYPES, Communicator
 from hvdbridge.policy.collectives import AllGather, AllReduce, ReduceScatter
 
 OPS = {"Sum": "sum", "Average": "sum", "Min": "min", "Max": "max", "Product": "product"}
@@ -24,15 +24,12 @@ TINY = 1.4916681462400413e-154
 
 
 def refusal(dtype: torch.dtype, op: str) -> str:
-    """Why tensors of this type are not reduced by ``op``; empty if they are.
+    """Why ``op`` does not reduce tensors of this type; empty if it does.
 
     >>> refusal(torch.bool, "Average"), refusal(torch.bfloat16, "Sum")
     ('Average has no meaning for torch.bool', '')
     """
-    known = (
-        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16,
-        torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128,
-    )  # fmt: skip
+    known = (*DTYPES, torch.int16, torch.complex64, torch.complex128)
     if dtype not in known:
         return f"Tensor type {dtype} is not supported: one of {', '.join(map(str, known))} is"
     meaningless = dtype == torch.bool and op in ("Average", "Adasum")
@@ -42,7 +39,7 @@ def refusal(dtype: torch.dtype, op: str) -> str:
 
 
 def scale_(tensor: Tensor, factor: float) -> Tensor:
-    """Multiply in place, rule 1; integers are cut off towards zero.
+    """Multiply in place by rule 1; integers are rounded towards zero.
 
     >>> scale_(torch.tensor([3, -3]), 0.5)
     tensor([ 1, -1])
@@ -54,44 +51,31 @@ def scale_(tensor: Tensor, factor: float) -> Tensor:
     return tensor.copy_((tensor.double() * factor).to(tensor.dtype))
 
 
-def all_reduce(buffer: Tensor, op: str, factors: tuple[float, float], comm: Communicator) -> Tensor:
+def all_reduce(
+    buffer: Tensor, op: str, factors: tuple[float, float], comm: Communicator,
+    kind: type[AllReduce | ReduceScatter] = AllReduce,
+) -> Tensor:  # fmt: skip
     """``op`` over the ranks, factors included; may work in ``buffer``, and returns contiguous memory."""
     scale_(buffer, factors[0])
-    after = factors[1] / comm.size if op == "Average" else factors[1]
-    return scale_(narrowed(comm.execute(AllReduce(widened(buffer), _op(buffer, op))), buffer), after)
+    wide = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    ours = (BOOL_OPS if buffer.dtype == torch.bool else OPS)[op]
+    answer = comm.execute(kind(wide.to(torch.int32) if wide.dtype == torch.int16 else wide, ours))
+    answer = torch.view_as_complex(answer) if buffer.is_complex() else answer.to(buffer.dtype)
+    return scale_(answer, factors[1] / comm.size if op == "Average" else factors[1])
 
 
 def reduce_scatter(tensor: Tensor, op: str, factors: tuple[float, float], comm: Communicator) -> Tensor:
-    """This rank's rows of the reduction; earlier ranks have one more where they cannot be divided evenly."""
+    """This rank's rows of the reduction; where ranks cannot have equally many, earlier ranks have one more."""
     rows, more = divmod(tensor.shape[0], comm.size)
     counts = [rows + (rank < more) for rank in range(comm.size)]
     padded = tensor.new_zeros(comm.size, rows + (more > 0), *tensor.shape[1:])
     for part, target in zip(tensor.split(counts), padded.unbind(), strict=True):
         target[: part.shape[0]] = part
-    scale_(padded, factors[0])
-    after = factors[1] / comm.size if op == "Average" else factors[1]
-    mine = narrowed(comm.execute(ReduceScatter(widened(padded), _op(tensor, op))), tensor)
-    return scale_(mine[: counts[comm.rank]].clone(), after)
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """In the form in which communicators reduce it."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor
-
-
-def narrowed(answer: Tensor, like: Tensor) -> Tensor:
-    """Undo :func:`widened`."""
-    return torch.view_as_complex(answer) if like.is_complex() else answer.to(like.dtype)
-
-
-def _op(tensor: Tensor, op: str) -> str:
-    return (BOOL_OPS if tensor.dtype == torch.bool else OPS)[op]
+    return all_reduce(padded, op, factors, comm, ReduceScatter)[: counts[comm.rank]].clone()
 
 
 def adasum(tensor: Tensor, factors: tuple[float, float], comm: Communicator) -> Tensor:
-    """Adasum of all ranks' tensors: pairs by rank xor 1, then 2, then 4. Gathers them, so it holds ``size`` tensors."""
+    """Adasum of all ranks' tensors: pairs by rank xor 1, then 2, then 4. Gathers, and so holds, ``size`` tensors."""
     rows = list(comm.execute(AllGather(scale_(tensor, factors[0]))).unbind())
     while len(rows) > 1:
         rows = [_adasum_pair(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True)]

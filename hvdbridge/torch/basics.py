@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -19,38 +20,23 @@ from hvdbridge.torch.settings import Settings, report_unheeded
 from hvdbridge.training import runtime
 
 
-class ReduceOp(int):
-    """A reduction: an integer, as in Horovod, that knows its name.
+class ReduceOp(IntEnum):
+    """A reduction: an integer, as in Horovod, whose text is its name.
 
     >>> Average, int(Product)
     (Average, 5)
     """
 
-    name: str
-
-    def __new__(cls, value: int, name: str) -> ReduceOp:
-        made = super().__new__(cls, value)
-        made.name = name
-        return made
+    Average, Sum, Adasum, Min, Max, Product = range(6)
 
     def __repr__(self) -> str:
         return self.name
 
-    def __reduce__(self) -> Any:
-        return _op_of, (int(self),)
+    __str__ = __repr__
 
 
-def _op_of(value: int) -> ReduceOp:
-    return _OPS[value]
-
-
-Average = ReduceOp(0, "Average")
-Sum = ReduceOp(1, "Sum")
-Adasum = ReduceOp(2, "Adasum")
-Min = ReduceOp(3, "Min")
-Max = ReduceOp(4, "Max")
-Product = ReduceOp(5, "Product")
-_OPS = {int(op): op for op in (Average, Sum, Adasum, Min, Max, Product)}
+Average, Sum, Adasum, Min, Max, Product = ReduceOp
+_OPS = {int(op): op for op in ReduceOp}
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -61,15 +47,15 @@ _handles: dict[int, Pending] = {}
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Begin; collective. Calls ``hb.init()`` if that has not happened. Harmless when repeated.
+    """Begin; collective. Calls ``hb.init()`` if the script has not. Harmless when repeated.
 
     Args:
         comm: None, or all ranks (a list, or an mpi4py communicator). To work with some of them use process sets.
-        process_sets: sets to register at once; ``"dynamic"`` is accepted, sets can always be added here.
+        process_sets: sets to register at once; ``"dynamic"`` is accepted, since a script can always add sets here.
 
     Raises:
-        ValueError: a set is there twice, or has ranks that do not exist.
-        NotImplementedError: ``comm`` is a part of the ranks.
+        ValueError: a set is given twice, or has ranks that do not exist.
+        NotImplementedError: ``comm`` has a part of the ranks only.
         HvdbridgeError: of ``hb.init()``: ranks that do not find each other, a backend that is not installed.
     """
     global _operations, _owns_session
@@ -78,8 +64,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     _handles.clear()
     owns = not runtime.is_initialized()
     if owns:
-        with _without_native_timeline():
+        path = os.environ.pop("HOROVOD_TIMELINE", None)  # the real Horovod below must not write that file, too
+        try:
             runtime.init()
+        finally:
+            os.environ.update({} if path is None else {"HOROVOD_TIMELINE": path})
     session = runtime.current()
     if _size_of(comm) not in (0, session.world.size):
         if owns:
@@ -100,9 +89,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     atexit.register(_leave_at_exit)
     _setup(operations)
     global_process_set.ranks = list(range(operations.size))
-    if process_sets is None or isinstance(process_sets, str):
-        return
-    _init_process_sets(process_sets)
+    if not isinstance(process_sets, str):
+        _init_process_sets(process_sets or ())
 
 
 def shutdown() -> None:
@@ -133,24 +121,13 @@ def _close() -> None:
 
 
 def _leave_at_exit() -> None:
-    """The script has come to its end; the session, which waits for all ranks, closes after this."""
+    """The script has ended; the session closes after this and waits for all ranks."""
     if _operations is not None and _operations.session._pid == os.getpid():
         _operations.leave()
 
 
-@contextmanager
-def _without_native_timeline() -> Iterator[None]:
-    """The real Horovod below must not write the file that we write."""
-    path = os.environ.pop("HOROVOD_TIMELINE", None)
-    try:
-        yield
-    finally:
-        if path is not None:
-            os.environ["HOROVOD_TIMELINE"] = path
-
-
 def _size_of(comm: Any) -> int:
-    """Of the ranks that are meant; 0: all."""
+    """The number of ranks in ``comm``; 0: all."""
     if comm is None:
         return 0
     return int(comm.Get_size()) if hasattr(comm, "Get_size") else len(list(comm))
@@ -215,9 +192,7 @@ def mpi_threads_supported() -> bool:
     """
     if not mpi_enabled():
         raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
-    from sys import modules
-
-    mpi = modules["mpi4py.MPI"]
+    mpi = sys.modules["mpi4py.MPI"]
     return bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
 
 
@@ -288,37 +263,21 @@ def stop_timeline() -> None:
 
 
 class HorovodBasics:
-    """The session's functions as methods of an object; all objects are alike.
+    """The session's functions and reductions as members of an object; all objects are alike.
 
     Args:
-        pkg_path, args: where Horovod's library lies; there is none here.
+        pkg_path, args: of Horovod's library; there is none here.
     """
-
-    Average, Sum, Adasum = Average, Sum, Adasum
-    Min, Max, Product = Min, Max, Product
-
-    init = staticmethod(init)
-    shutdown = staticmethod(shutdown)
-    is_initialized = staticmethod(is_initialized)
-    start_timeline = staticmethod(start_timeline)
-    stop_timeline = staticmethod(stop_timeline)
-    rank = staticmethod(rank)
-    size = staticmethod(size)
-    local_rank = staticmethod(local_rank)
-    local_size = staticmethod(local_size)
-    cross_rank = staticmethod(cross_rank)
-    cross_size = staticmethod(cross_size)
-    is_homogeneous = staticmethod(is_homogeneous)
-    mpi_threads_supported = staticmethod(mpi_threads_supported)
-    mpi_enabled = staticmethod(mpi_enabled)
-    mpi_built = staticmethod(mpi_built)
-    gloo_enabled = staticmethod(gloo_enabled)
-    gloo_built = staticmethod(gloo_built)
-    nccl_built = staticmethod(nccl_built)
-    ddl_built = staticmethod(ddl_built)
-    ccl_built = staticmethod(ccl_built)
-    cuda_built = staticmethod(cuda_built)
-    rocm_built = staticmethod(rocm_built)
 
     def __init__(self, pkg_path: str, *args: str) -> None:
         pass
+
+
+for _function in (
+    init, shutdown, is_initialized, start_timeline, stop_timeline, rank, size, local_rank, local_size, cross_rank,
+    cross_size, is_homogeneous, mpi_threads_supported, mpi_enabled, mpi_built, gloo_enabled, gloo_built, nccl_built,
+    ddl_built, ccl_built, cuda_built, rocm_built,
+):  # fmt: skip
+    setattr(HorovodBasics, _function.__name__, staticmethod(_function))
+for _op in ReduceOp:
+    setattr(HorovodBasics, _op.name, _op)

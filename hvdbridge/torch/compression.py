@@ -1,4 +1,4 @@
-"""``hvd.Compression``: what is done to a tensor before and after it travels."""
+"""``hvd.Compression``: conversions of a tensor before and after it travels."""
 
 from __future__ import annotations
 
@@ -9,29 +9,21 @@ from torch import Tensor
 
 
 class Compressor:
-    """Base of compressors; a subclass is used as it is, without an instance."""
+    """Base of compressors, which leaves tensors as they are. Operations take a subclass itself, without an instance."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What travels instead of ``tensor``, and what :meth:`decompress` needs to undo it."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """What came back, in the form that :meth:`compress` was given."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Every tensor as it is."""
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """The tensor that travels instead of ``tensor``, and the context that :meth:`decompress` needs."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """``tensor`` from the other ranks, in the form that :meth:`compress` was given."""
         return tensor
+
+
+class NoneCompressor(Compressor):
+    """Tensors travel as they are."""
 
 
 class _Narrowed(Compressor):

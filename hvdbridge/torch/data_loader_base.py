@@ -1,8 +1,8 @@
-"""What stands for ``horovod.data.data_loader_base``: loaders that read ahead in a thread."""
+"""The stand-in for ``horovod.data.data_loader_base``: loaders that read ahead in a thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from queue import Empty, Queue
 from threading import Event, Thread
@@ -21,7 +21,7 @@ class BaseDataLoader:
         raise NotImplementedError
 
     def _process_batch(self, batch: Any) -> Any:
-        """What becomes of each batch before it is handed out."""
+        """Convert each batch before the loop gets it."""
         return batch
 
     def __iter__(self) -> Iterator[Any]:
@@ -30,13 +30,13 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin:
-    """Before a :class:`BaseDataLoader` among a class's bases: a thread reads ahead.
+    """Reads ahead in a thread; stands before a :class:`BaseDataLoader` among a class's bases.
 
-    The thread ends with its epoch: what ``set_epoch`` says between two epochs holds for the next one. (Horovod's own
-    reads on into the next epoch.) An exception in ``_iterate`` is raised where the batch would have come.
+    The thread ends with its epoch, so ``set_epoch`` between two epochs changes the next one. (Horovod's own thread
+    reads on into the next epoch.) The loop over the batches raises an exception of ``_iterate``.
 
     Args:
-        async_loader_queue_size: how many batches it may be ahead; 0: there is no thread.
+        async_loader_queue_size: how many batches the thread may be ahead; 0: there is no thread.
         debug_data_loader: without effect.
         args, kwargs: of the loader.
 
@@ -57,67 +57,49 @@ class AsyncDataLoaderMixin:
     ) -> None:
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
-        self._readers: list[_Reader] = []
+        self._readers: dict[Thread, Callable[[], None]] = {}
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:
-        """End the threads of epochs that were left. Harmless when repeated."""
+        """End the threads of epochs that the script left. Harmless when repeated."""
         while self._readers:
-            self._readers.pop().close()
+            thread, stop = self._readers.popitem()
+            stop()
+            thread.join()
 
     def __iter__(self: Any) -> Iterator[Any]:
         if self.async_loader_queue_size <= 0:
             yield from super().__iter__()  # type: ignore[misc]
             return
-        reader = _Reader(self._iterate(), self.async_loader_queue_size)
-        self._readers.append(reader)
+        source, stopped = self._iterate(), Event()
+        queue: Queue[tuple[bool, Any]] = Queue(self.async_loader_queue_size)  # (True, batch), or (False, error or None)
+
+        def read() -> None:
+            end = None
+            try:
+                for batch in source:
+                    queue.put((True, batch))
+                    if stopped.is_set():
+                        return
+            except Exception as error:
+                end = error
+            queue.put((False, end))
+
+        def stop() -> None:
+            """Let the thread end with its present batch, without waiting, and drop what it has read."""
+            stopped.set()
+            with suppress(Empty):
+                while True:
+                    queue.get_nowait()
+
+        thread = Thread(target=read, name="hvdbridge-loader", daemon=True)
+        self._readers[thread] = stop
+        thread.start()
         try:
-            for batch in reader.batches():
-                yield self._process_batch(batch)
-        finally:  # also where the loop that asks for them is left
-            reader.stop()
-            if reader in self._readers:
-                self._readers.remove(reader)
-
-
-class _Reader:
-    """A thread that reads one epoch."""
-
-    def __init__(self, source: Iterable[Any], ahead: int) -> None:
-        self._source = source
-        self._queue: Queue[tuple[bool, Any]] = Queue(ahead)  # (is it a batch, the batch or how it ended)
-        self._stopped = Event()
-        self._thread = Thread(target=self._read, name="hvdbridge-loader", daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        end = None
-        try:
-            for batch in self._source:
-                self._queue.put((True, batch))
-                if self._stopped.is_set():
-                    return
-        except Exception as error:
-            end = error
-        self._queue.put((False, end))
-
-    def batches(self) -> Iterator[Any]:
-        while True:
-            goes_on, value = self._queue.get()
-            if goes_on:
-                yield value
-            elif value is None:
-                return
-            else:
-                raise value
-
-    def stop(self) -> None:
-        """It reads no further than the batch that it is at, and holds none. Does not wait."""
-        self._stopped.set()
-        with suppress(Empty):
-            while True:
-                self._queue.get_nowait()
-
-    def close(self) -> None:
-        self.stop()
-        self._thread.join()
+            while (item := queue.get())[0]:
+                yield self._process_batch(item[1])
+            if item[1] is not None:
+                raise item[1]
+        finally:  # also where the script leaves the loop over the batches
+            stop()
+            self._readers.pop(thread, None)

@@ -1,4 +1,4 @@
-"""What ``hvdbridge.torch`` raises: Horovod's own types, also where Horovod is not installed.
+"""The errors of ``hvdbridge.torch``: Horovod's own types, also where Horovod is not installed.
 
 ::
 
@@ -9,8 +9,8 @@
     HostsUpdatedInterrupt (RuntimeError)                  the set of hosts changed; elastic training goes on
     HorovodVersionMismatchError (ImportError)             never raised by hvdbridge; there for except clauses
 
-Where the real Horovod is imported (``HVDBRIDGE_BACKEND=horovod``), what is raised is an instance of its
-``HorovodInternalError``, too, so that either name in an ``except`` clause catches it.
+Where the real Horovod is imported (``HVDBRIDGE_BACKEND=horovod``), these errors are instances of its
+``HorovodInternalError``, too, so that either name in an ``except`` clause catches them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """What :class:`HorovodVersionMismatchError` says."""
+    """The text of :class:`HorovodVersionMismatchError`."""
     return f"{name} {version} is installed, and Horovod was built for {installed_version}"
 
 
@@ -67,9 +67,6 @@ class HorovodVersionMismatchError(ImportError):
         self.installed_version = installed_version
 
 
-_both: dict[tuple[type, type], type[HorovodInternalError]] = {}
-
-
 def internal_error(text: str, kind: type[HorovodInternalError] = HorovodInternalError) -> HorovodInternalError:
     """A ``kind`` with this text, which the real Horovod's ``except`` clauses catch as well where it is imported.
 
@@ -79,6 +76,5 @@ def internal_error(text: str, kind: type[HorovodInternalError] = HorovodInternal
     real: Any = getattr(sys.modules.get("horovod.common.exceptions"), "HorovodInternalError", None)
     if real is None or issubclass(kind, real) or issubclass(real, HorovodInternalError):
         return kind(text)
-    if (kind, real) not in _both:
-        _both[kind, real] = type(kind.__name__, (kind, real), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-    return _both[kind, real](text)
+    both: Any = type(kind.__name__, (kind, real), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return both(text)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What stands for ``horovod.runner.launch``: there is no horovodrun without Horovod, and it says what there is."""
+"""The stand-in for ``horovod.runner.launch``: without Horovod there is no horovodrun; the error names a remedy."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from hvdbridge.errors import ConfigurationError
@@ -22,20 +23,21 @@ WITHOUT_EFFECT = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says about raw operations.
+    """Settings of raw operations from the environment.
 
     Attributes:
         fusion_bytes: operations that are ready together travel together up to this size; 0: never
             (``HOROVOD_FUSION_THRESHOLD``).
-        cycle_seconds: requests that nobody waits for yet are collected for this time (``HOROVOD_CYCLE_TIME``, in ms).
-        stall_seconds: an operation that has not started is reported then (``HOROVOD_STALL_CHECK_TIME_SECONDS``,
-            ``HOROVOD_STALL_CHECK_DISABLE``; default: ``HVDBRIDGE_STALL_SECONDS``).
-        timeout_seconds: and ends everything then (``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``, if that is shorter than
-            ``HVDBRIDGE_TIMEOUT_SECONDS``).
-        shutdown_seconds: ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` itself where that is what counts, else 0.
+        cycle_seconds: a rank collects requests for this time unless it waits for one (``HOROVOD_CYCLE_TIME``, in ms).
+        stall_seconds: the coordinator reports an operation that has not started after this time
+            (``HOROVOD_STALL_CHECK_TIME_SECONDS``, ``HOROVOD_STALL_CHECK_DISABLE``; default:
+            ``HVDBRIDGE_STALL_SECONDS``).
+        timeout_seconds: such an operation ends everything after this time (``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``, if
+            that is shorter than ``HVDBRIDGE_TIMEOUT_SECONDS``).
+        shutdown_seconds: ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` itself where it is the shorter one, else 0.
         bucket_bytes: of an optimizer's buckets, if ``HOROVOD_FUSION_THRESHOLD`` is set; 0: each gradient by itself.
         timeline: the file of the timeline (``HOROVOD_TIMELINE``), or empty.
-        mark_cycles: mark in it when requests were sent (``HOROVOD_TIMELINE_MARK_CYCLES``).
+        mark_cycles: the timeline shows when requests are sent (``HOROVOD_TIMELINE_MARK_CYCLES``).
     """
 
     fusion_bytes: int = 128 << 20
@@ -65,15 +67,14 @@ class Settings:
         0.005
         """
         env = os.environ if environ is None else environ
-        stall = _number(env, "STALL_CHECK_TIME_SECONDS", stall_seconds)
         end = _number(env, "STALL_SHUTDOWN_TIME_SECONDS", 0.0)
-        timeline = env.get("HOROVOD_TIMELINE", "")
+        checks, timeline = not _flag(env, "STALL_CHECK_DISABLE"), env.get("HOROVOD_TIMELINE", "")
         fusion = int(_number(env, "FUSION_THRESHOLD", cls.fusion_bytes))
         return cls(
             fusion_bytes=fusion,
             cycle_seconds=_number(env, "CYCLE_TIME", 1e3 * cls.cycle_seconds) / 1e3,
-            stall_seconds=math.inf if _flag(env, "STALL_CHECK_DISABLE") else stall,
-            timeout_seconds=min(end, timeout_seconds) if end > 0 else timeout_seconds,
+            stall_seconds=_number(env, "STALL_CHECK_TIME_SECONDS", stall_seconds) if checks else math.inf,
+            timeout_seconds=min(end or math.inf, timeout_seconds),
             timeline="" if timeline.upper() == "DYNAMIC" else timeline,
             mark_cycles=_flag(env, "TIMELINE_MARK_CYCLES"),
             shutdown_seconds=end if 0 < end < timeout_seconds else 0.0,
@@ -103,16 +104,11 @@ def report_unheeded(rank: int) -> None:
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:
-    text = env.get(f"HOROVOD_{name}", "").strip()
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigurationError(f"HOROVOD_{name}={text} must be a number that is not negative")
-    return value
+    text = env.get(f"HOROVOD_{name}", "").strip() or str(default)
+    with suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise ConfigurationError(f"HOROVOD_{name}={text} must be a number that is not negative")
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

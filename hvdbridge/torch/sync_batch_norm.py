@@ -12,26 +12,12 @@ from hvdbridge.training import sync_batchnorm
 class SyncBatchNorm(sync_batchnorm.SyncBatchNorm):
     """Drop-in for ``BatchNorm1d/2d/3d``: input ``[N, C, ...]``, floating point, ``N`` may differ between ranks.
 
-    Args:
-        num_features: C.
-        eps, momentum, affine, track_running_stats: as in ``torch.nn.BatchNorm2d``.
+    Its arguments are those of ``torch.nn.BatchNorm2d``.
 
     Raises:
         ValueError: at forward: fewer than two dimensions, or ``hvd.init()`` is missing.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats)
-
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        if basics.size() == 1:
-            return _BatchNorm.forward(self, input)
-        return super().forward(input)
+        return _BatchNorm.forward(self, input) if basics.size() == 1 else super().forward(input)

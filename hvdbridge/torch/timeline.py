@@ -1,8 +1,8 @@
-"""``HOROVOD_TIMELINE``: what each operation waited for and did, as a trace that Chrome and Perfetto show.
+"""``HOROVOD_TIMELINE``: a trace of each operation's waiting and execution, which Chrome and Perfetto show.
 
-One row per operation, with the time of its negotiation (``NEGOTIATE_ALLREDUCE``: from this rank's call until all ranks
-have called) and of its execution (``ALLREDUCE``). Gradients of a DistributedOptimizer are not negotiated: ``QUEUE`` is
-from the arrival of one until its bucket was handed in. Only rank 0 writes a trace.
+One row per operation shows its negotiation (``NEGOTIATE_ALLREDUCE``: from this rank's call until all ranks have called)
+and its execution (``ALLREDUCE``). Ranks do not negotiate gradients of a DistributedOptimizer: ``QUEUE`` is from the
+arrival of a gradient until the optimizer hands in its bucket. Only rank 0 writes a trace.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ class Timeline:
         self._rows: dict[str, int] = {}
         self._start = time.monotonic()
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  (open until close())
-        self._file.write("[\n")
-        self._first = True
+        self._before = "[\n"  # the next event
         started = {"start_time_since_epoch_in_micros": int(time.time() * 1e6)}
         self._write({"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "hvdbridge", **started}})
 
@@ -33,7 +32,7 @@ class Timeline:
         self._span(name, f"NEGOTIATE_{kind.upper()}", since, until, {})
 
     def queued(self, name: str, since: float, until: float) -> None:
-        """What arrived at ``since`` was handed in at ``until``, with the rest of its bucket."""
+        """A gradient arrived at ``since``; its bucket was handed in at ``until``."""
         self._span(name, "QUEUE", since, until, {})
 
     def executed(self, name: str, kind: str, since: float, args: dict[str, Any]) -> None:
@@ -54,17 +53,13 @@ class Timeline:
                 self._file.close()
 
     def _span(self, name: str, activity: str, since: float, until: float, args: dict[str, Any]) -> None:
-        row = self._row(name)
-        begin = self._micros(since)
-        duration = self._micros(until) - begin
-        span = {"name": activity, "ph": "X", "pid": 0, "tid": row, "ts": begin, "dur": duration}
-        self._write(span | {"args": args} if args else span)
-
-    def _row(self, name: str) -> int:
         if name not in self._rows:
             self._rows[name] = row = len(self._rows) + 1
             self._write({"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}})
-        return self._rows[name]
+        begin = self._micros(since)
+        span = {"name": activity, "ph": "X", "pid": 0, "tid": self._rows[name], "ts": begin}
+        span["dur"] = self._micros(until) - begin
+        self._write(span | {"args": args} if args else span)
 
     def _micros(self, at: float) -> int:
         return max(int((at - self._start) * 1e6), 0)
@@ -72,6 +67,6 @@ class Timeline:
     def _write(self, event: dict[str, Any]) -> None:
         with self._lock:
             if not self._file.closed:
-                self._file.write(("" if self._first else ",\n") + json.dumps(event))
-                self._first = False
+                self._file.write(self._before + json.dumps(event))
+                self._before = ",\n"
                 self._file.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -18,7 +18,6 @@ from hvdbridge.backends.communicator import Communicator, Work
 from hvdbridge.backends.point_to_point import Messages, Receipt
 from hvdbridge.errors import CollectiveTimeout, ConfigurationError, Unsupported
 from hvdbridge.execution.flow import Submission
-from hvdbridge.execution.scheduler import Scheduler
 from hvdbridge.policy.buffer_pool import overlaps
 from hvdbridge.policy.collectives import Collective
 from hvdbridge.reduction.context import ReductionContext
@@ -30,7 +29,7 @@ POLL_SECONDS, LONGEST_POLL_SECONDS = 2e-5, 1e-3
 
 
 class ReduceOp(Enum):
-    """How a reduction combines elements. ``torch.distributed.ReduceOp``'s values of these names are taken, too."""
+    """How a reduction combines elements. Operations also take ``torch.distributed.ReduceOp``'s values."""
 
     SUM = "sum"
     AVG = "avg"
@@ -46,8 +45,8 @@ class Group:
     Attributes:
         ranks: of the job, ascending.
         communicator: the group's channel; None on a rank that is not in it.
-        timeout: of what is waited for without a limit of its own; None: the job's.
-        description: what ``new_group`` was told that it is.
+        timeout: of operations without a limit of their own; None: the job's.
+        description: the ``group_desc`` of ``new_group``.
     """
 
     ranks: tuple[int, ...]
@@ -59,7 +58,7 @@ class Group:
     _messages: Messages | None = field(default=None, repr=False)
 
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return len(self.ranks)
 
     def rank(self) -> int:
@@ -82,69 +81,59 @@ class Group:
 class Handle:
     """An operation under way."""
 
+    def __init__(
+        self, what: str, timeout: timedelta | None, done: Callable[[], bool], end: Callable[[], object]
+    ) -> None:
+        self._what, self._timeout, self._done, self._end = what, timeout, done, end
+
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when it is over and its tensors may be used.
+        """Return True when the operation is over and its tensors may be used.
 
         Raises:
             CollectiveTimeout: it is not over after ``timeout``.
             HvdbridgeError: it failed; the cause.
         """
-        raise NotImplementedError
+        if (limit := self._timeout if timeout is None else timeout) is not None:
+            seconds, pause = limit.total_seconds(), POLL_SECONDS
+            end = time.monotonic() + seconds
+            while not self._done():
+                if time.monotonic() > end:
+                    raise CollectiveTimeout(
+                        f"rank {runtime.rank()}: {self._what} is not over after its timeout of {seconds:g} s; some "
+                        "rank has not come to it"
+                    )
+                time.sleep(pause)
+                pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+        self._end()
+        return True
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return, or raise, at once."""
-        raise NotImplementedError
+        return self._done()
 
 
-class _Collective(Handle):
-    """Of ``steps``, which hold the user's tensors: a GPU may still read them when the flow has only been enqueued."""
-
-    def __init__(
-        self, pending: Submission[None], scheduler: Scheduler, what: str, timeout: timedelta | None, steps: object
-    ) -> None:
-        self._pending, self._scheduler, self._what, self._timeout = pending, scheduler, what, timeout
-        self._steps = steps
-
-    def is_completed(self) -> bool:
-        return self._pending.done
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if (limit := self._timeout if timeout is None else timeout) is not None:
-            _until(self.is_completed, limit, self._what)
-        self._pending.wait()
-        self._scheduler.order()
-        self._steps = None
-        return True
-
-
-class _Message(Handle):
-    """A send, or a receive that ends in a copy to where it was wanted."""
+class Message(Handle):
+    """A send, or a receive that ends with ``then``."""
 
     def __init__(self, work: Work, what: str, group: Group, then: Callable[[], None] | None = None) -> None:
-        self._work: Work = work
-        self._what, self._group, self._then = what, group, then
+        super().__init__(what, group.timeout, work.done, work.wait)
+        self._work, self._group, self._then = work, group, then
         self._over = False
-        self._dropped = _groups().dropped
-        # A copy: done() may run what drops others
+        self._dropped = opened().dropped
+        # A copy: done() may run the collector, which drops others
         self._dropped.difference_update([work for work in list(self._dropped) if work.done()])
 
     def __del__(self) -> None:
         if not self._over:
             self._dropped.add(self._work)
 
-    def is_completed(self) -> bool:
-        return self._over or self._work.done()
-
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._over:
-            return True
-        with runtime.current().monitor.watch(self._what):
-            if (limit := self._group.timeout if timeout is None else timeout) is not None:
-                _until(self._work.done, limit, self._what)
-            self._work.wait()
-        self._over = True
-        if self._then is not None:
-            self._then()
+        if not self._over:
+            with runtime.current().monitor.watch(self._what):
+                super().wait(timeout)
+            self._over = True
+            if self._then is not None:
+                self._then()
         return True
 
     @property
@@ -154,27 +143,18 @@ class _Message(Handle):
         return self._group.ranks[self._work.source]
 
 
-def _until(done: Callable[[], bool], timeout: timedelta, what: str) -> None:
-    end, pause = time.monotonic() + timeout.total_seconds(), POLL_SECONDS
-    while not done():
-        if time.monotonic() > end:
-            raise CollectiveTimeout(
-                f"rank {runtime.rank()}: {what} is not over after its timeout of {timeout.total_seconds():g} s; "
-                "some rank has not come to it"
-            )
-        time.sleep(pause)
-        pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
-
-
 @dataclass(eq=False)
 class _Groups:
-    """The groups of one session."""
+    """The groups of one session.
+
+    Attributes:
+        dropped: sends and receives whose handle nobody keeps, while a library reads or writes their memory.
+    """
 
     everyone: Group
     made: list[Group] = field(default_factory=list)
     dropped: set[Work] = field(default_factory=set)
-    """Of messages whose handle nobody keeps, while a library reads or writes their memory."""
-    numbers: Any = field(default_factory=lambda: count(1))
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
     exchange: Any = None
 
     def close(self) -> None:
@@ -186,43 +166,38 @@ class _Groups:
             self.exchange.close()
 
 
-def _groups() -> _Groups:
+def opened() -> _Groups:
+    """The groups of the running session."""
     session = runtime.current()
     if "primitives" not in session.opened:
-        ranks = tuple(range(session.world.size))
-        session.opened["primitives"] = made = _Groups(Group(ranks, None, 0))
+        session.opened["primitives"] = made = _Groups(Group(tuple(range(session.world.size)), None, 0))
         session.at_shutdown(made.close)
     groups: _Groups = session.opened["primitives"]
     return groups
 
 
 def new_group(
-    ranks: Sequence[int] | None = None,
-    timeout: timedelta | None = None,
-    backend: str | None = None,
-    pg_options: Any = None,
-    use_local_synchronization: bool = False,
-    group_desc: str | None = None,
-    device_id: torch.device | None = None,
-    sort_ranks: bool = True,
-) -> Group:
+    ranks: Sequence[int] | None = None, timeout: timedelta | None = None, backend: str | None = None,
+    pg_options: Any = None, use_local_synchronization: bool = False, group_desc: str | None = None,
+    device_id: torch.device | None = None, sort_ranks: bool = True,
+) -> Group:  # fmt: skip
     """A group of ``ranks`` (None: all). Collective: every rank of the job calls it, also those not in the group, and
     several calls in the same order.
 
     Args:
         ranks: of the job.
-        timeout: how long an operation of the group is waited for; None: ``HVDBRIDGE_TIMEOUT_SECONDS``, the most.
-        backend: None, or the job's own: what carries a group is chosen by ``hb.init``.
-        group_desc: named in messages.
+        timeout: the longest that an operation of the group may take; None: ``HVDBRIDGE_TIMEOUT_SECONDS``, the maximum.
+        backend: None, or the job's own: ``hb.init`` has chosen what carries a group.
+        group_desc: named in error messages.
         device_id: None, or this rank's device.
         pg_options, use_local_synchronization, sort_ranks: as they are by default.
 
     Raises:
-        ConfigurationError: a rank is there twice, or is none of the job's.
+        ConfigurationError: ranks are given twice, or are not the job's.
         RankMismatch: the ranks ask for different groups.
         Unsupported: an argument that cannot be honoured.
     """
-    groups, session = _groups(), runtime.current()
+    groups, session = opened(), runtime.current()
     size = session.world.size
     wanted = list(range(size)) if ranks is None else sorted(ranks)
     if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(range(size)):
@@ -238,7 +213,7 @@ def new_group(
     ):
         if not honoured:
             raise Unsupported(f"new_group({argument}): {remedy}. Leave it out.")
-    _check_limit(timeout, "new_group")
+    check_limit(timeout, "new_group")
     number = next(groups.numbers)
     if size > 1:
         session.monitor.agree(f"new_group number {number}", str(wanted))
@@ -248,7 +223,8 @@ def new_group(
     return made
 
 
-def _check_limit(timeout: timedelta | None, what: str) -> None:
+def check_limit(timeout: timedelta | None, what: str) -> None:
+    """Raise Unsupported if ``timeout`` is longer than the job's."""
     most = runtime.current().config.timeout_seconds
     if timeout is not None and timeout.total_seconds() > most:
         raise Unsupported(
@@ -257,89 +233,108 @@ def _check_limit(timeout: timedelta | None, what: str) -> None:
         )
 
 
-def _meant(group: Group | None, what: str) -> Group:
-    """The group that is meant; None: all ranks."""
-    if group is None:
-        return _groups().everyone
-    if not isinstance(group, Group):
+def meant(group: Group | None, what: str) -> Group:
+    """``group``, or that of all ranks for None."""
+    if group is not None and not isinstance(group, Group):
         raise Unsupported(f"{what}: group={group!r} must come from hvdbridge.new_group(); got {type(group).__name__}")
-    return group
+    return group or opened().everyone
 
 
-def _member(group: Group | None, what: str) -> Group | None:
-    """The group that is meant; None, and a warning to the caller's caller, if this rank is not in it."""
-    found = _meant(group, what)
-    if found.rank() < 0:
-        text = f"{what} on rank {runtime.rank()}, which is not in the group of {found}: nothing is done"
-        warnings.warn(text, stacklevel=3)
-        return None
-    return found
+def member(group: Group | None, what: str) -> Group | None:
+    """:func:`meant`; None, and a warning to the caller's caller, if this rank is not in that group."""
+    found = meant(group, what)
+    if found.rank() >= 0:
+        return found
+    text = f"{what} on rank {runtime.rank()}, which is not in the group of {found}: nothing is done"
+    warnings.warn(text, stacklevel=3)
+    return None
 
 
-def _still_open(group: Group, what: str) -> Communicator:
+def still_open(group: Group, what: str) -> Communicator:
+    """The channel of ``group``."""
     if group.communicator is None:
         raise ConfigurationError(f"{what}: the group {list(group.ranks)} is closed; make it anew")
     return group.communicator
 
 
-def _start(
+def start(
     group: Group, steps: Callable[[], Steps], what: str, async_op: bool, timeout: timedelta | None = None
 ) -> Handle | None:
-    """Run ``steps`` on the group's channel."""
+    """Run ``steps`` on the group's channel; a handle if ``async_op``, else None at the end."""
     session = runtime.current()
     if group.communicator is None and group.number == 0:
         group.communicator = session.channel("primitives")
-    communicator = _still_open(group, what)
+    communicator = still_open(group, what)
     if group._context is None:
         check = session.check() if group.number == 0 else None
         group._context = ReductionContext(session, [communicator], session.device, check)
     scheduler = group._context.scheduler
     pending = scheduler.submit(Submission(steps(), communicator))
-    handle = _Collective(pending, scheduler, what, group.timeout if timeout is None else timeout, steps)
+    tensors = [steps]  # a GPU may read the user's tensors until the flow's end, not only until it is enqueued
+
+    def end() -> None:
+        pending.wait()
+        scheduler.order()
+        tensors.clear()
+
+    handle = Handle(what, group.timeout if timeout is None else timeout, lambda: pending.done, end)
     if async_op:
         return handle
     handle.wait()
     return None
 
 
-def _root(group: Group, rank: int | None, group_rank: int | None, what: str) -> int:
-    """The rank within the group that a user means, by its number in the job or in the group."""
+def root_of(group: Group, rank: int | None, group_rank: int | None, what: str, default: int | None = None) -> int:
+    """The rank within the group that a user means by its number in the job or in the group.
+
+    Args:
+        default: the rank of the job if the user gives neither.
+    """
+    if rank is None and group_rank is None:
+        rank = default
     if (rank is None) == (group_rank is None):
         raise ConfigurationError(f"{what}: give either the rank of the job or the rank of the group")
-    if rank is not None:
-        if rank not in group.ranks:
-            raise ConfigurationError(f"{what}: rank {rank} is not in the group {list(group.ranks)}")
-        return group.ranks.index(rank)
-    assert group_rank is not None
-    if not 0 <= group_rank < group.size():
-        raise ConfigurationError(f"{what}: the group has the ranks 0 to {group.size() - 1}, not {group_rank}")
-    return group_rank
+    known = group.ranks if group_rank is None else range(group.size())
+    wanted = rank if group_rank is None else group_rank
+    if wanted is None or wanted not in known:
+        raise ConfigurationError(f"{what}: rank {wanted} is not in the group {list(known)}")
+    return known.index(wanted)
 
 
-def _tensor(value: Any, what: str) -> Tensor:
-    """The tensor without its graph; complex ones as pairs of reals."""
+def dense(value: Any, what: str, written: bool = False) -> Tensor:
+    """The tensor without its graph; complex ones as pairs of reals.
+
+    Raises:
+        Unsupported: not a dense tensor.
+        ConfigurationError: the operation writes it (``written``), and its elements share memory.
+    """
     if not isinstance(value, Tensor):
         raise Unsupported(f"{what} takes a tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
         raise Unsupported(f"{what} takes a dense tensor, got layout {value.layout}. Call .to_dense() first")
     if value.is_conj() or value.is_neg():
         raise Unsupported(f"{what}: a lazily conjugated tensor has other bits than values. Call .clone() first")
+    if written and overlaps(value):
+        raise ConfigurationError(
+            f"{what}: elements of a tensor that is written share memory (expanded?): shape {list(value.shape)}, "
+            f"strides {list(value.stride())}. Call .clone() or .contiguous() first"
+        )
     data = value.detach()
-    if data.is_inference():  # then torch lets no other thread write it
+    if data.is_inference():  # torch lets no other thread write it
         with torch.inference_mode(False):
             where = data.storage_offset(), data.shape, data.stride()
             data = torch.empty(0, dtype=data.dtype, device=data.device).set_(data.untyped_storage(), *where)
     return torch.view_as_real(data) if data.is_complex() else data
 
 
-def _tensors(values: Any, number: int, like: Tensor, what: str) -> list[Tensor]:
-    """One tensor for each rank, of one shape and dtype."""
+def dense_list(values: Any, number: int, like: Tensor | None, what: str, written: bool = False) -> list[Tensor]:
+    """:func:`dense` of one tensor for each rank, of the shape and dtype of ``like`` if given."""
     if not isinstance(values, list | tuple) or len(values) != number:
         got = f"{len(values)} of them" if isinstance(values, list | tuple) else type(values).__name__
         raise ConfigurationError(f"{what} needs a list of {number} tensors, one for each rank of the group; got {got}")
-    found = [_tensor(value, what) for value in values]
+    found = [dense(value, what, written) for value in values]
     for tensor in found:
-        if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+        if like is not None and (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
             raise ConfigurationError(
                 f"{what}: all tensors have one shape and dtype; got {list(tensor.shape)} {tensor.dtype} beside "
                 f"{list(like.shape)} {like.dtype}"
@@ -347,16 +342,7 @@ def _tensors(values: Any, number: int, like: Tensor, what: str) -> list[Tensor]:
     return found
 
 
-def _targets(tensors: Sequence[Tensor], what: str) -> None:
-    """Raises ConfigurationError: one cannot be written."""
-    for tensor in tensors:
-        if overlaps(tensor):
-            raise ConfigurationError(
-                f"{what}: elements of a tensor that is written share memory (expanded?): shape {list(tensor.shape)}, "
-                f"strides {list(tensor.stride())}. Call .clone() or .contiguous() first"
-            )
-
-
-def _label(what: str, tensor: Tensor, group: Group) -> str:
-    shape = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def title(what: str, tensor: Tensor | None, group: Group) -> str:
+    """How messages call an operation of the group on ``tensor``."""
+    shape = "" if tensor is None else f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     return f"{what}{shape}" + (f" among {group}" if group.number else "")

@@ -3,16 +3,16 @@
 Rules:
 
 1. A compression is any class, or object, with ``compress(tensor) -> (tensor, context)`` and
-   ``decompress(tensor, context) -> tensor``. Horovod compresses each parameter's gradient, sums what comes out, divides
-   the sum by the number of ranks and decompresses that: this order is kept, because in half types its bits differ
-   from those of scaling first.
-2. The other way round only policies fit that ask for one all-reduce and keep no state: Horovod's user makes that
+   ``decompress(tensor, context) -> tensor``. Horovod compresses each parameter's gradient, sums the compressed tensors,
+   divides the sum by the number of ranks and decompresses it. The policy keeps this order, because in half types
+   scaling first gives other bits.
+2. Only a policy that asks for one all-reduce and keeps no state can be such a compression: Horovod's user makes that
    all-reduce, between ``compress`` and ``decompress``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,31 +54,29 @@ class HorovodCompression(Policy):
             bucket.buffer.zero_()  # never a product: NaN * 0 is NaN
         elif factor != 1.0:
             bucket.buffer.mul_(factor)
-        pieces = [self.compression.compress(gradient) for gradient in bucket.grads.values()]
-        parts = [compressed for compressed, _ in pieces]
+        compressed = [self.compression.compress(gradient) for gradient in bucket.grads.values()]
+        parts = [part for part, _ in compressed]
         totals: list[Tensor] = [torch.empty(0, device="cpu")] * len(parts)
         for dtype in dict.fromkeys(part.dtype for part in parts):  # one message per type
             mine = [i for i, part in enumerate(parts) if part.dtype == dtype]
             total = yield AllReduce(torch.cat([parts[i].reshape(-1) for i in mine]))
             total = total.div_(bucket.size) if dtype.is_floating_point else total // bucket.size
-            for i, piece in zip(mine, total.split([parts[i].numel() for i in mine]), strict=True):
-                totals[i] = piece.view(parts[i].shape)
-        update = bucket.buffer.new_empty(bucket.layout.numel)
-        at = 0
-        for total, (_, context), (name, gradient) in zip(totals, pieces, bucket.grads.items(), strict=True):
+            for i, part in zip(mine, total.split([parts[i].numel() for i in mine]), strict=True):
+                totals[i] = part.view(parts[i].shape)
+        answers = []
+        for total, (_, context), (name, gradient) in zip(totals, compressed, bucket.grads.items(), strict=True):
             answer = self.compression.decompress(total, context)
             if answer.numel() != gradient.numel():
                 raise Unsupported(
                     f"rank {bucket.rank}: {self!r} decompressed {name!r} to {list(answer.shape)}, expected "
                     f"{list(gradient.shape)}. What it sends must have a shape that is the same on all ranks."
                 )
-            update[at : at + gradient.numel()] = answer.reshape(-1)
-            at += gradient.numel()
-        return Aggregated(update)
+            answers.append(answer.reshape(-1).to(bucket.buffer.dtype))
+        return Aggregated(torch.cat(answers))
 
 
 def from_horovod_compression(compression: Any) -> Policy:
-    """A policy of any ``hvd.Compression``-like class: compress, sum over ranks, divide by their number, decompress.
+    """A policy that compresses, sums over ranks, divides by their number, and decompresses.
 
     Raises:
         ConfigurationError: it lacks ``compress`` or ``decompress``.
@@ -100,22 +98,27 @@ def from_horovod_compression(compression: Any) -> Policy:
 class PolicyCompression:
     """See :func:`to_horovod_compression`."""
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    def __init__(self, policy: str | Policy) -> None:
+        self.policy = from_spec(policy)
+        probe = torch.zeros(8, device="cpu")
+        if self.policy.scope != "bucket":
+            raise self._refused("it needs all gradients of a step at once")
+        if has_leaves(self.policy.init({"tensor": probe})):
+            raise self._refused("it keeps state between steps")
+        self.decompress(*self.compress(probe))
 
     def __repr__(self) -> str:
         return f"to_horovod_compression({label(self.policy)!r})"
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """What the policy would all-reduce of this gradient, as if there were one rank, and the flow that waits."""
+        """The tensor that the policy all-reduces for this gradient at one rank, and the flow that waits for the sum."""
         layout = Layout({"tensor": tensor.shape})
         flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
         blocks = number_blocks({"tensor": tensor.shape})
         flow = self.policy.aggregate(Bucket(flat, layout, blocks=blocks), self.policy.init({"tensor": tensor}))
-        try:
-            request = next(flow)
-        except StopIteration:
-            raise self._refused("it asks for nothing") from None
+        request = _resume(flow, None)
+        if isinstance(request, Aggregated):
+            raise self._refused("it asks for nothing")
         if isinstance(request, Early):
             raise self._refused("it hands its update out before it has asked for anything")
         if not isinstance(request, AllReduce) or request.op != "sum" or request.group != "world":
@@ -138,7 +141,8 @@ class PolicyCompression:
         )
 
 
-def _resume(flow: Generator[Collective, Tensor, Aggregated], tensor: Tensor) -> Any:
+def _resume(flow: Any, tensor: Tensor | None) -> Any:
+    """The flow's next request, or what it returns."""
     try:
         return flow.send(tensor)
     except StopIteration as end:
@@ -150,8 +154,8 @@ def to_horovod_compression(policy: str | Policy) -> PolicyCompression:
     ``op=hvd.Average``.
 
     Raises:
-        Unsupported: the policy keeps state, needs all gradients of a step at once, or asks for something else than
-            one all-reduce.
+        Unsupported: the policy keeps state, needs all gradients of a step at once, or asks for anything but one
+            all-reduce.
         SpecError: the policy does not parse.
 
     >>> half = to_horovod_compression("mean")
@@ -159,16 +163,9 @@ def to_horovod_compression(policy: str | Policy) -> PolicyCompression:
     >>> half.decompress(sent, context)
     tensor([1., 2.])
     """
-    made = PolicyCompression(from_spec(policy))
-    probe = {"tensor": torch.zeros(8, device="cpu")}
-    if made.policy.scope != "bucket":
-        raise made._refused("it needs all gradients of a step at once")
-    if _has_leaves(made.policy.init(probe)):
-        raise made._refused("it keeps state between steps")
-    sent, context = made.compress(probe["tensor"])
-    made.decompress(sent, context)
-    return made
+    return PolicyCompression(policy)
 
 
-def _has_leaves(state: Any) -> bool:
-    return any(_has_leaves(child) if hasattr(child, "items") else True for child in state.values())
+def has_leaves(state: Mapping[str, Any]) -> bool:
+    """Whether a tree of state holds any tensor."""
+    return any(has_leaves(child) if isinstance(child, Mapping) else True for child in state.values())

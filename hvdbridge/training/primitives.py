@@ -2,22 +2,23 @@
 
 Rules:
 
-1. ``src`` and ``dst`` are ranks of the job, whatever ``group``; results are written into the tensors that were passed.
-2. A call returns None when it is over; with ``async_op=True`` at once, with a :class:`Handle`. Until that is waited
-   for, the tensors belong to the operation.
+1. ``src`` and ``dst`` are ranks of the job, whatever ``group``. Results are written into the tensors that were passed.
+2. A call returns None when the operation is over. With ``async_op=True`` it returns a :class:`Handle` at once. Until
+   the caller waits for the handle, the tensors belong to the operation.
 3. All ranks of a group call its collectives in the same order. Each group has a channel and a thread of its own, so
-   groups do not wait for each other, and no synchronizer's traffic is met.
-4. Shapes and dtypes agree between ranks. To compare them would cost each operation a message, so of unequal lengths MPI
-   makes wrong numbers in silence; ``HVDBRIDGE_DEBUG=1`` compares operations of all ranks, and raises.
-5. ``send`` and ``recv`` are called by the two ranks concerned alone. A send may be over before it is received.
+   groups do not wait for each other or for a synchronizer.
+4. Shapes and dtypes agree between ranks. A comparison would cost each operation a message, so there is none: MPI turns
+   unequal lengths into wrong numbers. ``HVDBRIDGE_DEBUG=1`` compares operations of all ranks, and raises.
+5. Only the two ranks concerned call ``send`` and ``recv``. A send may be over before the message is received.
 6. A rank outside of ``group`` takes no part: it is warned, and gets None, as in ``torch.distributed``.
-7. What is wrong with arguments is said before anything travels.
+7. Errors about arguments are raised before anything travels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,43 +26,57 @@ from torch import Tensor
 
 from hvdbridge.backends.communicator import DTYPES
 from hvdbridge.errors import ConfigurationError, Unsupported
-from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
-from hvdbridge.training import runtime
-from hvdbridge.training.groups import (
-    Group,
-    Handle,
-    ReduceOp,
-    Steps,
-    _check_limit,
-    _label,
-    _member,
-    _root,
-    _start,
-    _targets,
-    _tensor,
-    _tensors,
-)
+from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
+from hvdbridge.training import groups, runtime
+from hvdbridge.training.groups import Group, Handle, ReduceOp, Steps
 
 
-def _reduction(op: Any, tensor: Tensor, what: str) -> ReduceOp:
-    """What ``op`` says, if it has a meaning for the user's own ``tensor``."""
+def _reduction(op: Any, tensor: Tensor, group: Group, what: str) -> tuple[str, int]:
+    """The reduction that travels, and the divisor of its answer.
+
+    Raises:
+        ConfigurationError: no such ``op``.
+        Unsupported: ``op`` has no meaning for the dtype of the user's ``tensor``.
+    """
     name = getattr(op, "name", None) or str(op)
     try:
         found = op if isinstance(op, ReduceOp) else ReduceOp[name.rpartition(".")[2].upper()]
     except KeyError:
         known = ", ".join(f"ReduceOp.{known.name}" for known in ReduceOp)
         raise ConfigurationError(f"{what}: op={op!r} is not known. Known: {known}.") from None
-    if tensor.is_complex():
-        if found not in (ReduceOp.SUM, ReduceOp.AVG):
-            raise Unsupported(f"{what}: {found} has no meaning for {tensor.dtype} here. Use SUM or AVG, or gather")
-        return found
-    if tensor.dtype not in DTYPES:
+    average = found is ReduceOp.AVG
+    if tensor.is_complex() and found not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise Unsupported(f"{what}: {found} has no meaning for {tensor.dtype} here. Use SUM or AVG, or gather")
+    if tensor.dtype not in DTYPES and not tensor.is_complex():
         raise Unsupported(f"{what}: {tensor.dtype} is not reduced. Use one of {', '.join(map(str, DTYPES))}")
-    if found is ReduceOp.AVG and not tensor.is_floating_point():
+    if average and not (tensor.is_floating_point() or tensor.is_complex()):
         raise Unsupported(f"{what}: the average of {tensor.dtype} is no {tensor.dtype}. Use ReduceOp.SUM and divide")
     if tensor.dtype is torch.bool and found not in (ReduceOp.MIN, ReduceOp.MAX):
         raise Unsupported(f"{what}: {found} has no meaning for bool. Use MAX (any) or MIN (all)")
-    return found
+    return ("sum", group.size()) if average else (found.value, 1)
+
+
+def _run(
+    group: Group, what: str, like: Tensor, request: Callable[[], Collective], into: Tensor | Sequence[Tensor],
+    async_op: bool, divisor: int = 1,
+) -> Handle | None:  # fmt: skip
+    """Start one collective and write its answer over ``divisor`` into a tensor, or its rows into several.
+
+    Args:
+        like: the tensor that messages describe.
+        request: makes the collective, on the scheduler's thread.
+        into: empty on a rank that gets nothing.
+    """
+
+    def steps() -> Steps:
+        answer = yield request()
+        if divisor > 1:
+            answer.div_(divisor)
+        pairs = [(into, answer)] if isinstance(into, Tensor) else zip(into, answer, strict=False)
+        for target, value in pairs:
+            _put(target, value)
+
+    return groups.start(group, steps, groups.title(what, like, group), async_op)
 
 
 def _put(target: Tensor, answer: Tensor) -> None:
@@ -69,37 +84,21 @@ def _put(target: Tensor, answer: Tensor) -> None:
         target.copy_(answer.reshape(target.shape))
 
 
-def _wire(op: ReduceOp) -> str:
-    return "sum" if op is ReduceOp.AVG else op.value
-
-
-def _averaged(answer: Tensor, op: ReduceOp, size: int) -> Tensor:
-    return answer.div_(size) if op is ReduceOp.AVG else answer
-
-
 def broadcast(
-    tensor: Tensor,
-    src: int | None = None,
-    group: Group | None = None,
-    async_op: bool = False,
+    tensor: Tensor, src: int | None = None, group: Group | None = None, async_op: bool = False,
     group_src: int | None = None,
-) -> Handle | None:
+) -> Handle | None:  # fmt: skip
     """Copy rank ``src``'s ``tensor`` into that of all ranks: same shape and dtype, any dtype.
 
     Raises:
         ConfigurationError: ``src`` is not in the group.
         Unsupported: not a dense tensor.
     """
-    if (found := _member(group, "broadcast")) is None:
+    if (found := groups.member(group, "broadcast")) is None:
         return None
-    data, root = _tensor(tensor, "broadcast"), _root(found, src, group_src, "broadcast")
-    if found.rank() != root:
-        _targets([data], "broadcast")
-
-    def steps() -> Steps:
-        _put(data, (yield Broadcast(data, root)))
-
-    return _start(found, steps, _label("broadcast", data, found), async_op)
+    root = groups.root_of(found, src, group_src, "broadcast")
+    data = groups.dense(tensor, "broadcast", written=found.rank() != root)
+    return _run(found, "broadcast", data, lambda: Broadcast(data, root), data, async_op)
 
 
 def all_reduce(
@@ -112,41 +111,26 @@ def all_reduce(
         Unsupported: the operation has no meaning for this dtype (an average of integers, a sum of bools, a product or
             an order of complex numbers).
     """
-    if (found := _member(group, "all_reduce")) is None:
+    if (found := groups.member(group, "all_reduce")) is None:
         return None
-    data = _tensor(tensor, "all_reduce")
-    kind = _reduction(op, tensor, "all_reduce")
-    _targets([data], "all_reduce")
-
-    def steps() -> Steps:
-        answer = yield AllReduce(data, _wire(kind))
-        _put(data, _averaged(answer, kind, found.size()))
-
-    return _start(found, steps, _label("all_reduce", data, found), async_op)
+    data = groups.dense(tensor, "all_reduce", written=True)
+    wire, divisor = _reduction(op, tensor, found, "all_reduce")
+    return _run(found, "all_reduce", data, lambda: AllReduce(data, wire), data, async_op, divisor)
 
 
 def reduce(
-    tensor: Tensor,
-    dst: int | None = None,
-    op: Any = ReduceOp.SUM,
-    group: Group | None = None,
-    async_op: bool = False,
+    tensor: Tensor, dst: int | None = None, op: Any = ReduceOp.SUM, group: Group | None = None, async_op: bool = False,
     group_dst: int | None = None,
-) -> Handle | None:
+) -> Handle | None:  # fmt: skip
     """As :func:`all_reduce`, but only rank ``dst``'s tensor changes."""
-    if (found := _member(group, "reduce")) is None:
+    if (found := groups.member(group, "reduce")) is None:
         return None
-    data, root = _tensor(tensor, "reduce"), _root(found, dst, group_dst, "reduce")
-    kind, mine = _reduction(op, tensor, "reduce"), found.rank() == root
+    mine = found.rank() == groups.root_of(found, dst, group_dst, "reduce")
+    data = groups.dense(tensor, "reduce", written=mine)
+    wire, divisor = _reduction(op, tensor, found, "reduce")
     if mine:
-        _targets([data], "reduce")
-
-    def steps() -> Steps:
-        answer = yield AllReduce(data if mine else data.clone(), _wire(kind))
-        if mine:
-            _put(data, _averaged(answer, kind, found.size()))
-
-    return _start(found, steps, _label("reduce", data, found), async_op)
+        return _run(found, "reduce", data, lambda: AllReduce(data, wire), data, async_op, divisor)
+    return _run(found, "reduce", data, lambda: AllReduce(data.clone(), wire), (), async_op)
 
 
 def all_gather(
@@ -157,17 +141,11 @@ def all_gather(
     Raises:
         ConfigurationError: the list has not one tensor of that shape and dtype for each rank.
     """
-    if (found := _member(group, "all_gather")) is None:
+    if (found := groups.member(group, "all_gather")) is None:
         return None
-    data = _tensor(tensor, "all_gather")
-    targets = _tensors(tensor_list, found.size(), data, "all_gather's tensor_list")
-    _targets(targets, "all_gather's tensor_list")
-
-    def steps() -> Steps:
-        for target, row in zip(targets, (yield AllGather(data)), strict=True):
-            _put(target, row)
-
-    return _start(found, steps, _label("all_gather", data, found), async_op)
+    data = groups.dense(tensor, "all_gather")
+    targets = groups.dense_list(tensor_list, found.size(), data, "all_gather's tensor_list", written=True)
+    return _run(found, "all_gather", data, lambda: AllGather(data), targets, async_op)
 
 
 def all_gather_into_tensor(
@@ -178,93 +156,66 @@ def all_gather_into_tensor(
     Raises:
         ConfigurationError: ``output_tensor`` has another size or dtype.
     """
-    if (found := _member(group, "all_gather_into_tensor")) is None:
+    if (found := groups.member(group, "all_gather_into_tensor")) is None:
         return None
-    data, target = _tensor(input_tensor, "all_gather_into_tensor"), _tensor(output_tensor, "all_gather_into_tensor")
+    data = groups.dense(input_tensor, "all_gather_into_tensor")
+    target = groups.dense(output_tensor, "all_gather_into_tensor: output_tensor", written=True)
     _check_whole(target, data, found.size(), "all_gather_into_tensor: output_tensor")
-    _targets([target], "all_gather_into_tensor: output_tensor")
-
-    def steps() -> Steps:
-        _put(target, (yield AllGather(data)))
-
-    return _start(found, steps, _label("all_gather_into_tensor", data, found), async_op)
+    return _run(found, "all_gather_into_tensor", data, lambda: AllGather(data), target, async_op)
 
 
 def gather(
-    tensor: Tensor,
-    gather_list: list[Tensor] | None = None,
-    dst: int | None = None,
-    group: Group | None = None,
-    async_op: bool = False,
-    group_dst: int | None = None,
-) -> Handle | None:
+    tensor: Tensor, gather_list: list[Tensor] | None = None, dst: int | None = None, group: Group | None = None,
+    async_op: bool = False, group_dst: int | None = None,
+) -> Handle | None:  # fmt: skip
     """Every rank's ``tensor`` into rank ``dst``'s ``gather_list`` (default: rank 0); others give no list.
 
     Raises:
         ConfigurationError: ``gather_list`` is missing on ``dst``, is given elsewhere, or does not fit.
     """
-    if (found := _member(group, "gather")) is None:
+    if (found := groups.member(group, "gather")) is None:
         return None
-    data = _tensor(tensor, "gather")
-    root = _root(found, *_first(found, dst, group_dst), "gather")
-    mine = found.rank() == root
-    targets = _list_on_root(gather_list, mine, found, data, "gather's gather_list")
-    _targets(targets, "gather's gather_list")
-
-    def steps() -> Steps:
-        rows = yield AllGather(data)
-        for target, row in zip(targets, rows if mine else (), strict=True):
-            _put(target, row)
-
-    return _start(found, steps, _label("gather", data, found), async_op)
+    data, root = groups.dense(tensor, "gather"), groups.root_of(found, dst, group_dst, "gather", default=0)
+    targets = _list_on_root(gather_list, root, found, data, "gather's gather_list", written=True)
+    return _run(found, "gather", data, lambda: AllGather(data), targets, async_op)
 
 
 def scatter(
-    tensor: Tensor,
-    scatter_list: list[Tensor] | None = None,
-    src: int | None = None,
-    group: Group | None = None,
-    async_op: bool = False,
-    group_src: int | None = None,
-) -> Handle | None:
+    tensor: Tensor, scatter_list: list[Tensor] | None = None, src: int | None = None, group: Group | None = None,
+    async_op: bool = False, group_src: int | None = None,
+) -> Handle | None:  # fmt: skip
     """Rank ``src``'s ``scatter_list[i]`` into the i-th rank's ``tensor`` (default: rank 0); others give no list.
 
     Raises:
         ConfigurationError: ``scatter_list`` is missing on ``src``, is given elsewhere, or does not fit.
     """
-    if (found := _member(group, "scatter")) is None:
+    if (found := groups.member(group, "scatter")) is None:
         return None
-    data = _tensor(tensor, "scatter")
-    root = _root(found, *_first(found, src, group_src), "scatter")
-    mine = found.rank() == root
-    parts = _list_on_root(scatter_list, mine, found, data, "scatter's scatter_list")
-    _targets([data], "scatter")
+    data = groups.dense(tensor, "scatter", written=True)
+    root = groups.root_of(found, src, group_src, "scatter", default=0)
+    parts = _list_on_root(scatter_list, root, found, data, "scatter's scatter_list")
 
     def steps() -> Steps:
-        rows = torch.stack(parts) if mine else data.new_empty(found.size(), *data.shape)
+        rows = torch.stack(parts) if parts else data.new_empty(found.size(), *data.shape)
         _put(data, (yield Broadcast(rows, root))[found.rank()])
 
-    return _start(found, steps, _label("scatter", data, found), async_op)
+    return groups.start(found, steps, groups.title("scatter", data, found), async_op)
 
 
 def reduce_scatter(
-    output: Tensor,
-    input_list: list[Tensor],
-    op: Any = ReduceOp.SUM,
-    group: Group | None = None,
-    async_op: bool = False,
+    output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.SUM, group: Group | None = None, async_op: bool = False
 ) -> Handle | None:
     """The i-th rank gets the ranks' ``input_list[i]``, combined, in ``output``.
 
     Raises:
         ConfigurationError: the list has not one tensor of the shape and dtype of ``output`` for each rank.
     """
-    if (found := _member(group, "reduce_scatter")) is None:
+    if (found := groups.member(group, what := "reduce_scatter")) is None:
         return None
-    target = _tensor(output, "reduce_scatter")
-    parts = _tensors(input_list, found.size(), target, "reduce_scatter's input_list")
-    kind = _reduction(op, output, "reduce_scatter")
-    return _reduce_scatter(found, target, lambda: torch.stack(parts), kind, "reduce_scatter", async_op)
+    target = groups.dense(output, what, written=True)
+    parts = groups.dense_list(input_list, found.size(), target, f"{what}'s input_list")
+    wire, divisor = _reduction(op, output, found, what)
+    return _run(found, what, target, lambda: ReduceScatter(torch.stack(parts), wire), target, async_op, divisor)
 
 
 def reduce_scatter_tensor(
@@ -275,25 +226,13 @@ def reduce_scatter_tensor(
     Raises:
         ConfigurationError: ``input`` has not ``N`` times the size of ``output``, or another dtype.
     """
-    if (found := _member(group, "reduce_scatter_tensor")) is None:
+    if (found := groups.member(group, what := "reduce_scatter_tensor")) is None:
         return None
-    target, data = _tensor(output, "reduce_scatter_tensor"), _tensor(input, "reduce_scatter_tensor")
-    _check_whole(data, target, found.size(), "reduce_scatter_tensor: input")
-    kind = _reduction(op, output, "reduce_scatter_tensor")
+    target, data = groups.dense(output, what, written=True), groups.dense(input, what)
+    _check_whole(data, target, found.size(), f"{what}: input")
+    wire, divisor = _reduction(op, output, found, what)
     rows = found.size(), *target.shape
-    return _reduce_scatter(found, target, lambda: data.reshape(rows), kind, "reduce_scatter_tensor", async_op)
-
-
-def _reduce_scatter(
-    group: Group, target: Tensor, rows: Callable[[], Tensor], kind: ReduceOp, what: str, async_op: bool
-) -> Handle | None:
-    _targets([target], what)
-
-    def steps() -> Steps:
-        answer = yield ReduceScatter(rows(), _wire(kind))
-        _put(target, _averaged(answer, kind, group.size()))
-
-    return _start(group, steps, _label(what, target, group), async_op)
+    return _run(found, what, target, lambda: ReduceScatter(data.reshape(rows), wire), target, async_op, divisor)
 
 
 def all_to_all(
@@ -306,55 +245,42 @@ def all_to_all(
     Raises:
         ConfigurationError: a list has not one tensor for each rank, or dtypes differ.
     """
-    if (found := _member(group, "all_to_all")) is None:
+    if (found := groups.member(group, "all_to_all")) is None:
         return None
-    lists: list[list[Tensor]] = []
-    for name, values in (("output_tensor_list", output_tensor_list), ("input_tensor_list", input_tensor_list)):
-        if not isinstance(values, list | tuple) or len(values) != found.size():
-            raise ConfigurationError(f"all_to_all: {name} needs one tensor for each of {found.size()} ranks")
-        lists.append([_tensor(value, "all_to_all") for value in values])
-    targets, parts = lists
+    size = found.size()
+    targets = groups.dense_list(output_tensor_list, size, None, "all_to_all's output_tensor_list", written=True)
+    parts = groups.dense_list(input_tensor_list, size, None, "all_to_all's input_tensor_list")
     if len({tensor.dtype for tensor in (*targets, *parts)}) > 1:
         raise ConfigurationError("all_to_all: all tensors have one dtype")
-    _targets(targets, "all_to_all's output_tensor_list")
-    return _start(found, lambda: _exchange(targets, parts), _label("all_to_all", parts[0], found), async_op)
+    what = groups.title("all_to_all", parts[0], found)
+    return groups.start(found, partial(_exchange, targets, parts), what, async_op)
 
 
 def all_to_all_single(
-    output: Tensor,
-    input: Tensor,
-    output_split_sizes: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
-    group: Group | None = None,
-    async_op: bool = False,
-) -> Handle | None:
+    output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None, group: Group | None = None, async_op: bool = False,
+) -> Handle | None:  # fmt: skip
     """Rows of ``input`` go to the ranks in turn, those of ``output`` come from them: ``split_sizes[i]`` rows each, or
     equal parts where None on all ranks.
 
     Raises:
         ConfigurationError: splits do not add up to the rows, or do not divide them equally.
     """
-    if (found := _member(group, "all_to_all_single")) is None:
+    if (found := groups.member(group, what := "all_to_all_single")) is None:
         return None
-    data, target = _tensor(input, "all_to_all_single"), _tensor(output, "all_to_all_single")
+    data, target, size = groups.dense(input, what), groups.dense(output, what, written=True), found.size()
     if data.dtype != target.dtype:
         raise ConfigurationError(f"all_to_all_single: input is {data.dtype}, output {target.dtype}")
-    _targets([target], "all_to_all_single: output")
-    what = _label("all_to_all_single", data, found)
     if input_split_sizes is None and output_split_sizes is None:
-        if data.numel() != target.numel() or not data.dim() or data.shape[0] % found.size():
+        if data.numel() != target.numel() or not data.dim() or data.shape[0] % size:
             raise ConfigurationError(
                 f"all_to_all_single without splits: input {list(data.shape)} and output {list(target.shape)} must "
-                f"have as many elements, and rows that {found.size()} ranks share equally"
+                f"have as many elements, and rows that {size} ranks share equally"
             )
-
-        def steps() -> Steps:
-            _put(target, (yield AllToAll(data.reshape(found.size(), -1))))
-
-        return _start(found, steps, what, async_op)
-    parts = _split(data, input_split_sizes, found.size(), "input_split_sizes")
-    targets = _split(target, output_split_sizes, found.size(), "output_split_sizes")
-    return _start(found, lambda: _exchange(targets, parts), what, async_op)
+        return _run(found, what, data, lambda: AllToAll(data.reshape(size, -1)), target, async_op)
+    parts = _split(data, input_split_sizes, size, "input_split_sizes")
+    targets = _split(target, output_split_sizes, size, "output_split_sizes")
+    return groups.start(found, partial(_exchange, targets, parts), groups.title(what, data, found), async_op)
 
 
 def _split(tensor: Tensor, sizes: Sequence[int] | None, size: int, name: str) -> list[Tensor]:
@@ -377,43 +303,37 @@ def _exchange(targets: list[Tensor], parts: list[Tensor]) -> Steps:
 
 
 def barrier(
-    group: Group | None = None,
-    async_op: bool = False,
-    device_ids: Sequence[int] | None = None,
+    group: Group | None = None, async_op: bool = False, device_ids: Sequence[int] | None = None,
     timeout: timedelta | None = None,
-) -> Handle | None:
+) -> Handle | None:  # fmt: skip
     """Return when all ranks have come.
 
     Args:
         device_ids: without effect: no device takes part.
-        timeout: how long the others are waited for; None: the group's.
+        timeout: how long this rank waits for the others; None: the group's.
 
     Raises:
-        CollectiveTimeout: they have not come.
+        CollectiveTimeout: a rank has not come.
         Unsupported: ``timeout`` is longer than HVDBRIDGE_TIMEOUT_SECONDS.
     """
-    if (found := _member(group, "barrier")) is None:
+    if (found := groups.member(group, "barrier")) is None:
         return None
-    _check_limit(timeout, "barrier")
+    groups.check_limit(timeout, "barrier")
 
     def steps() -> Steps:
         yield AllReduce(torch.zeros(1, dtype=torch.int32, device="cpu"), "max")
 
-    what = "barrier" + (f" among {found}" if found.number else "")
-    return _start(found, steps, what, async_op, timeout)
+    return groups.start(found, steps, groups.title("barrier", None, found), async_op, timeout)
 
 
-def _first(group: Group, rank: int | None, group_rank: int | None) -> tuple[int | None, int | None]:
-    """torch's default for gather and scatter: rank 0."""
-    return (0, None) if rank is None and group_rank is None else (rank, group_rank)
-
-
-def _list_on_root(values: Any, mine: bool, group: Group, like: Tensor, what: str) -> list[Tensor]:
-    if not mine:
-        if values:
-            raise ConfigurationError(f"rank {runtime.rank()}: {what} is given by the one rank that it is for, only")
-        return []
-    return _tensors(values, group.size(), like, what)
+def _list_on_root(
+    values: Any, root: int, group: Group, like: Tensor, what: str, written: bool = False
+) -> list[Tensor]:
+    if group.rank() == root:
+        return groups.dense_list(values, group.size(), like, what, written)
+    if values:
+        raise ConfigurationError(f"rank {runtime.rank()}: {what} is given by the one rank that it is for, only")
+    return []
 
 
 def _check_whole(whole: Tensor, part: Tensor, size: int, what: str) -> None:
@@ -422,5 +342,3 @@ def _check_whole(whole: Tensor, part: Tensor, size: int, what: str) -> None:
             f"{what} must have {size} times {part.numel()} elements of {part.dtype}, "
             f"got {list(whole.shape)} {whole.dtype}"
         )
-
-

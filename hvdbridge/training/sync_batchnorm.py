@@ -5,9 +5,9 @@ Rules:
 1. Statistics are those of the union: counts, means and squared deviations travel in float64 and are merged in rank
    order (Chan, Golub and LeVeque 1979), so unequal and empty batches are exact.
 2. A rank of ``sync.weight`` 0 is not part of the union. Set the weight before the forward.
-3. Backward treats the ranks' losses as the synchronizer does, ``sum(w L) / sum(w)``, so that weighted gradients equal
+3. Backward weights the ranks' losses as the synchronizer does, ``sum(w L) / sum(w)``, so that weighted gradients equal
    those of one process on the union.
-4. Computed in float32 or wider; the output, as torch's, is of the input's type.
+4. The module computes in float32 or wider. The output, as torch's, has the input's dtype.
 5. Evaluation sends nothing: one rank may evaluate alone.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class SyncBatchNorm(_BatchNorm):
     """Drop-in for ``BatchNorm1d/2d/3d``: input ``[N, C, ...]``, floating point; see :meth:`convert`."""
 
-    # Set by the synchronizer; without one the statistics are those of all ranks, with equal weights.
+    # Set by the synchronizer. Without one the statistics are those of all ranks, with equal weights.
     communicator: Communicator | None = None
     synchronizer: GradientSynchronizer | None = None
 
@@ -46,10 +46,9 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         weight = None if self.synchronizer is None else self.synchronizer.weight
-        share = 1.0 if weight is None else weight
         communicator = self.communicator or runtime.channel("sync_batchnorm")
         output, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, share, communicator
+            input, self.weight, self.bias, self.eps, 1.0 if weight is None else weight, communicator
         )
         if self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
@@ -65,10 +64,7 @@ class SyncBatchNorm(_BatchNorm):
         """``module`` with every BatchNorm replaced, parameters and buffers taken over."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             sync = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
-            sync.weight, sync.bias = module.weight, module.bias
-            sync.running_mean, sync.running_var = module.running_mean, module.running_var
-            sync.num_batches_tracked = module.num_batches_tracked
-            sync.training = module.training
+            sync._parameters, sync._buffers, sync.training = module._parameters, module._buffers, module.training
             return sync
         for name, child in module.named_children():
             setattr(module, name, cls.convert(child))
@@ -78,13 +74,7 @@ class SyncBatchNorm(_BatchNorm):
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        gamma: Tensor | None,
-        beta: Tensor | None,
-        eps: float,
-        share: float,
-        comm: Communicator,
+        ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, share: float, comm: Communicator
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         channels = x.shape[1]
         flat = x.detach().transpose(0, 1).reshape(channels, -1).double()
@@ -128,9 +118,8 @@ class _Normalize(torch.autograd.Function):
         if gamma is not None:
             factor = factor * gamma.view(ctx.shape)
         dx = (dy - mean_dy - normal * mean_dyx) * factor if ctx.share > 0 else torch.zeros_like(dy)
-        if gamma is None:
-            return dx.to(x.dtype), None, None, None, None, None
-        return dx.to(x.dtype), d_gamma.to(gamma.dtype), d_beta.to(gamma.dtype), None, None, None
+        affine = (None, None) if gamma is None else (d_gamma.to(gamma.dtype), d_beta.to(gamma.dtype))
+        return dx.to(x.dtype), *affine, None, None, None
 
 
 def _normal(x: Tensor, mean: Tensor, inverse: Tensor, shape: list[int]) -> Tensor:

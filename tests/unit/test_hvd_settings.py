@@ -21,7 +21,7 @@ from hvdbridge.supervisor.client import Monitor
 from hvdbridge.supervisor.wire import Message, pack
 from hvdbridge.torch.control import Hub, Spoke
 from hvdbridge.torch.coordinator import Coordinator, Request
-from hvdbridge.torch.optimizer_reducer import bucket_mb
+from hvdbridge.torch.optimizer_options import bucket_mb
 from hvdbridge.torch.settings import Settings, unheeded
 
 NAMES = [

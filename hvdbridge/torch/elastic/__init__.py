@@ -28,23 +28,16 @@ from hvdbridge.torch.elastic.state import ObjectState, State, TorchState, run_fn
 from hvdbridge.torch.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
-    "ElasticSampler",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
-    "TorchState",
-    "init",
-    "run",
-    "shutdown",
-]
+    "ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "init",
+    "run", "shutdown",
+]  # fmt: skip
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: run ``func(state, ...)``, and run it again after a failure or a change of hosts.
 
-    All ranks get rank 0's ``state`` before each run, after a failure that of the last commit. ``func`` begins where
-    its ``state`` says, and before it no collective is called that new workers would meet elsewhere.
+    All ranks get rank 0's ``state`` before each run; after a failure it is that of the last commit. ``func`` continues
+    from ``state``. The script calls no collective before ``func``: a new worker would meet it elsewhere.
 
     Raises:
         HorovodInternalError, RankFailed: a rank is lost, and the launcher replaces none.

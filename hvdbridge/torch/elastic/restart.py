@@ -13,11 +13,11 @@ others                 the job ends                               nowhere
 Rules:
 
 1. After a restart the newest commit that any rank has is given to all, whatever the ranks' numbers are now.
-2. A failed operation without a lost rank (all ranks raise HorovodInternalError) is mended in the process: restore,
-   shut down, start again. If some rank does not raise, it is treated as a lost rank.
-3. Files lie in ``HVDBRIDGE_CACHE/elastic``, if that variable is set, else in a directory of the user in the system's
-   directory for temporary files; under a name that lives as long as the job, and only the user may read them, because
-   they are pickles. They replace each other atomically, and go when the script ends well.
+2. After a failed operation without a lost rank, where all ranks raise HorovodInternalError, each process restores,
+   shuts down and starts again. A rank that does not raise counts as lost.
+3. Files are in ``HVDBRIDGE_CACHE/elastic`` if that variable is set, else in the user's directory among the system's
+   temporary files. Their directory's name lives as long as the job. Only the user may read them, because they are
+   pickles. Each replaces the one before atomically; a script that ends without an error removes them.
 4. A process starts over by exec: no library has to survive the failure of its peers, MPI included. The script runs
    from its beginning, as in a new worker.
 """
@@ -27,11 +27,13 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import shutil
 import sys
 import urllib.request
 import uuid
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,27 +50,33 @@ if TYPE_CHECKING:
     from hvdbridge.torch.elastic.state import State
 
 FAILURES = (HorovodInternalError, RankFailed, CollectiveTimeout)
-"""What a lost rank looks like to the others."""
+"""The errors by which a rank learns that another one is lost."""
 
 AGREE_SECONDS = 5.0
-"""For rule 2: within this time all ranks raise, or one is taken for lost."""
+"""For rule 2: a rank that does not raise within this time counts as lost."""
 
 HANDED_ON = "HVDBRIDGE_INTERNAL_ELASTIC"
 """Names the file with the last commit, from a process to itself after exec."""
 
 SLOT = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-"""What horovodrun answers to a worker that asks for its new place, in this order."""
+"""The order of horovodrun's answer to a worker that asks for its new numbers."""
 
 
+@dataclass
 class Keeper:
-    """What this process keeps of the run that is under way."""
+    """The state of this process's elastic runs.
 
-    def __init__(self) -> None:
-        self.number = 0  # of commits, over all restarts
-        self.runs = 0  # calls of elastic functions in this process
-        self.resets = 0  # in this process
-        self.directory: Path | None = None
-        self.notifications: Any = None
+    Attributes:
+        number: of commits, over all restarts.
+        runs: calls of elastic functions in this process.
+        resets: of this process.
+    """
+
+    number: int = 0
+    runs: int = 0
+    resets: int = 0
+    directory: Path | None = None
+    notifications: Any = None
 
 
 _keeper = Keeper()
@@ -85,8 +93,8 @@ def writes_files() -> bool:
 
 @contextmanager
 def elastic(state: State) -> Iterator[None]:
-    """Around an elastic function: who listens for hosts that come and go, and that a failure does not end this
-    process where it can start over."""
+    """Around an elastic function: listen for hosts that come and go, and let this process survive failures where it can
+    start over."""
     _keeper.runs += 1
     if not hosts_may_change():
         yield
@@ -108,14 +116,14 @@ def elastic(state: State) -> Iterator[None]:
 
 
 def keep(state: State) -> None:
-    """``state`` was committed."""
+    """Count a commit of ``state``, and write it where a restart reads files."""
     _keeper.number += 1
     if writes_files() and runtime.local_rank() == 0:
         write(commit_file(), state)
 
 
 def write(file: Path, state: State) -> None:
-    """Atomically: whoever is killed meanwhile leaves the commit before."""
+    """Write the commit atomically: a process that is killed meanwhile leaves the commit before."""
     partial = file.with_suffix(f".{os.getpid()}")
     torch.save({"number": _keeper.number, "saved": state.saved()}, partial)
     os.replace(partial, file)
@@ -123,45 +131,41 @@ def write(file: Path, state: State) -> None:
 
 def resume(state: State) -> None:
     """Give all ranks the newest commit that outlived a restart, if there is one; collective."""
-    mine = load()
+    mine = load() or {"number": -1, "saved": None}
     control = runtime.current().control
-    numbers = control.all_gather_object(-1 if mine is None or mine["saved"] is None else mine["number"])
+    numbers = control.all_gather_object(-1 if mine["saved"] is None else mine["number"])
     newest = max(numbers)
     if newest < 0:
         return
     root = numbers.index(newest)
-    saved = control.broadcast_object(mine["saved"] if mine is not None and control.rank == root else None, root)
+    saved = control.broadcast_object(mine["saved"] if control.rank == root else None, root)
     _keeper.number = newest
     state.adopt(saved)
     state.on_reset()
 
 
 def load() -> dict[str, Any] | None:
-    """What this process finds of an earlier life."""
+    """The commit that this process finds after a restart."""
     handed_on = os.environ.pop(HANDED_ON, None)
-    if handed_on is not None:
-        found = read(Path(handed_on))
-        Path(handed_on).unlink(missing_ok=True)
-        return found
-    return read(commit_file()) if writes_files() else None
-
-
-def read(file: Path) -> dict[str, Any] | None:
-    try:
-        if file.stat().st_uid != os.getuid():
-            raise ConfigurationError(f"{file} belongs to another user; a commit is a pickle. Set HVDBRIDGE_CACHE")
-        found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
-    except FileNotFoundError:
+    if handed_on is None and not writes_files():
         return None
+    file = Path(handed_on) if handed_on else commit_file()
+    if not file.exists():
+        return None
+    if file.stat().st_uid != os.getuid():
+        raise ConfigurationError(f"{file} belongs to another user; a commit is a pickle. Set HVDBRIDGE_CACHE")
+    found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
+    if handed_on:
+        file.unlink()
     return found
 
 
 def commit_file() -> Path:
-    """Of the elastic function that runs now: a script may call several in turn."""
+    """The file of the elastic function that runs now: a script may call several in turn."""
     if _keeper.directory is None:
         _keeper.directory = directory(f"job-{token()}")
-        if runtime.local_rank() == 0:
-            atexit.register(_clean, _keeper.directory)
+        if runtime.local_rank() == 0:  # a process that failed ends without this hook, and leaves its commits
+            atexit.register(shutil.rmtree, _keeper.directory, ignore_errors=True)
     return _keeper.directory / f"commit-{_keeper.runs}.pt"
 
 
@@ -178,7 +182,7 @@ def directory(name: str) -> Path:
 
 
 def token() -> str:
-    """The same on all ranks and in all restarts of a job, and in no other job."""
+    """A text that is the same on all ranks and in all restarts of a job, and in no other job."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it lives as long as the job
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = channels.tcp_store(host, port, False, Config.from_environment(), f"rank {runtime.rank()}")
@@ -188,19 +192,11 @@ def token() -> str:
     return hashlib.sha256(agent.encode()).hexdigest()[:32]
 
 
-def _clean(found: Path) -> None:
-    """At a good end; a process that failed ends without its exit hooks, and leaves the commits to the next."""
-    for file in found.glob("commit-*"):
-        file.unlink(missing_ok=True)
-    with suppress(OSError):
-        found.rmdir()
-
-
 # Failures ----------------------------------------------------------------------------------------------
 
 
 def failed(state: State, failure: BaseException) -> None:
-    """An operation failed. Returns where all ranks are here and go on in their processes.
+    """React to a failed operation. Returns where all ranks go on in their processes.
 
     Raises:
         HorovodInternalError, RankFailed, CollectiveTimeout: ``failure``, where this process ends.
@@ -221,7 +217,7 @@ def failed(state: State, failure: BaseException) -> None:
 
 
 def hosts_changed(state: State) -> None:
-    """All ranks are here, and their work is not lost. Returns where the launcher cannot change the hosts."""
+    """React to a change of hosts, with nothing lost. Returns where the launcher cannot change the hosts."""
     if hosts_may_change():
         state.save()
         runtime.shutdown()
@@ -229,28 +225,34 @@ def hosts_changed(state: State) -> None:
 
 
 def start_over(state: State) -> None:
-    """Wait for this worker's new place, and run the script anew in this process; does not return."""
+    """Wait for this worker's new numbers, and run the script again in this process; does not return."""
     file = directory("workers") / f"{hashlib.sha256(str(identity(os.getpid())).encode()).hexdigest()[:32]}.pt"
     write(file, state)
-    environment = os.environ
-    place = new_place(environment)
-    if place["RANK"] == "-1":  # this host is no longer wanted
+    numbers = new_numbers()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    if numbers["RANK"] == "-1":  # this host is no longer wanted
         file.unlink()
-        _exec_or_exit(None)
-    environment.update({f"HOROVOD_{name}": value for name, value in place.items()})
-    environment[HANDED_ON] = str(file)
-    _exec_or_exit([sys.executable, *sys.orig_argv[1:]])
+        os._exit(0)
+    os.environ.update({f"HOROVOD_{name}": value for name, value in numbers.items()})
+    os.environ[HANDED_ON] = str(file)
+    for name in os.listdir("/proc/self/fd"):  # exec closes what libraries opened
+        with suppress(OSError):
+            if int(name) > 2:
+                os.set_inheritable(int(name), False)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def new_place(environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Ask horovodrun for this worker's place among those that are left; returns when all of them have asked.
+def new_numbers() -> dict[str, str]:
+    """Ask horovodrun for this worker's numbers among those that are left; returns when all of them have asked.
 
     Raises:
         RendezvousError: it is gone, or gives up.
     """
-    url = "http://{HOROVOD_GLOO_RENDEZVOUS_ADDR}:{HOROVOD_GLOO_RENDEZVOUS_PORT}".format(**environment)
-    worker = "{HOROVOD_HOSTNAME}:{HOROVOD_LOCAL_RANK}".format(**environment)
-    limit = float(environment.get("HOROVOD_ELASTIC_TIMEOUT", "600"))
+    url = "http://{HOROVOD_GLOO_RENDEZVOUS_ADDR}:{HOROVOD_GLOO_RENDEZVOUS_PORT}".format(**os.environ)
+    worker = "{HOROVOD_HOSTNAME}:{HOROVOD_LOCAL_RANK}".format(**os.environ)
+    limit = float(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", "600"))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url}/rank_and_size/{worker}", timeout=limit) as reply:
@@ -258,16 +260,3 @@ def new_place(environment: MutableMapping[str, str]) -> dict[str, str]:
     except OSError as error:
         raise RendezvousError(f"worker {worker}: horovodrun at {url} gave no new place: {error}") from error
     return dict(zip(SLOT, numbers, strict=True))
-
-
-def _exec_or_exit(command: list[str] | None) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    if command is None:
-        os._exit(0)
-    for name in os.listdir("/proc/self/fd"):  # what libraries opened is not for the new life
-        with suppress(OSError):
-            if int(name) > 2:
-                os.set_inheritable(int(name), False)
-    os.execv(command[0], command)

@@ -1,4 +1,4 @@
-"""A sampler that divides what is left of an epoch among the ranks that there are."""
+"""A sampler that divides the remaining samples of an epoch among the present ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hvdbridge.torch import basics
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides a dataset among the ranks; after a reset only what no rank has processed, in the same order.
+    """Divides a dataset among the ranks; after a reset, the samples that no rank has processed, in the same order.
 
-    Make it part of :class:`~hvdbridge.torch.elastic.TorchState`, call :meth:`record_batch` after each batch, and
-    :meth:`set_epoch` at the END of each epoch, for it forgets what was processed.
+    Make it part of :class:`~hvdbridge.torch.elastic.TorchState`, and call :meth:`record_batch` after each batch. Call
+    :meth:`set_epoch` at the END of each epoch, because it forgets which samples were processed.
 
     Args:
         dataset: anything of constant length.
-        shuffle: in an order that depends on ``seed`` and the epoch alone, so on all ranks the same.
+        shuffle: in an order that depends on ``seed`` and the epoch alone, and so is the same on all ranks.
         seed: equal on all ranks.
 
     Raises:
@@ -27,47 +27,35 @@ class ElasticSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = seed
-        self.epoch = 0
-        self.processed_num = 0  # leading samples of the epoch's order that are done
-        self.processed_indices: set[int] = set()  # ... and others
-        self.remaining_indices: list[int] = []
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.indices: list[int] = []
-        self.reset()
+        ElasticSampler.set_epoch(self, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go on to ``epoch``: another order, and nothing of it is processed."""
-        self.epoch = epoch
-        self.processed_num = 0
-        self.processed_indices = set()
-        self.reset()
+        """Go on to ``epoch``: another order, of which nothing is processed."""
+        ElasticSampler.load_state_dict(self, {"epoch": epoch, "processed_num": 0})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Every rank has processed ``batch_size`` samples more; ``batch_idx`` is not used."""
         self.processed_num += batch_size * self.num_replicas
 
     def record_indices(self, indices: set[int]) -> None:
-        """These samples are processed, by any rank. If ranks record different ones, rank 0's count."""
+        """Some rank has processed these samples. If ranks record different ones, rank 0's count."""
         self.processed_indices.update(indices)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "processed_num": self.processed_num,
-            "processed_indices": sorted(self.processed_indices),
-        }
+        processed = sorted(self.processed_indices)
+        return {"epoch": self.epoch, "processed_num": self.processed_num, "processed_indices": processed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up :meth:`state_dict`, of any number of ranks, and divide what is left."""
-        self.epoch = state_dict["epoch"]
-        self.processed_num = state_dict["processed_num"]
-        self.processed_indices = set(state_dict.get("processed_indices", ()))
+        """Take up :meth:`state_dict`, of any number of ranks, and divide the remaining samples."""
+        self.epoch: int = state_dict["epoch"]
+        self.processed_num: int = state_dict["processed_num"]  # leading samples of the epoch's order
+        self.processed_indices: set[int] = set(state_dict.get("processed_indices", ()))  # other samples
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left among the ranks that there are now."""
+        """Divide the remaining samples among the present ranks."""
         self.num_replicas, self.rank = basics.size(), basics.rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:

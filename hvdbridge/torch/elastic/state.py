@@ -1,10 +1,10 @@
-"""What elastic training keeps: objects, models, optimizers and samplers, with their last commit.
+"""The state of elastic training: objects, models, optimizers and samplers, with their last commit.
 
 Rules:
 
 1. ``save`` keeps a copy in memory, ``restore`` goes back to it, ``sync`` gives all ranks rank 0's.
-2. ``commit`` also puts the copy where a restart of this process finds it, if the launcher restarts processes
-   (:mod:`.restart`), and looks whether hosts came or went.
+2. ``commit`` also writes the copy where a restart of this process finds it, if the launcher restarts processes
+   (:mod:`.restart`), and checks whether hosts came or went.
 3. Copies hold no handles and no groups: they pickle.
 """
 
@@ -21,7 +21,8 @@ import torch
 from hvdbridge.torch import basics
 from hvdbridge.torch.elastic import restart
 from hvdbridge.torch.elastic.sampler import ElasticSampler
-from hvdbridge.torch.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from hvdbridge.torch.exceptions import HorovodInternalError as HorovodInternalError
+from hvdbridge.torch.exceptions import HostsUpdatedInterrupt
 from hvdbridge.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 REMOVED = 1
@@ -29,16 +30,15 @@ REMOVED = 1
 
 
 class State:
-    """Base of what is kept; a subclass defines ``save``, ``restore`` and ``sync``.
+    """Base of states; a subclass defines ``save``, ``restore`` and ``sync``.
 
     Args:
         bcast_object: gives all ranks rank 0's object.
-        get_rank: this process's rank.
+        get_rank: without effect.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
-        self._rank = get_rank
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
@@ -48,20 +48,20 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The ranks are others now (before :meth:`sync`)."""
+        """Called when the ranks have changed, before :meth:`sync`."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """The launcher says so, in a thread of its own."""
+        """Called by the launcher's client, in a thread of its own."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Keep the present as what a failure goes back to; collective.
+        """Keep a copy of the present values, to which a failure goes back; collective.
 
-        It copies everything, under torchrun to a file as well: once in many batches will do.
+        Under torchrun it also writes a file, so a commit every many batches is enough.
 
         Raises:
             HostsUpdatedInterrupt: see :meth:`check_host_updates`.
@@ -74,12 +74,11 @@ class State:
         """Whether hosts came or went since the last call; collective.
 
         Raises:
-            HostsUpdatedInterrupt: on every rank, if rank 0 was told so.
+            HostsUpdatedInterrupt: on every rank, if rank 0 received an update.
         """
         if not restart.hosts_may_change():
             return
-        before = latest = self._last_updated_timestamp
-        update = 0
+        before, latest, update = self._last_updated_timestamp, self._last_updated_timestamp, 0
         while not self._host_messages.empty():
             timestamp, result = self._host_messages.get()
             if timestamp > latest:
@@ -102,14 +101,14 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """What a subclass has to do in :meth:`on_reset`."""
+        """Called by :meth:`on_reset`; for a subclass."""
 
     def saved(self) -> Any:
         """The last copy, to be pickled; None: this kind of state cannot outlive its process."""
         return None
 
     def adopt(self, saved: Any) -> None:
-        """Take what :meth:`saved` gave for the last copy, and go back to it."""
+        """Make a value of :meth:`saved` the last copy, and go back to it."""
 
 
 class ObjectState(State):
@@ -122,37 +121,34 @@ class ObjectState(State):
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         self._saved_state = kwargs
-        self._set_attrs()
+        ObjectState.restore(self)
         super().__init__(bcast_object, get_rank)
 
     def save(self) -> None:
         self._saved_state = {name: getattr(self, name) for name in self._saved_state}
 
     def restore(self) -> None:
-        self._set_attrs()
+        for name, value in self._saved_state.items():
+            setattr(self, name, value)
 
     def sync(self) -> None:
         if self._saved_state:
             self.save()
             self._saved_state = self._bcast_object(self._saved_state)
-            self._set_attrs()
+            ObjectState.restore(self)
 
     def saved(self) -> Any:
         return self._saved_state
 
     def adopt(self, saved: Any) -> None:
         self._saved_state = dict(saved)
-        self._set_attrs()
-
-    def _set_attrs(self) -> None:
-        for name, value in self._saved_state.items():
-            setattr(self, name, value)
+        self.restore()
 
 
 class TorchState(ObjectState):
     """A model, an optimizer, and anything else by name; several models and optimizers by names of their own.
 
-    Models, optimizers and :class:`ElasticSampler` are known by their ``state_dict``; other values are pickled.
+    It keeps models, optimizers and :class:`ElasticSampler` by their ``state_dict``, and pickles other values.
 
     Args:
         model: a module, or None.
@@ -163,13 +159,10 @@ class TorchState(ObjectState):
     _handlers: dict[str, StateHandler]
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: Any = None, **kwargs: Any) -> None:
-        found = {name: get_handler(value) for name, value in {**kwargs, "model": model, "optimizer": optimizer}.items()}
-        object.__setattr__(self, "_handlers", {name: handler for name, handler in found.items() if handler is not None})
-        for name, handler in self._handlers.items():
-            object.__setattr__(self, name, handler.value)
-        others = {name: value for name, value in kwargs.items() if name not in self._handlers}
-        others |= {name: None for name in ("model", "optimizer") if name not in self._handlers}
-        super().__init__(broadcast_object, basics.rank, **others)
+        values = {**kwargs, "model": model, "optimizer": optimizer}
+        handlers = {name: handler for name, value in values.items() if (handler := get_handler(value)) is not None}
+        vars(self).update({name: values.pop(name) for name in handlers}, _handlers=handlers)
+        super().__init__(broadcast_object, basics.rank, **values)
 
     def save(self) -> None:
         for handler in self._handlers.values():
@@ -193,7 +186,6 @@ class TorchState(ObjectState):
     def adopt(self, saved: Any) -> None:
         for name, kept in saved["handlers"].items():
             vars(self._handlers[name]).update(kept)
-            self._handlers[name].restore()
         super().adopt(saved["objects"])
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -227,8 +219,7 @@ class _DictHandler(StateHandler):
     """By ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, value: Any) -> None:
-        super().__init__(value)
-        self.save()
+        self.set_value(value)
 
     def save(self) -> None:
         self._saved = copy.deepcopy(self.value.state_dict())
@@ -269,12 +260,12 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Which handler keeps which type; the first that fits counts."""
+    """Pairs of a type and its handler; the first that fits counts."""
     return _registry
 
 
 def set_handler_registry(registry: Sequence[tuple[type, type[StateHandler]]]) -> None:
-    """Replace :func:`get_handler_registry`'s, for states that are made from now on."""
+    """Replace the pairs of :func:`get_handler_registry` for new states."""
     global _registry
     _registry = list(registry)
 
@@ -284,7 +275,7 @@ def get_handler(value: Any) -> StateHandler | None:
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
-    """What :func:`hvdbridge.torch.elastic.run` is made of; ``reset`` ends the session and begins another."""
+    """The wrapper of :func:`hvdbridge.torch.elastic.run`; ``reset`` ends the session and begins another."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
@@ -301,7 +292,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                     skip_sync = update.skip_sync
                 except restart.FAILURES as error:
                     failure, skip_sync = error, False
-                # Outside of the except clauses: an exception that is on its way would keep the session open.
+                # Outside of the except clauses: there the exception would keep the session's objects alive.
                 if failure is None:
                     restart.hosts_changed(state)
                 else:
@@ -311,16 +302,3 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                 state.on_reset()
 
     return wrapper
-
-
-__all__ = [
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
-    "StateHandler",
-    "TorchState",
-    "get_handler_registry",
-    "run_fn",
-    "set_handler_registry",
-]
