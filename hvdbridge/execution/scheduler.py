@@ -44,7 +44,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hvdbridge.backends.communicator import Answer, Communicator
+from hvdbridge.backends.communicator import Answer, Communicator, Work
 from hvdbridge.errors import HvdbridgeError, NotInitialized
 from hvdbridge.execution.flow import Mailbox, Steps, Submission, Task, Waiter
 from hvdbridge.policy.collectives import Collective, relay, used_here
@@ -142,6 +142,14 @@ class Scheduler:
     def flush(self) -> None:
         """No more flows follow for now: let those that were submitted come to their ends."""
 
+    def check_failure(self) -> None:
+        """
+        Raises:
+            BaseException: the first failure, if there is one.
+        """
+        if self.failure is not None:
+            raise self.failure
+
     def settle(self) -> None:
         """Return when all that was submitted is over, or the scheduler has failed."""
 
@@ -160,8 +168,7 @@ class Scheduler:
     def _steps(self, submission: Submission[Any]) -> Steps:
         """A flow as steps of its communicator, to its settlement; raises nothing."""
         try:
-            if self.failure is not None:
-                raise self.failure
+            self.check_failure()
             submission.since = time.perf_counter()
             result = yield from relay(submission.flow, partial(self._answer, submission))
             self._computed(submission)
@@ -189,8 +196,7 @@ class Scheduler:
         used_here(request.tensor)  # perhaps the user's, who may drop it
         steps = communicator.answer(request)
         yield next(steps)
-        if self.failure is not None:
-            raise self.failure
+        self.check_failure()
         if self._check is not None:
             self._number += 1
             self._check(self._number, request.signature())
@@ -198,7 +204,8 @@ class Scheduler:
         with self._counting:
             self.traffic.collectives += 1
             self.traffic.bytes_sent += sent
-        work, lost = None, None
+        work: Work | None = None
+        lost: Exception | None = None
         try:
             while True:
                 # Where the communicator waits for the operation before, and explains its failure
@@ -209,8 +216,8 @@ class Scheduler:
                     lost = None
                 except Exception as error:  # of a look
                     lost = error
-                if work is None and self.failure is not None:
-                    raise self.failure
+                if work is None:
+                    self.check_failure()
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         finally:
@@ -255,8 +262,7 @@ class ThreadScheduler(Scheduler):
     def submit(self, submission: Submission[T]) -> Submission[T]:
         with self._placing:
             with self._lock:
-                if self.failure is not None:
-                    raise self.failure
+                self.check_failure()
                 idle = all(run.last for run in self._open) if submission.inline else not self._open
                 self._open.add(submission)
             here = idle and (submission.inline or submission.awaited) and self._check is None and self._device is None
@@ -359,7 +365,8 @@ class ThreadScheduler(Scheduler):
 
     def _compute(self) -> bool:
         """Have the flows go on whose operations are over. Whether one did."""
-        return any([run.proceed() for run in self._runs])
+        moved = [run.proceed() for run in self._runs]
+        return any(moved)
 
     def _issue(self) -> bool:
         """Start the operation that is next in the order of turns, if it is ready. Whether it was."""
@@ -408,8 +415,7 @@ class StreamScheduler(Scheduler):
 
     @torch.no_grad()
     def submit(self, submission: Submission[T]) -> Submission[T]:
-        if self.failure is not None:
-            raise self.failure
+        self.check_failure()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             for _ in self._steps(submission):

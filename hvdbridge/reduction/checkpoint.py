@@ -24,7 +24,7 @@ def state_dict(aggregator: Aggregator, gather: bool = False) -> dict[str, Any]:
         "nodes": list(aggregator.communicator.nodes),
         "step": aggregator.step,
         "loss_scale": aggregator.loss_scale,
-        "state_scale": aggregator._held_scale,  # the loss scale may have been set for the next backward
+        "state_scale": aggregator.state_scale,  # the loss scale may have been set for the next backward
         "state": aggregator.store.portable(),
     }
     if not gather:
@@ -62,7 +62,7 @@ def load_state_dict(aggregator: Aggregator, saved: Mapping[str, Any], on_resize:
         if resize:
             aggregator.store.reset()
     aggregator.step = int(numbers["step"])
-    aggregator.loss_scale, aggregator._held_scale = numbers["loss_scale"], numbers["state_scale"]
+    aggregator.loss_scale, aggregator.state_scale = numbers["loss_scale"], numbers["state_scale"]
 
 
 def check_saved(saved: Any, spec: str) -> dict[str, float]:

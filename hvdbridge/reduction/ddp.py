@@ -26,9 +26,11 @@ Rules:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -36,16 +38,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from hvdbridge.errors import Unsupported
 from hvdbridge.execution.scheduler import Traffic
 from hvdbridge.policies.dense import plain_mean
 from hvdbridge.policy.base import Policy
-from hvdbridge.policy.bucket import Layout
+from hvdbridge.policy.bucket import DDP_MB, FIRST_BUCKET_BYTES, Layout
 from hvdbridge.reduction.aggregator import Aggregator, Piece
 from hvdbridge.reduction.parameters import refuse_sparse
-from hvdbridge.reduction.source import Options, Source, at_end_of_backward, inside_backward, refuse_reentrant
+from hvdbridge.reduction.source import SIZES, Options, Source, at_end_of_backward, inside_backward, refuse_reentrant
 from hvdbridge.reduction.wrapper import Wrapper
 
 Watch = Callable[[str], AbstractContextManager[None]]
@@ -242,26 +245,64 @@ def future_of(buffer: Tensor) -> torch.futures.Future[Tensor]:
     return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
-class DdpSource(Source):
-    """Feeds an :class:`Aggregator` from a DDP module, or lets DDP's reducer do its work.
+@contextmanager
+def ddp_ignores(model: Module, names: Collection[str]) -> Iterator[None]:
+    """Within, DDP is constructed without the parameters and buffers of these names."""
+    key, attributes = "_ddp_params_and_buffers_to_ignore", vars(model)
+    before = attributes.get(key)
+    # It puts a dot before the names of the outermost module's own parameters, and not of its buffers
+    attributes[key] = [*names, *(f".{name}" for name in names)]
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes[key]
+        else:
+            attributes[key] = before
 
-    Args:
-        plain: DDP's reducer may aggregate by itself (rule 1).
-        own_group: a process group that was made for this model alone.
-    """
+
+def ddp_options(params: Mapping[str, Tensor], policy: Policy, options: Options) -> dict[str, Any]:
+    """DDP's own options, by ours."""
+    known = signature(TORCHS).parameters
+    sends_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before 2.13
+    given: dict[str, Any] = {
+        sends_buffers: False,  # we send them, but within join()
+        "find_unused_parameters": options.find_unused_parameters and not options.static_graph,  # join() goes by it
+        "static_graph": options.static_graph,
+        "gradient_as_bucket_view": options.gradient_as_bucket_view,
+        # None: a small first bucket. A list of sizes makes one, too. Where buckets of the mean have a size that the
+        # user said, they are those of a DDP of that size, and so are their sums' bits.
+        "bucket_cap_mb": None if options.bucket_mb == DDP_MB else options.bucket_mb,
+    }
+    if "init_sync" in known:  # older torch copies from rank 0 once more
+        given["init_sync"] = False
+    as_ddps = options.bucket_mb == DDP_MB or (options.said and policy.bucket_mb == DDP_MB)
+    if options.whole:
+        given["bucket_cap_mb"] = 1 + sum(p.nbytes for p in params.values()) / 2**20
+    elif SIZES and not options.static_graph and not as_ddps:
+        given["bucket_cap_mb_list"] = [min(FIRST_BUCKET_BYTES / 2**20, options.bucket_mb), options.bucket_mb]
+    return given
+
+
+class DdpSource(Source):
+    """Feeds an :class:`Aggregator` from a DDP module, with our communication hook where DDP's own mean is not enough.
+    What DDP sends itself goes through the default process group, or one over the ranks of the aggregator's group."""
 
     def __init__(
-        self,
-        model: DistributedDataParallel,
-        params: Mapping[str, Parameter],
-        aggregator: Aggregator,
+        self, model: Module, optimizers: list[Optimizer], params: Mapping[str, Parameter], aggregator: Aggregator,
         options: Options,
-        plain: bool,
-        own_group: Any = None,
-    ) -> None:
-        super().__init__(aggregator, {parameter: name for name, parameter in params.items()}, options)
-        self._own_group = own_group
-        self._model: DistributedDataParallel | None = model
+    ) -> None:  # fmt: skip
+        super().__init__(model, optimizers, params, aggregator, options)
+        ranks, communicator = aggregator.ranks, aggregator.communicator
+        limit = timedelta(seconds=communicator.timeout_seconds)
+        self._own_group = None if ranks is None else dist.new_group(ranks, limit, use_local_synchronization=True)
+        wrapped = options.wrapper
+        if wrapped is None:
+            wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+        given = ddp_options(params, aggregator.policy, options)
+        with ddp_ignores(model, options.ignored):
+            DistributedDataParallel.__init__(wrapped, model, communicator.watch, process_group=self._own_group, **given)
+        self.model = wrapped
         self._layouts = Layouts(self.names)
         self._outside = False  # the step that runs began outside of a backward, within join()
         self._whole = False  # the step's last bucket came
@@ -269,12 +310,13 @@ class DdpSource(Source):
         self._backward = -1
         self.unmarked = 0  # buckets of the first step, of which DDP marks none as the last (``_set_static_graph()``)
         self._waiting: AbstractContextManager[None] | None = None
-        self._since = 0.0
-        self._plain = self._undecided = plain
-        self._seconds = 0.0
+        self._since = self._seconds = 0.0
         self._before = 0  # parameters that were touched before the step began
-        model.source = self
-        self._handles = [p.register_post_accumulate_grad_hook(self._gradient) for p in self.names]
+        # DDP's reducer may aggregate by itself (rule 1)
+        plain = plain_mean(aggregator.policy) and not aggregator.weighted and not aggregator.scheduler.checks
+        self._plain = self._undecided = plain
+        wrapped.source = self
+        self._handles = [p.register_post_accumulate_grad_hook(self._gradient) for p in params.values()]
         if plain:
             aggregator.traffic_elsewhere = self._ddp_traffic
         else:
@@ -282,14 +324,14 @@ class DdpSource(Source):
 
     def _register(self) -> None:
         """From now on buckets come through a hook."""
-        assert self._model is not None
+        assert self.model is not None
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with its own types
             return self._bucket(bucket)
 
         self._plain = self._undecided = False
         self.aggregator.traffic_elsewhere = None
-        TORCHS.register_comm_hook(self._model, None, hook)  # a subclass has its own
+        TORCHS.register_comm_hook(self.model, None, hook)  # a subclass has its own
 
     def after_forward(self, output: Any) -> None:
         """A forward has told the reducer to aggregate in the backward that follows."""
@@ -302,12 +344,12 @@ class DdpSource(Source):
             handle.remove()
         self.stop()
         # DDP cannot give a hook back, and its reducer, unseen by the garbage collector, holds the hook and so this.
-        if self._model is not None:
+        if self.model is not None:
             if self._plain:
                 self.aggregator.last_traffic, self.aggregator.traffic_elsewhere = self._ddp_traffic(), None
-            self._model.source = None
-            self._model.close()
-        self._model = None
+            self.model.source = None
+            self.model.close()
+        self.model = None
         if self._waiting is not None:
             self._waiting.__exit__(None, None, None)
         self.names.clear()
@@ -319,10 +361,10 @@ class DdpSource(Source):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        assert self._model is not None, "hooks are on"
+        assert self.model is not None, "hooks are on"
         if self._plain:
             self._register()  # a rank that is through weighs nothing
-        model: Any = self._model
+        model: Any = self.model
         model.broadcast_buffers = bool(self._buffers)
         try:
             with Join([model]):  # DDP shadows its own traffic and calls our hook with zeros
@@ -437,11 +479,11 @@ class DdpSource(Source):
     def _ddp_is_through(self) -> None:
         """DDP's callback is over."""
         waiting, self._waiting = self._waiting, None
-        assert self._model is not None
+        assert self.model is not None
         assert waiting is not None
         waiting.__exit__(None, None, None)
         try:
-            self._model.reducer._check_reducer_finalized()
+            self.model.reducer._check_reducer_finalized()
         except RuntimeError:
             return
         self._whole = True
@@ -449,12 +491,12 @@ class DdpSource(Source):
 
     def _ddp_traffic(self) -> Traffic:
         """What DDP's own all-reduces of the last step sent; the seconds are those that backward waited for them."""
-        assert self._model is not None
-        assert self._model.logger is not None
+        assert self.model is not None
+        assert self.model.logger is not None
         if self.steps == 0:
             return Traffic()
-        self._model.logger.set_runtime_stats_and_log()  # else it tells of rebuilt buckets one step later
-        data = self._model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        self.model.logger.set_runtime_stats_and_log()  # else it tells of rebuilt buckets one step later
+        data = self.model._get_ddp_logging_data()
         sizes = [int(size) for size in data.get("rebuilt_bucket_sizes", data["bucket_sizes"]).split(",")]
         ranks = self.aggregator.communicator.size
         return Traffic(len(sizes), sum(2 * size * (ranks - 1) // ranks for size in sizes), self._seconds)

@@ -20,46 +20,47 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from hvdbridge.execution.flow import Submission
 from hvdbridge.policy.collectives import AllReduce, Collective
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.module_hook import AfterForward, BeforeForward
 from hvdbridge.reduction.reducer import BucketEntry, Reducer, make_buckets
-from hvdbridge.reduction.source import (
-    Options,
-    Source,
-    accumulating,
-    at_end_of_backward,
-    reached,
-    refuse_reentrant,
-)
+from hvdbridge.reduction.source import Options, Source, at_end_of_backward, reached, refuse_reentrant
 
 
 class HookSource(Source):
     """Feeds an :class:`Aggregator` by hooks of autograd."""
 
     def __init__(
-        self,
-        params: Mapping[str, Parameter],
-        aggregator: Aggregator,
+        self, model: Module, optimizers: list[Optimizer], params: Mapping[str, Parameter], aggregator: Aggregator,
         options: Options,
-        hooked: Iterable[Parameter] | None = None,
-    ) -> None:
-        super().__init__(aggregator, {p: name for name, p in params.items()}, options)
+    ) -> None:  # fmt: skip
+        super().__init__(model, optimizers, params, aggregator, options)
         self._static_used: list[int] | None = None  # the first step's map
         self._roots: list[Any] = []  # with find_unused: the nodes of the forward's outputs that this backward passed
         self.reducer = Reducer(make_buckets(params, options), aggregator)
         self._backward = -1
         self._dropped: list[Tensor] = []  # whose gradients hooks of the user had dropped when they arrived
         self._attributes: dict[str, Any] = {}  # of the user's module
-        ours = list(params.values() if hooked is None else hooked)
-        self._nodes = list(map(accumulating, ours))  # a node that nobody holds loses its hooks
-        self._handles: list[Any] = [
-            node.register_hook(partial(self.ready, self.reducer.entries[p]))
-            for node, p in zip(self._nodes, ours, strict=True)
-        ]
+        self._nodes: list[Any] = []
+        self._handles: list[Any] = []
+        self._hook(params.values())
+        if options.wrapper is None:
+            self._attributes = vars(getattr(model, "_orig_mod", model))  # where torch.compile's module sets them
+            self._handles.append(model.register_forward_pre_hook(BeforeForward(self.before_forward)))
+            self._handles.append(model.register_forward_hook(AfterForward(self.after_forward)))
+        else:
+            options.wrapper.adopt(model)
+
+    def _hook(self, parameters: Iterable[Parameter]) -> None:
+        for parameter in parameters:
+            node = get_gradient_edge(parameter).node
+            self._nodes.append(node)  # a node that nobody holds loses its hooks
+            self._handles.append(node.register_hook(partial(self.ready, self.reducer.entries[parameter])))
 
     def ready(self, entry: BucketEntry, _: Any = (), given: Sequence[Tensor | None] = ()) -> None:
         """A gradient has arrived (called by autograd, once per parameter and backward, with what it added)."""
@@ -109,17 +110,6 @@ class HookSource(Source):
         self._nodes.clear()
         self._attributes.pop("require_backward_grad_sync", None)
 
-    def watch_forwards(self, model: Module, options: Options) -> None:
-        """Hear of forwards, by hooks on the module, which is the user's own, or by the wrapper around it."""
-        if options.broadcast_buffers:
-            self.watch_buffers(model)
-        if options.wrapper is None:
-            self._attributes = vars(getattr(model, "_orig_mod", model))  # where torch.compile's module sets them
-            self._handles.append(model.register_forward_pre_hook(BeforeForward(self.before_forward)))
-            self._handles.append(model.register_forward_hook(AfterForward(self.after_forward)))
-        else:
-            options.wrapper.adopt(model)
-
     @property
     def _aggregates(self) -> bool:
         """Whether the backward of a forward does; the user may say so on the module, too, as on a DDP."""
@@ -158,16 +148,6 @@ class HookSource(Source):
         if active:
             self.root = active[-1]
         return bool(active)
-
-    def run(self) -> None:
-        """One step without a backward: aggregate what stands in ``p.grad`` now."""
-        self.begin()
-        self.reducer.submit_rest()
-        try:
-            self.aggregator.end()
-            self.reducer.write_back()
-        finally:
-            self._reset()
 
     def _finish(self) -> None:
         """All gradients of this backward are there."""

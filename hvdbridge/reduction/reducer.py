@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdbridge.policy.bucket import Layout, Views, cut_layouts
+from hvdbridge.policy.bucket import Views, cut_layouts
 from hvdbridge.policy.collectives import used_here
-from hvdbridge.reduction.aggregator import Aggregator, Deliver, Piece
+from hvdbridge.reduction.aggregator import Aggregator, Piece
 from hvdbridge.reduction.parameters import refuse_sparse
 from hvdbridge.reduction.source import Options
 
@@ -44,7 +45,7 @@ class BucketEntry:
 
 
 @dataclass(eq=False)
-class FlatBucket:
+class FlatBucket(Piece):
     """A bucket: gradients in, and the policy's update of them out.
 
     Attributes:
@@ -53,15 +54,10 @@ class FlatBucket:
         update: what the policy made of the buffer; None until it is delivered.
     """
 
-    layout: Layout
-    buffer: Tensor
     entries: list[BucketEntry] = field(default_factory=list)
     stays: bool = True
     missing: int = 0
     update: Tensor | None = None
-
-    def deliver(self, update: Tensor | None) -> None:
-        self.update = update
 
     @torch.no_grad()
     def fill(self, values: Iterable[Tensor | None]) -> None:
@@ -118,6 +114,8 @@ class Reducer:
         self.entries: dict[Tensor, BucketEntry] = {
             entry.parameter: entry for bucket in buckets for entry in bucket.entries
         }
+        for bucket in buckets:
+            bucket.deliver = partial(self.delivered, bucket)
         self.running = False
         self._next = 0  # the first bucket that was not submitted
 
@@ -153,12 +151,26 @@ class Reducer:
         bucket = self.buckets[self._next]
         self._next += 1
         bucket.fill(map(self.gradient, bucket.entries) if values is None else values)
-        piece = Piece(bucket.layout, bucket.buffer, self.delivery(bucket))
-        self.aggregator.submit(piece, last=self._next == len(self.buckets))
+        self.aggregator.submit(bucket, last=self._next == len(self.buckets))
 
-    def delivery(self, bucket: FlatBucket) -> Deliver:
-        """What is called with the update of ``bucket``."""
-        return bucket.deliver
+    def delivered(self, bucket: FlatBucket, update: Tensor | None) -> None:
+        """The policy has made ``update`` of ``bucket``; None: it failed."""
+        bucket.update = update
+
+    def hand_in(self) -> None:
+        """Submit what is missing as what it holds, or zeros."""
+        if not self.running:
+            self.begin()
+        self.submit_rest()
+
+    def finish(self) -> None:
+        """Submit what is missing, wait, and write the results into ``p.grad``."""
+        try:
+            self.hand_in()
+            self.aggregator.end()
+            self.write_back()
+        finally:
+            self.reset()
 
     def gradient(self, entry: BucketEntry) -> Tensor | None:
         """The gradient that ``entry`` contributes, or None for zeros.
@@ -186,11 +198,11 @@ class Reducer:
                     continue
                 if entry.stays:
                     parameter.grad = entry.view
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                targets.append(parameter.grad)
-                views.append(entry.view)
+                else:
+                    if parameter.grad is None:
+                        parameter.grad = torch.empty_like(parameter)
+                    targets.append(parameter.grad)
+                    views.append(entry.view)
             if targets:
                 torch._foreach_copy_(targets, views)
 

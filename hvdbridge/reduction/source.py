@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from inspect import signature
 from itertools import pairwise
 from operator import attrgetter
@@ -17,8 +18,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.nn import Module
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel.distributed import _find_tensors
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -115,7 +117,7 @@ def closure_of(args: Any, kwargs: Any) -> Any:
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
-def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """torch calls this before each step of each optimizer. A step with a closure makes its gradients later."""
     for source in [each for each in _sources if each.touched or each.running or each.expected]:
         if closure_of(args, kwargs) is None:
@@ -127,10 +129,34 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_any_step)
 
 
+def aggregated(parameters: Set[Tensor]) -> None:
+    """The gradients of ``parameters`` have been aggregated: no open source warns of them."""
+    for source in _sources:
+        if source.touched:
+            source.touched = [p for p in source.touched if p not in parameters]
+
+
+def front_end(name: str) -> Callable[..., Source]:
+    """The class of a front end, by the name that a backend declares; imports what it needs."""
+    module, _, attribute = FRONT_ENDS[name].partition(":")
+    made: Callable[..., Source] = getattr(import_module(f"hvdbridge.reduction.{module}"), attribute)
+    return made
+
+
+FRONT_ENDS = {"ddp": "ddp:DdpSource", "hooks": "hooks:HookSource", "horovod": "horovod_optimizer:HorovodSource"}
+"""By what a backend declares, see :class:`hvdbridge.backends.registry.Backend`."""
+
+
 class Source:
     """Base of the sources.
 
+    Args:
+        model: the user's module.
+        optimizers: the user's.
+        params: what is aggregated, by name.
+
     Attributes:
+        model, optimizers: as the backend's own users know them.
         synchronizing: False within ``no_sync()``: gradients accumulate locally.
         expected: the next backward that makes a gradient of a parameter aggregates.
         running: a synchronizing backward has begun and not ended.
@@ -138,47 +164,49 @@ class Source:
         steps: synchronizing backwards of this rank that ended.
         root: the rank whose buffers all get: 0, but within ``join()`` the last one that has data.
         names: of the parameters.
-        parameters: tells when the model has others; None: there is no model.
+        parameters: tells when the model has others.
         started: called when the first step is through.
     """
 
     started: Callable[[], None] | None = None
 
-    def __init__(self, aggregator: Aggregator, names: Mapping[Tensor, str], options: Options) -> None:
-        self.aggregator = aggregator
-        self.names = dict(names)
-        self.parameters: ParameterWatch | None = None
-        self._steady = list(self.names)
+    def __init__(
+        self, model: Module, optimizers: list[Optimizer], params: Mapping[str, Parameter], aggregator: Aggregator,
+        options: Options,
+    ) -> None:  # fmt: skip
+        self.model: Any = model
+        self.optimizers, self.aggregator = optimizers, aggregator
+        self.names: dict[Tensor, str] = {p: name for name, p in params.items()}
+        self.parameters = ParameterWatch(model, params, options.ignored)
+        # Forwards change the others in place, and may be recomputed within backward
+        renormalized = {
+            module.weight for module in model.modules()
+            if isinstance(module, Embedding | EmbeddingBag) and module.max_norm is not None
+        }  # fmt: skip
+        self._steady = [p for p in self.names if p not in renormalized]
         self._versions: list[int] = []  # of the parameters, when a backward begins
         self._local = False  # the last forward was one within no_sync()
-        self._sharing: WeakSet[Source] = WeakSet(each for each in _sources if each.names.keys() & self.names.keys())
-        for each in self._sharing:
-            each._sharing.add(self)
-        _sources.add(self)
-        _watch_optimizers()
         self.find_unused = options.find_unused_parameters and not options.static_graph
         self.static_graph = options.static_graph
         self._static: Set[Tensor] | None = None  # the parameters that got gradients in the first step
         self.synchronizing = True
         self.expected = self.running = False
         self.root = 0
-        self._buffers: dict[str, Module] = {}  # the modules whose buffers are sent: they may be given new ones
+        # The modules whose buffers are sent: they may be given new ones
+        self._buffers = dict(model.named_modules()) if options.broadcast_buffers else {}
         self._ignored = {tuple(name.rpartition(".")[::2]) for name in options.ignored}  # modules' names, and buffers'
         self.touched: list[Tensor] = []
         self.steps = 0
-
-    def watch_buffers(self, model: Module) -> None:
-        """From now on all ranks have rank 0's buffers after each step, and before each forward that aggregates.
-
-        They are sent as the last of a step: so one rank may evaluate alone, for the next forward sends nothing. As in
-        DDP a second one before the backward does, where the first may have changed them.
-        """
-        self._buffers = dict(model.named_modules())
+        _sources.add(self)
+        _watch_optimizers()
 
     def send_buffers(self) -> Submission[None] | None:
         """Begin to copy rank :attr:`root`'s buffers to all; None where there are none.
 
-        Called before ``aggregator.end()``, which may start flows that outlive the step: these need not be waited for.
+        All ranks have rank 0's buffers after each step. They are sent as the last of a step, so one rank may evaluate
+        alone: the next forward sends nothing. As in DDP a second forward before the backward does, where the first may
+        have changed them. Called before ``aggregator.end()``, which may start flows that outlive the step: these need
+        not be waited for.
         """
         found = {
             id(buffer): buffer
@@ -205,14 +233,10 @@ class Source:
             self.aggregator.in_forward(True)
             self.await_buffers(self.send_buffers())
 
-    def leave_out(self, renormalized: Iterable[Tensor]) -> None:
-        """Forwards change these parameters in place, and may be recomputed within backward."""
-        left_out = set(renormalized)
-        self._steady = [p for p in self.names if p not in left_out]
-
     def stop(self) -> None:
         """Ignore optimizers' steps and backwards from now on."""
         self.expected = False
+        self.parameters.close()
         _sources.discard(self)
 
     @property
@@ -247,12 +271,12 @@ class Source:
                 graph would not aggregate.
             BaseException: what has ended an earlier step.
         """
-        if synchronizing and self.aggregator.scheduler.failure is not None:
-            raise self.aggregator.scheduler.failure
+        if synchronizing:
+            self.aggregator.scheduler.check_failure()
         if self.running and not inside_backward():
             raise self.left_open()
         refuse_compiled_autograd()
-        if synchronizing and self.parameters is not None:
+        if synchronizing:
             self.parameters.check(f"{self._where}: forward")
         if self.static_graph and self.steps == 0 and not synchronizing:
             raise StepError(
@@ -274,7 +298,7 @@ class Source:
             "forward and one backward in turn."
         )
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Called before each step of any optimizer in this process.
 
         Raises:
@@ -331,11 +355,10 @@ class Source:
         if self.aggregator.scheduler.failure is None:
             self.steps += not self.aggregator.joined
             self.touched.clear()
+            aggregated(self.names.keys())
             if self.started is not None:
                 self.started()
                 self.started = None
-            for other in self._sharing:  # what it saw of these parameters has been aggregated here
-                other.touched = [p for p in other.touched if p not in self.names]
 
     def check_static(self, arrived: Set[Tensor]) -> None:
         """The parameters that got gradients in a backward of a static graph.
@@ -398,13 +421,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """
     refuse_reentrant()
     Variable._execution_engine.queue_callback(callback)
-
-
-def accumulating(parameter: Tensor) -> Any:
-    """The node that adds to ``parameter.grad``; its hooks come after those of the parameter."""
-    with torch.enable_grad():
-        view: Any = parameter.expand_as(parameter)
-    return view.grad_fn.next_functions[0][0]
 
 
 def reached(nodes: Iterable[Any]) -> set[Tensor]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from torch.nn import Parameter
 
 from hvdbridge.policies import label
 from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State
-from hvdbridge.policy.bucket import DDP_MB, Bucket
+from hvdbridge.policy.bucket import DDP_MB, Bucket, Layout
 from hvdbridge.policy.collectives import AllReduce
-from hvdbridge.reduction.aggregator import Aggregator, Deliver
+from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.context import ReductionContext
 from hvdbridge.reduction.reducer import BucketEntry, FlatBucket, Reducer, make_buckets
 from hvdbridge.reduction.source import Options, usual_bucket_mb
@@ -26,7 +25,6 @@ from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.exceptions import DifferentParameters, internal_error
 from hvdbridge.torch.operations import Channel, Operations
 from hvdbridge.torch.process_sets import ProcessSet
-from hvdbridge.torch.timeline import Timeline
 from hvdbridge.torch.util import split_list
 
 OPS = ((Average, "sum"), (Sum, "sum"), (Min, "min"), (Max, "max"), (Product, "product"))
@@ -211,13 +209,14 @@ class OptimizerReducer(Reducer):
         self._context = ReductionContext(self.operations.session, channels, device, channel.check)
         self.scheduler = self._context.scheduler
         self.operations.on_failure.append(self.scheduler.fail)
-        aggregator = Aggregator(settings.policy, self.dense, *channels, self.scheduler, weighted=False)
+        aggregator = Aggregator(settings.policy, self.dense, self._context, weighted=False)
         options = Options(opening.bucket_mb, whole=settings.policy.scope == "step")
         super().__init__(self._cut(settings, options), aggregator)
         self.begun = 0
         self._follows = False  # the step that runs is one of other ranks
         self._densified: list[Parameter] = []  # whose sparse gradient became dense for this step
         self._since: dict[str, float] = {}  # for the timeline: when a gradient arrived
+        self._handed_in: dict[Layout, float] = {}  # and a bucket was submitted
 
     def _cut(self, settings: Settings, options: Options) -> list[FlatBucket]:
         """Buckets of the usual size, or one (per type and device) for each group that the user made."""
@@ -253,21 +252,9 @@ class OptimizerReducer(Reducer):
             self._since[entry.name] = time.monotonic()
         self.arrive(entry)
 
-    def hand_in(self) -> None:
-        """Submit what is missing as what it holds, or zeros."""
-        if not self.running:
-            self.begin()
-        self.submit_rest()
-
-    def finish(self) -> None:
-        """Submit what is missing; wait; write the results into ``p.grad``, unless the step is one of other ranks."""
-        try:
-            self.hand_in()
-            self.aggregator.end()
-            if not self._follows:
-                self.write_back()
-        finally:
-            self.reset()
+    def write_back(self, unused: Collection[Tensor] = ()) -> None:
+        if not self._follows:  # a step of other ranks
+            super().write_back(unused)
 
     def follow(self, step: int) -> None:
         """Take part with zeros in the steps up to number ``step``; does not wait for the last."""
@@ -303,6 +290,7 @@ class OptimizerReducer(Reducer):
         super().begin()
 
     def submit(self, values: Sequence[Tensor | None] | None = None) -> None:
+        self._handed_in[self.incomplete[0].layout] = time.monotonic()
         super().submit(values)
         if not self.incomplete:
             self.scheduler.flush()  # nobody may wait for it for long; other ranks need all rounds of all flows
@@ -314,14 +302,13 @@ class OptimizerReducer(Reducer):
             self._densified.append(parameter)
         return parameter.grad
 
-    def delivery(self, bucket: FlatBucket) -> Deliver:
-        timeline = self.operations.timeline
-        return bucket.deliver if timeline is None else partial(self._trace, timeline, bucket, time.monotonic())
-
-    def _trace(self, timeline: Timeline, bucket: FlatBucket, handed_in: float, update: Tensor | None) -> None:
+    def delivered(self, bucket: FlatBucket, update: Tensor | None) -> None:
         """A bucket is through: rows of the timeline, called as Horovod calls them."""
-        bucket.deliver(update)
-        for entry in bucket.entries if update is not None else ():
+        super().delivered(bucket, update)
+        timeline, handed_in = self.operations.timeline, self._handed_in[bucket.layout]
+        if update is None or timeline is None:
+            return
+        for entry in bucket.entries:
             name = f"allreduce.{entry.name}"
             timeline.queued(name, self._since.get(entry.name, handed_in), handed_in)
             timeline.executed(name, "allreduce", handed_in, {"fused": len(bucket.entries)})

@@ -14,10 +14,10 @@ from hvdbridge.policies import from_spec, label
 from hvdbridge.policy.base import Policy
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.context import ReductionContext
-from hvdbridge.reduction.hooks import HookSource
 from hvdbridge.reduction.parameters import ignored, refuse_meta, refuse_sharded, trainable
+from hvdbridge.reduction.reducer import Reducer, make_buckets
 from hvdbridge.reduction.session import Session
-from hvdbridge.reduction.source import Options, usual_bucket_mb
+from hvdbridge.reduction.source import Options, aggregated, usual_bucket_mb
 from hvdbridge.training import runtime
 from hvdbridge.training.synchronizer import device_of
 
@@ -54,12 +54,13 @@ def average_gradients(
     usual = usual_bucket_mb(chosen, communicator.nodes, communicator.capabilities.blocks_host)
     bucket_mb = session.config.fixed_bucket_mb(usual, "average_gradients")
     chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
-    aggregator = Aggregator(chosen, params, communicator, context.control, context.scheduler)
+    aggregator = Aggregator(chosen, params, context)
     aggregator.weight = weight
     aggregator.step = next(calls)  # random policies throw other dice in each
     aggregator.ended = aggregator.step  # this process has made as many, with aggregators of their own
     options = Options(bucket_mb, gradient_as_bucket_view=False, whole=chosen.scope == "step")
-    HookSource(params, aggregator, options, hooked=()).run()
+    Reducer(make_buckets(params, options), aggregator).finish()
+    aggregated(set(params.values()))
 
 
 def averaging(

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -282,6 +283,10 @@ class Gated(Communicator):
     def close(self) -> None: ...
 
 
+def context(communicator: Communicator, scheduler: ThreadScheduler) -> Any:
+    return SimpleNamespace(communicator=communicator, control=communicator, scheduler=scheduler, ranks=None)
+
+
 @dataclass
 class Harness:
     """An aggregator of one rank with two buckets, fed by hand."""
@@ -292,9 +297,7 @@ class Harness:
     def __enter__(self) -> Harness:
         params = {"w": torch.zeros(3), "v": torch.zeros(2)}
         self.scheduler = ThreadScheduler()
-        self.aggregator = Aggregator(
-            self.policy, params, self.communicator, self.communicator, self.scheduler, weighted=False
-        )
+        self.aggregator = Aggregator(self.policy, params, context(self.communicator, self.scheduler), weighted=False)
         self.layouts = [Layout({name: p.shape}) for name, p in params.items()]
         self.delivered: list[Tensor | None] = []
         return self
@@ -423,7 +426,7 @@ def test_buckets_know_the_types_of_all_gradients() -> None:
     params = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(2)}
     scheduler, communicator = ThreadScheduler(), Gated()
     try:
-        aggregator = Aggregator(from_spec("mean"), params, communicator, communicator, scheduler)
+        aggregator = Aggregator(from_spec("mean"), params, context(communicator, scheduler))
         bucket = aggregator.bucket(torch.zeros(4), Layout({"b": (2,), "a": (2,)}), 0, 0)
         assert bucket.dtypes == {"a": torch.bfloat16, "b": torch.float32}
     finally:
@@ -441,7 +444,7 @@ def test_an_update_of_another_size_is_refused() -> None:
     params = {"w": torch.zeros(4)}
     scheduler, communicator = ThreadScheduler(), Gated()
     try:
-        aggregator = Aggregator(Total(), params, communicator, communicator, scheduler, weighted=False)
+        aggregator = Aggregator(Total(), params, context(communicator, scheduler), weighted=False)
         aggregator.begin()
         aggregator.submit(Piece(Layout({"w": (4,)}), torch.ones(4), lambda _: None), last=True)
         with pytest.raises(RuntimeError, match="split"):
