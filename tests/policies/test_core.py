@@ -522,8 +522,8 @@ def test_what_only_after_step_uses_is_not_laid_for_buckets() -> None:
             store.merge(layout, store.part(layout), torch.zeros(layout.numel))
         anchor = store.part(ALL)["anchor"]
         store.merge(ALL, {"anchor": Views(ALL, anchor.flat + 1)}, torch.zeros(ALL.numel))
-    assert list(store._laid[("anchor",)]) == [ALL]
-    assert ("momentum",) not in store._laid
+    assert list(store._leaves[("anchor",)]) == [None, ALL]
+    assert list(store._leaves[("momentum",)]) == [None]
     assert torch.equal(store.portable()["anchor"]["a"], PARAMS["a"] + 3)
     assert store.whole()["anchor"]["b"].tolist() == [4.0] * 4
 
@@ -532,7 +532,7 @@ def test_a_laid_leaf_is_held_once() -> None:
     store = StateStore(from_spec("ef(bf16)"), PARAMS)
     assert store.nbytes == 4 * ALL.numel
     flat = store.part(ALL)["residual"].flat
-    assert {t.device.type for t in store._tree["residual"].values()} == {"meta"}
+    assert list(store._leaves[("residual",)].values()) == [{}, store.part(ALL)["residual"]]
     assert store.whole()["residual"]["a"].data_ptr() == flat.data_ptr()
     assert store.nbytes == 4 * ALL.numel
 
@@ -558,8 +558,9 @@ def test_another_number_of_ranks() -> None:
     saved = []
     for rank in range(3):
         store = StateStore(policy, PARAMS)
-        for leaf in (store._tree["held"], store._tree["inner"]["residual"]):
-            leaf.update({name: torch.full_like(t, 2.0 + rank) for name, t in leaf.items()})
+        for leaf in (store.whole()["held"], store.whole()["inner"]["residual"]):
+            for tensor in leaf.values():
+                tensor.fill_(2.0 + rank)
         saved.append(store.portable())
     store = StateStore(policy, PARAMS)
     with pytest.raises(ConfigurationError, match=r"saved by 3 ranks and would be loaded by 2"):
