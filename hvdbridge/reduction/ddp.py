@@ -26,9 +26,8 @@ Rules:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from inspect import signature
 from typing import Any
@@ -47,17 +46,18 @@ from hvdbridge.policies.dense import plain_mean
 from hvdbridge.policy.base import Policy
 from hvdbridge.policy.bucket import DDP_MB, FIRST_BUCKET_BYTES, Layout
 from hvdbridge.reduction.aggregator import Aggregator, Piece
-from hvdbridge.reduction.parameters import refuse_sparse
-from hvdbridge.reduction.source import SIZES, Options, Source, at_end_of_backward, inside_backward, refuse_reentrant
+from hvdbridge.reduction.parameters import sparse_gradient
+from hvdbridge.reduction.source import SIZES, Options, Source, at_end_of_backward, inside_backward
 from hvdbridge.reduction.wrapper import Wrapper
 
-Watch = Callable[[str], AbstractContextManager[None]]
 JOIN = (
     "torch.distributed.algorithms.Join: its shadows make DDP's collectives, where a policy has others. Use "
     "sync.join(), or model.join() of hb.DistributedDataParallel; beside an optimizer whose state is sharded, give "
     "ranks padding."
 )
 
+
+Strided = tuple[int, torch.Size, tuple[int, ...]]
 
 TORCHS: Any = torch.nn.parallel.DistributedDataParallel
 """Scripts may put hb.DistributedDataParallel in its place."""
@@ -74,11 +74,6 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
     takes_plain_keys = False  # as elsewhere, where a synchronizer's model is the user's own
 
     _closed = False
-    _watch: Watch
-
-    def __init__(self, module: torch.nn.Module, watch: Watch, **options: Any) -> None:
-        self.__dict__["_watch"] = watch
-        super().__init__(module, **options)
 
     @property
     def closed(self) -> bool:
@@ -105,11 +100,14 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
         return not (gradients and self.require_backward_grad_sync)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.source is not None and torch.is_grad_enabled():
+        if self.source is None:
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
             self.source.check_forward(self.require_backward_grad_sync)
             if self.require_backward_grad_sync and not self.source.aggregator.joining:
                 self.source.share_buffers()
-        with self._watch("what DDP itself sends before a forward (the order of buckets; buffers within join())"):
+        watch = self.source.aggregator.communicator.watch
+        with watch("what DDP itself sends before a forward (the order of buckets; buffers within join())"):
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, output: Any) -> Any:
@@ -160,33 +158,15 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
     def __getstate__(self) -> dict[str, Any]:
         """As torch's, without our hook, and closed: a copy belongs to no synchronizer."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        ours: dict[str, Any] = {"_comm_hooks": [], "source": None, "_closed": True}
-        return state | ours | {"_watch": nullcontext}
-
-
-@dataclass(frozen=True)
-class Strided:
-    """A parameter that lies in its bucket as in memory, and not by index."""
-
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def by_index(self, buffer: Tensor) -> None:
-        in_memory, by_index = self._views(buffer)
-        by_index.copy_(in_memory.clone())
-
-    def in_memory(self, buffer: Tensor) -> None:
-        in_memory, by_index = self._views(buffer)
-        in_memory.copy_(by_index.clone())
-
-    def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        piece = buffer[self.offset : self.offset + self.shape.numel()]
-        return piece.as_strided(self.shape, self.stride), piece.view(self.shape)
+        return state | {"_comm_hooks": [], "source": None, "_closed": True}
 
 
 class Layouts:
-    """The layouts of DDP's buckets, by their parameters."""
+    """The layouts of DDP's buckets, by their parameters.
+
+    DDP has a dense parameter in its bucket in the order of its memory, and a policy reads by index (rule 8). Such
+    parameters are known by their offsets, shapes and strides.
+    """
 
     def __init__(self, names: Mapping[Tensor, str]) -> None:
         self.names = names
@@ -195,49 +175,40 @@ class Layouts:
     def piece(
         self, parameters: Sequence[Tensor], buffer: Tensor, future: torch.futures.Future[Tensor], policy: Policy
     ) -> Piece:
-        """A bucket for ``policy``, whose update goes to ``future`` (rule 6)."""
+        """A bucket for ``policy``; ``future`` gets what DDP waits for: the update, or after a failure the bucket as it
+        came (rule 6)."""
         key = tuple(map(id, parameters))
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self.look(parameters)
-        layout, strided = known
-        return piece_of(layout, buffer, future, () if plain_mean(policy) else strided)
+        if key not in self._known:
+            self._known[key] = self.look(parameters)
+        layout, strided = self._known[key]
+        views = []  # of a strided parameter, in the order of its memory, and by index
+        for offset, shape, stride in () if plain_mean(policy) else strided:
+            part = buffer[offset : offset + shape.numel()]
+            views.append((part.as_strided(shape, stride), part.view(shape)))
+        for in_memory, by_index in views:
+            by_index.copy_(in_memory.clone())
 
-    def clear(self) -> None:
-        self._known.clear()
+        def deliver(update: Tensor | None) -> None:
+            if update is not None and views:  # not in the update itself, which may be part of the policy's state
+                update = buffer.copy_(update)
+                for in_memory, by_index in views:
+                    in_memory.copy_(by_index.clone())
+            elif update is not None and update.storage_offset() != 0:
+                update = update.clone()  # DDP looks at the storage from its beginning
+            if not future.done():  # by an update, and then another piece of its flow failed
+                future.set_result(buffer if update is None else update)
+
+        return Piece(layout, buffer, deliver)
 
     def look(self, parameters: Sequence[Tensor]) -> tuple[Layout, list[Strided]]:
         """At a bucket that was not seen before."""
         layout = Layout({self.names[p]: p.shape for p in parameters})
         strided = [
-            Strided(layout.offsets[self.names[p]], p.shape, p.stride())
+            (layout.offsets[self.names[p]], p.shape, p.stride())
             for p in parameters
             if not p.is_contiguous() and torch.empty_like(p, device="meta").stride() == p.stride()  # i.e. it is dense
         ]
         return layout, strided
-
-
-def piece_of(
-    layout: Layout,
-    buffer: Tensor,
-    future: torch.futures.Future[Tensor],
-    strided: Sequence[Strided] = (),
-) -> Piece:
-    """DDP's bucket for an aggregator; ``future`` gets what DDP waits for."""
-    for each in strided:
-        each.by_index(buffer)
-
-    def deliver(update: Tensor | None) -> None:
-        if update is not None and strided:  # not in the update itself, which may be part of the policy's state
-            update = buffer.copy_(update)
-            for each in strided:
-                each.in_memory(buffer)
-        elif update is not None and update.storage_offset() != 0:
-            update = update.clone()  # DDP looks at the storage from its beginning
-        if not future.done():  # by an update, and then another piece of its flow failed
-            future.set_result(buffer if update is None else update)
-
-    return Piece(layout, buffer, deliver)
 
 
 def future_of(buffer: Tensor) -> torch.futures.Future[Tensor]:
@@ -301,20 +272,19 @@ class DdpSource(Source):
             wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
         given = ddp_options(params, aggregator.policy, options)
         with ddp_ignores(model, options.ignored):
-            DistributedDataParallel.__init__(wrapped, model, communicator.watch, process_group=self._own_group, **given)
+            DistributedDataParallel.__init__(wrapped, model, process_group=self._own_group, **given)
         self.model = wrapped
         self._layouts = Layouts(self.names)
         self._outside = False  # the step that runs began outside of a backward, within join()
         self._whole = False  # the step's last bucket came
         self._dropped: list[Tensor] = []  # whose gradients hooks of the user dropped in this backward
-        self._backward = -1
         self.unmarked = 0  # buckets of the first step, of which DDP marks none as the last (``_set_static_graph()``)
         self._waiting: AbstractContextManager[None] | None = None
         self._since = self._seconds = 0.0
         self._before = 0  # parameters that were touched before the step began
         # DDP's reducer may aggregate by itself (rule 1)
         plain = plain_mean(aggregator.policy) and not aggregator.weighted and not aggregator.scheduler.checks
-        self._plain = self._undecided = plain
+        self._plain = plain
         wrapped.source = self
         self._handles = [p.register_post_accumulate_grad_hook(self._gradient) for p in params.values()]
         if plain:
@@ -329,7 +299,7 @@ class DdpSource(Source):
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with its own types
             return self._bucket(bucket)
 
-        self._plain = self._undecided = False
+        self._plain = False
         self.aggregator.traffic_elsewhere = None
         TORCHS.register_comm_hook(self.model, None, hook)  # a subclass has its own
 
@@ -353,7 +323,7 @@ class DdpSource(Source):
         if self._waiting is not None:
             self._waiting.__exit__(None, None, None)
         self.names.clear()
-        self._layouts.clear()
+        self._layouts = Layouts({})
         self.touched.clear()
         if self._own_group is not None:
             dist.destroy_process_group(self._own_group)
@@ -379,29 +349,17 @@ class DdpSource(Source):
 
     def _gradient(self, parameter: Tensor) -> None:
         """A parameter's gradient is there, and comes to DDP's reducer next."""
+        aggregates = self.takes(parameter)
         self.touched.append(parameter)
-        if self.expected:
-            self._begin_step()
-            self._before -= 1
-        elif not self.running:
-            return
-        elif torch._C._current_graph_task_id() != self._backward:
-            refuse_reentrant()
-            raise self.left_open()
-        if self.steps == 0 or self.find_unused:
-            refuse_sparse(parameter.grad, self._where, self.names[parameter])
-        if self._static is not None and parameter not in self._static:
-            raise self.changed({parameter})
+        if aggregates and parameter.grad is not None and parameter.grad.is_sparse:
+            raise sparse_gradient(self._where, self.names[parameter])
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
         """Within backward, before its first gradient comes to DDP's reducer."""
-        self.expected = False
-        self._backward = torch._C._current_graph_task_id()
         self._before = len(self.touched)
         at_end_of_backward(self._end_of_backward)
         self.begin()
-        if self._undecided:
-            self._undecided = False
+        if self._plain and self.steps == 0:
             self.aggregator.wait()  # for the weights
             if self.aggregator.weights is not None or not plain_mean(self.aggregator.policy):
                 self._register()
@@ -429,7 +387,7 @@ class DdpSource(Source):
             self._outside = True
             self.begin()
         elif not self.running:
-            self._begin_step()
+            self.open_backward()
 
     def _end_outside(self) -> None:
         """End a step of ``join()``, after whose buckets no backward ends."""

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from hvdbridge.execution.flow import Submission
 from hvdbridge.policy.collectives import AllReduce, Collective
 from hvdbridge.reduction.aggregator import Aggregator
-from hvdbridge.reduction.module_hook import AfterForward, BeforeForward
+from hvdbridge.reduction.module_hook import ModuleHook
 from hvdbridge.reduction.reducer import BucketEntry, Reducer, make_buckets
-from hvdbridge.reduction.source import Options, Source, at_end_of_backward, reached, refuse_reentrant
+from hvdbridge.reduction.source import Options, Source, at_end_of_backward, reached
 
 
 class HookSource(Source):
@@ -43,7 +43,6 @@ class HookSource(Source):
         self._static_used: list[int] | None = None  # the first step's map
         self._roots: list[Any] = []  # with find_unused: the nodes of the forward's outputs that this backward passed
         self.reducer = Reducer(make_buckets(params, options), aggregator)
-        self._backward = -1
         self._dropped: list[Tensor] = []  # whose gradients hooks of the user had dropped when they arrived
         self._attributes: dict[str, Any] = {}  # of the user's module
         self._nodes: list[Any] = []
@@ -51,8 +50,8 @@ class HookSource(Source):
         self._hook(params.values())
         if options.wrapper is None:
             self._attributes = vars(getattr(model, "_orig_mod", model))  # where torch.compile's module sets them
-            self._handles.append(model.register_forward_pre_hook(BeforeForward(self.before_forward)))
-            self._handles.append(model.register_forward_hook(AfterForward(self.after_forward)))
+            self._handles.append(model.register_forward_pre_hook(ModuleHook(self.before_forward)))
+            self._handles.append(model.register_forward_hook(ModuleHook(self.after_forward)))
         else:
             options.wrapper.adopt(model)
 
@@ -66,22 +65,15 @@ class HookSource(Source):
         """A gradient has arrived (called by autograd, once per parameter and backward, with what it added)."""
         if entry.parameter.grad is not None:  # as for DDP an undefined one does not count as use
             self.touched.append(entry.parameter)
-        if not (self.running or self.expected):
+        if not self.takes(entry.parameter):
             return
-        backward = torch._C._current_graph_task_id()
-        if not self.running:
-            at_end_of_backward(self._finish)
-            self._backward = backward
-            self.expected = False
-            self.begin()
-        elif backward != self._backward:
-            refuse_reentrant()
-            raise self.left_open()
         if entry.parameter.grad is None and any(gradient is not None for gradient in given):
             self._dropped.append(entry.parameter)
-        if self._static is not None and entry.parameter not in self._static:
-            raise self.changed({entry.parameter})
         self.reducer.arrive(entry)
+
+    def begin_step(self) -> None:
+        at_end_of_backward(self._finish)
+        self.begin()
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -10,8 +10,8 @@ from weakref import WeakMethod
 from torch.nn import Module
 
 
-class _ModuleHook:
-    """Calls a method, and does not keep its object alive.
+class ModuleHook:
+    """A forward hook (pre-hook) that calls ``method(output)`` (``method()``), and does not keep its object alive.
 
     Modules carry their hooks into ``copy.deepcopy``, ``AveragedModel`` and ``torch.save``. A copy of this one does
     nothing: the copy of a model belongs to no synchronizer, whose threads and sockets cannot be copied, either.
@@ -20,24 +20,10 @@ class _ModuleHook:
     def __init__(self, method: Callable[..., None]) -> None:
         self._method = WeakMethod(method)
 
-    def _call(self, *args: Any) -> None:
+    def __call__(self, model: Module, args: Any, *output: Any) -> None:
         if (method := self._method()) is not None:
-            method(*args)
+            method(*output)
 
     def __reduce__(self) -> Any:
         # This takes any arguments and returns None, and what is saved loads where hvdbridge is not installed
         return getattr, (nullcontext(), "__exit__")
-
-
-class BeforeForward(_ModuleHook):
-    """Calls ``method()`` before each forward."""
-
-    def __call__(self, model: Module, args: Any) -> None:
-        self._call()
-
-
-class AfterForward(_ModuleHook):
-    """Calls ``method(output)`` after each forward."""
-
-    def __call__(self, model: Module, args: Any, output: Any) -> None:
-        self._call(output)

@@ -100,40 +100,32 @@ def trainable(model: Module, left_alone: Iterable[str] = ()) -> dict[str, Parame
     return params
 
 
-def refuse_sharded(params: Mapping[str, Tensor]) -> None:
+def refuse_untouchable(tensors: Mapping[str, Tensor]) -> None:
     """
     Raises:
-        Unsupported: some of ``params`` are DTensors.
+        Unsupported: some of ``tensors`` are DTensors, or on the device ``meta``.
     """
-    if sharded := [name for name, p in params.items() if hasattr(p, "device_mesh")]:
-        raise Unsupported(
-            f"{listed(sharded)}: DTensors (tensor parallelism, fully_shard) are not aggregated. For fully_shard use "
-            "hb.set_all_reduce_hook."
-        )
+    for names, why in (
+        (
+            [name for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")],
+            "DTensors (tensor parallelism, fully_shard) are not aggregated. For fully_shard use "
+            "hb.set_all_reduce_hook.",
+        ),
+        (
+            [name for name, tensor in tensors.items() if tensor.is_meta],
+            "on the device meta, without values. Call model.to_empty(device=...) and initialise or load them before.",
+        ),
+    ):
+        if names:
+            raise Unsupported(f"{listed(names)}: {why}")
 
 
-def refuse_sparse(gradient: Tensor | None, where: str, name: str) -> None:
-    """
-    Raises:
-        Unsupported: ``gradient``, that of the parameter ``name``, is sparse.
-    """
-    if gradient is not None and gradient.is_sparse:
-        raise Unsupported(
-            f"{where}: parameter {name!r} has a sparse gradient, which no policy takes. Use sparse=False in its "
-            "Embedding, or leave the parameter out by ignore=."
-        )
-
-
-def refuse_meta(tensors: Mapping[str, Tensor]) -> None:
-    """
-    Raises:
-        Unsupported: some of ``tensors`` are on the device ``meta``.
-    """
-    if meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
-        raise Unsupported(
-            f"{listed(meta)}: on the device meta, without values. Call model.to_empty(device=...) and initialise or "
-            "load them before."
-        )
+def sparse_gradient(where: str, name: str) -> Unsupported:
+    """The error about a sparse gradient of the parameter ``name``."""
+    return Unsupported(
+        f"{where}: parameter {name!r} has a sparse gradient, which no policy takes. Use sparse=False in its Embedding, "
+        "or leave the parameter out by ignore=."
+    )
 
 
 class ParameterWatch:

@@ -32,7 +32,7 @@ from hvdbridge.policy.base import finish
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.policy.collectives import used_here
 from hvdbridge.reduction.aggregator import Aggregator
-from hvdbridge.reduction.module_hook import BeforeForward
+from hvdbridge.reduction.module_hook import ModuleHook
 
 
 @dataclass(eq=False)
@@ -92,8 +92,8 @@ class AfterStep:
             return
         self._step = self._noted = step
         if not self._hooks and self._model is not None:
-            before_forward = BeforeForward(self._before_forward)
-            self._hooks.append(self._model.register_forward_pre_hook(before_forward, prepend=True))
+            hook = ModuleHook(self._before_forward)
+            self._hooks.append(self._model.register_forward_pre_hook(hook, prepend=True))
             self._hook()
 
     def start(self) -> None:

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from hvdbridge.policy.bucket import Views, cut_layouts
 from hvdbridge.policy.collectives import used_here
 from hvdbridge.reduction.aggregator import Aggregator, Piece
-from hvdbridge.reduction.parameters import refuse_sparse
+from hvdbridge.reduction.parameters import sparse_gradient
 from hvdbridge.reduction.source import Options
 
 
@@ -179,7 +179,8 @@ class Reducer:
             Unsupported: it is sparse.
         """
         gradient = entry.parameter.grad
-        refuse_sparse(gradient, f"rank {self.aggregator.communicator.rank}", entry.name)
+        if gradient is not None and gradient.is_sparse:
+            raise sparse_gradient(f"rank {self.aggregator.communicator.rank}", entry.name)
         return gradient
 
     @torch.no_grad()

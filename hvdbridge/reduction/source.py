@@ -191,6 +191,7 @@ class Source:
         self._static: Set[Tensor] | None = None  # the parameters that got gradients in the first step
         self.synchronizing = True
         self.expected = self.running = False
+        self._backward = -1
         self.root = 0
         # The modules whose buffers are sent: they may be given new ones
         self._buffers = dict(model.named_modules()) if options.broadcast_buffers else {}
@@ -313,8 +314,35 @@ class Source:
         if not self._local and (error := self.strays(f"{type(optimizer).__name__}.step()", held)) is not None:
             raise error
 
+    def takes(self, parameter: Tensor) -> bool:
+        """Called by a hook: a gradient of ``parameter`` is there. Whether this backward aggregates.
+
+        Raises:
+            StepError: another backward has not ended, or the graph is not static.
+        """
+        if not (self.running or self.expected):
+            return False
+        if not self.running:
+            self.open_backward()
+        elif torch._C._current_graph_task_id() != self._backward:
+            refuse_reentrant()
+            raise self.left_open()
+        if self._static is not None and parameter not in self._static:
+            raise self.changed({parameter})
+        return True
+
+    def open_backward(self) -> None:
+        """The first gradient of a synchronizing backward is there."""
+        self.expected = False
+        self._backward = torch._C._current_graph_task_id()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Begin a step within backward, and queue its end."""
+        raise NotImplementedError
+
     def begin(self) -> None:
-        """The first gradient of a synchronizing backward."""
+        """Start a step of the aggregator."""
         self.running = True
         self.aggregator.begin()
         self._versions = list(map(_version, self._steady))

@@ -14,7 +14,7 @@ from hvdbridge.policies import from_spec, label
 from hvdbridge.policy.base import Policy
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.context import ReductionContext
-from hvdbridge.reduction.parameters import ignored, refuse_meta, refuse_sharded, trainable
+from hvdbridge.reduction.parameters import ignored, refuse_untouchable, trainable
 from hvdbridge.reduction.reducer import Reducer, make_buckets
 from hvdbridge.reduction.session import Session
 from hvdbridge.reduction.source import Options, aggregated, usual_bucket_mb
@@ -41,8 +41,7 @@ def average_gradients(
     session = runtime.current()
     chosen = from_spec(policy)
     params = trainable(model, ignored(model))
-    refuse_sharded(params)
-    refuse_meta(params)
+    refuse_untouchable(params)
     if has_leaves(chosen.init(params)):
         raise ConfigurationError(f"average_gradients: {label(chosen)} keeps state. Use a GradientSynchronizer.")
     if chosen.acts_after_step:

@@ -27,8 +27,7 @@ from hvdbridge.reduction.parameters import (
     Ignore,
     ignored,
     listed,
-    refuse_meta,
-    refuse_sharded,
+    refuse_untouchable,
     trainable,
 )
 from hvdbridge.reduction.post_step import AfterStep
@@ -125,14 +124,15 @@ class GradientSynchronizer:
         params = trainable(model, left_alone)
         tensors = itertools.chain(model.named_parameters(), model.named_buffers())
         synchronized = {name: tensor for name, tensor in tensors if name not in left_alone}
-        refuse_sharded(synchronized)
-        refuse_meta(synchronized)
+        refuse_untouchable(synchronized)
         refuse_optimizers_within(params)
         if broadcast not in ("all", "trainable"):
             raise ConfigurationError(f"broadcast={broadcast!r} must be 'all' or 'trainable'")
         bucket_mb = session.config.bucket_mb if bucket_mb is None else bucket_mb
         if not (bucket_mb is None or bucket_mb == "auto" or (not isinstance(bucket_mb, str) and bucket_mb > 0)):
             raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
+        if bucket_mb == "auto":
+            check_rehearses(self.policy)
         self._wrapper, self._replaced = wrapper is not None, False
         self._all: list[GradientSynchronizer] = session.opened.setdefault("synchronizers", [])
         replace_earlier(self._all, model, params)
@@ -141,8 +141,6 @@ class GradientSynchronizer:
         usual = usual_bucket_mb(
             self.policy, communicator.nodes, communicator.capabilities.blocks_host, static_graph
         )
-        if bucket_mb == "auto":
-            check_rehearses(self.policy)
         options = Options(
             usual if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
             find_unused_parameters, static_graph, broadcast_buffers,
