@@ -19,8 +19,8 @@ Rules:
    such buckets are put in order and back, unless the policy treats every element alike.
 9. DDP without its source is its module alone: autograd's hooks are off, and no forward sends anything.
 10. Within ``join()`` forwards that accumulate or evaluate are the module's alone, as on MPI: ranks may make different
-   numbers of them. Buffers are sent by DDP's forward there, and by us elsewhere: DDP would send them in evaluating
-   forwards, too, where one rank alone would wait.
+   numbers of them, and DDP's first one behind a step sends the order of buckets. Buffers are sent by us, and not by
+   DDP, which would send them in evaluating forwards, too, where one rank alone would wait.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed.algorithms.join import Join
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -46,8 +45,9 @@ from hvdbridge.policies.dense import plain_mean
 from hvdbridge.policy.base import Policy
 from hvdbridge.policy.bucket import DDP_MB, FIRST_BUCKET_BYTES, Layout
 from hvdbridge.reduction.aggregator import Aggregator, Piece
+from hvdbridge.reduction.autograd import at_end_of_backward
 from hvdbridge.reduction.parameters import sparse_gradient
-from hvdbridge.reduction.source import SIZES, Options, Source, at_end_of_backward, inside_backward
+from hvdbridge.reduction.source import SIZES, Options, Source
 from hvdbridge.reduction.wrapper import Wrapper
 
 JOIN = (
@@ -102,12 +102,8 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.source is None:
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        if torch.is_grad_enabled():
-            self.source.check_forward(self.require_backward_grad_sync)
-            if self.require_backward_grad_sync and not self.source.aggregator.joining:
-                self.source.share_buffers()
-        watch = self.source.aggregator.communicator.watch
-        with watch("what DDP itself sends before a forward (the order of buckets; buffers within join())"):
+        self.source.open_forward(self.require_backward_grad_sync)
+        with self.source.aggregator.communicator.watch("what DDP itself sends before a forward (the order of buckets)"):
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, output: Any) -> Any:
@@ -116,30 +112,13 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
             self.source.after_forward(output)
         return output
 
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        """Within ``join()``: of all types, where Gloo's broadcast takes some."""
-        if self.source is None:
-            super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
-        else:
-            self.source.root = authoritative_rank
-            self.source.await_buffers(self.source.send_buffers())
-            self.source.root = 0
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        buffers, self.broadcast_buffers = self.broadcast_buffers, False
-        super()._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
-        if buffers:
-            self._sync_module_buffers(self._authoritative_rank)
-
     def join_hook(self, **kwargs: Any) -> Any:
-        """torch's, within our own ``join()``.
+        """Refused: ``Join([...])`` of torch, whose shadows make DDP's collectives, and not those of a policy.
 
         Raises:
-            Unsupported: another ``Join([...])``, whose shadows make DDP's collectives, and not those of a policy.
+            Unsupported: always.
         """
-        if self.source is None or not self.source.aggregator.joining:
-            raise Unsupported(JOIN)
-        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+        raise Unsupported(JOIN)
 
     def register_comm_hook(self, state: object, hook: object) -> None:
         """Refused: what aggregates here is a policy.
@@ -275,7 +254,6 @@ class DdpSource(Source):
             DistributedDataParallel.__init__(wrapped, model, process_group=self._own_group, **given)
         self.model = wrapped
         self._layouts = Layouts(self.names)
-        self._outside = False  # the step that runs began outside of a backward, within join()
         self._whole = False  # the step's last bucket came
         self._dropped: list[Tensor] = []  # whose gradients hooks of the user dropped in this backward
         self.unmarked = 0  # buckets of the first step, of which DDP marks none as the last (``_set_static_graph()``)
@@ -331,19 +309,22 @@ class DdpSource(Source):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        assert self.model is not None, "hooks are on"
         if self._plain:
             self._register()  # a rank that is through weighs nothing
+        with super().join():
+            yield
+
+    def shadow(self) -> None:
+        """As torch's own shadows of DDP: its traffic, and our hook with zeros."""
         model: Any = self.model
-        model.broadcast_buffers = bool(self._buffers)
-        try:
-            with Join([model]):  # DDP shadows its own traffic and calls our hook with zeros
-                yield
-                self.aggregator.catch_up()
-                self.aggregator.joined = True
-        finally:
-            model.broadcast_buffers = False
-        self._end_outside()
+        model.reducer._rebuild_buckets()
+        model._match_all_reduce_for_bwd_pass()
+        if self.find_unused:
+            model._match_unused_params_allreduce()
+        model.reducer._push_all_rebuilt_params()
+        self.aggregator.end()
+        self._whole = False
+        self.finished()
 
     # -- A step ----------------------------------------------------------------------------------------------------
 
@@ -366,8 +347,8 @@ class DdpSource(Source):
 
     def _bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """DDP's hook."""
-        if bucket.index() == 0:
-            self._first()
+        if not self.running:
+            self.open_backward()
         buffer = bucket.buffer()
         future = future_of(buffer)
         piece = self._layouts.piece(bucket.parameters(), buffer, future, self.aggregator.policy)
@@ -376,23 +357,7 @@ class DdpSource(Source):
         self.aggregator.submit(piece, self._whole)
         if self._whole:
             self.aggregator.scheduler.flush()
-            if self._outside:
-                self.aggregator.end_ahead()
         return future
-
-    def _first(self) -> None:
-        """A step's first bucket is here."""
-        if not inside_backward():
-            self._end_outside()
-            self._outside = True
-            self.begin()
-        elif not self.running:
-            self.open_backward()
-
-    def _end_outside(self) -> None:
-        """End a step of ``join()``, after whose buckets no backward ends."""
-        if self.running and self._outside:
-            self._finish()
 
     def _end_of_backward(self) -> None:
         """All gradients are there. DDP's own callback, which follows, takes over what has arrived, and waits."""
@@ -408,15 +373,14 @@ class DdpSource(Source):
         try:
             if self._waiting is not None:
                 self._ddp_is_through()
-            if not self._outside:
-                self.check_kept(self._dropped)
-                self._check_complete()
-                self.check_unchanged()
+            self.check_kept(self._dropped)
+            self._check_complete()
+            self.check_unchanged()
             buffers = None if self.aggregator.joining else self.send_buffers()
             self.aggregator.end()
             self.await_buffers(buffers)
         finally:
-            self._outside = self._whole = False
+            self._whole = False
             self.finished()
 
     def _check_complete(self) -> None:

@@ -13,8 +13,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,9 +26,9 @@ from torch.optim import Optimizer
 from hvdbridge.execution.flow import Submission
 from hvdbridge.policy.collectives import AllReduce, Collective
 from hvdbridge.reduction.aggregator import Aggregator
-from hvdbridge.reduction.module_hook import ModuleHook
+from hvdbridge.reduction.autograd import ModuleHook, at_end_of_backward, reached
 from hvdbridge.reduction.reducer import BucketEntry, Reducer, make_buckets
-from hvdbridge.reduction.source import Options, Source, at_end_of_backward, reached
+from hvdbridge.reduction.source import Options, Source
 
 
 class HookSource(Source):
@@ -75,25 +74,12 @@ class HookSource(Source):
         at_end_of_backward(self._finish)
         self.begin()
 
-    @contextmanager
-    def join(self) -> Iterator[None]:
-        yield
-        self.aggregator.catch_up()
-        self.aggregator.joined = True
-        while self._announce():
-            self._shadow()
-        self.root = 0
-
-    def _shadow(self) -> None:
-        """Take part in one step with weight 0, so it does not matter what the buckets hold."""
-        self.await_buffers(self.send_buffers())
-        self.begin()
+    def shadow(self) -> None:
         self.reducer.submit_rest()
         used = self._start_used_map()
         self.aggregator.end()
         self._take_used_map(used)
         self._reset()
-        self.aggregator.catch_up()
 
     def remove(self) -> None:
         self.stop()
@@ -109,15 +95,7 @@ class HookSource(Source):
 
     def before_forward(self) -> None:
         """A forward of the model begins."""
-        if not torch.is_grad_enabled():
-            return
-        aggregates = self._aggregates
-        self.check_forward(aggregates)
-        if aggregates and self.aggregator.joining:  # from the last rank that still has data, as in DDP
-            self._announce()
-            self.await_buffers(self.send_buffers())
-        elif aggregates:
-            self.share_buffers()
+        self.open_forward(self._aggregates)
 
     def after_forward(self, output: Any) -> None:
         """A forward of the model has returned ``output``."""
@@ -132,14 +110,6 @@ class HookSource(Source):
     def _passed(self, *_: Any) -> None:
         """Called by autograd at the node of an output of a forward that aggregates."""
         self._roots.append(torch._C._current_autograd_node())
-
-    def _announce(self) -> bool:
-        """Within ``join()``: tell who still has data; False when nobody has. Called by every rank alike."""
-        flags = self.aggregator.in_forward(not self.aggregator.joined)
-        active = [rank for rank, flag in enumerate(flags) if flag]
-        if active:
-            self.root = active[-1]
-        return bool(active)
 
     def _finish(self) -> None:
         """All gradients of this backward are there."""

@@ -32,7 +32,7 @@ from hvdbridge.policy.base import finish
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.policy.collectives import used_here
 from hvdbridge.reduction.aggregator import Aggregator
-from hvdbridge.reduction.module_hook import ModuleHook
+from hvdbridge.reduction.autograd import ModuleHook
 
 
 @dataclass(eq=False)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -17,17 +16,16 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.checkpoint import CheckpointFunction
 
-from hvdbridge.errors import StepError, Unsupported
+from hvdbridge.errors import StepError
 from hvdbridge.execution.flow import Submission
 from hvdbridge.policy.base import BYTEWISE_MB, CODED_MB, Policy
 from hvdbridge.reduction.aggregator import Aggregator
+from hvdbridge.reduction.autograd import inside_backward, refuse_compiled_autograd, refuse_reentrant
 from hvdbridge.reduction.parameters import ParameterWatch, listed
 from hvdbridge.reduction.replicate import broadcast_tensors
 
@@ -227,13 +225,6 @@ class Source:
             pending.wait()
             self.aggregator.scheduler.order()  # the next forward reads them
 
-    def share_buffers(self) -> None:
-        """Called before a forward that aggregates: where another one came before it, and no backward, they are sent."""
-        if self.expected and any(module._buffers for module in self._buffers.values()) and not inside_backward():
-            # Where one rank alone makes this forward, the flag waits for the others, and no bucket is taken for buffers
-            self.aggregator.in_forward(True)
-            self.await_buffers(self.send_buffers())
-
     def stop(self) -> None:
         """Ignore optimizers' steps and backwards from now on."""
         self.expected = False
@@ -264,6 +255,31 @@ class Source:
             )
         return found
 
+    def open_forward(self, aggregates: bool) -> None:
+        """Called before each forward; ``aggregates``: its backward does.
+
+        Raises:
+            StepError: see :meth:`check_forward`; or one rank makes this forward alone.
+        """
+        if not torch.is_grad_enabled():
+            return
+        self.check_forward(aggregates)
+        # Where another forward came before it, and no backward, the first one may have changed buffers
+        again = self.expected and any(module._buffers for module in self._buffers.values()) and not inside_backward()
+        if aggregates and (self.aggregator.joining or again):
+            # A rank that makes this forward alone waits here for the others, and takes no bucket for buffers
+            self._announce()
+            self.await_buffers(self.send_buffers())
+
+    def _announce(self) -> bool:
+        """Tell that a forward begins, or that this rank has no more data; False when none has. Called by every rank
+        alike. Within ``join()`` buffers are from the last rank that still has data, as in DDP."""
+        flags = self.aggregator.in_forward(not self.aggregator.joined)
+        active = [rank for rank, flag in enumerate(flags) if flag]
+        if active and self.aggregator.joining:
+            self.root = active[-1]
+        return bool(active)
+
     def check_forward(self, synchronizing: bool) -> None:
         """Called before each forward that records gradients.
 
@@ -279,7 +295,7 @@ class Source:
         refuse_compiled_autograd()
         if synchronizing:
             self.parameters.check(f"{self._where}: forward")
-        if self.static_graph and self.steps == 0 and not synchronizing:
+        elif self.static_graph and self.steps == 0:
             raise StepError(
                 f"{self._where}: with static_graph=True the first backward of all must aggregate. Make one step "
                 "without no_sync(), or leave out static_graph=True."
@@ -432,68 +448,23 @@ class Source:
             "job. Or a Function calls backward() within its own, whose gradients are not complete by then."
         )
 
-    def join(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def join(self) -> Iterator[None]:
         """A block that ranks leave after unequal numbers of steps; its end shadows the others."""
+        yield
+        self.aggregator.catch_up()
+        self.aggregator.joined = True
+        while self._announce():
+            self.await_buffers(self.send_buffers())
+            self.begin()
+            self.shadow()
+            self.aggregator.catch_up()
+        self.root = 0
+
+    def shadow(self) -> None:
+        """Take part in a step that has begun, with weight 0: it does not matter what the buckets hold."""
         raise NotImplementedError
 
     def remove(self) -> None:
         """Take the hooks off."""
         raise NotImplementedError
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have autograd call ``callback`` when the running backward is complete; its errors leave backward().
-
-    Raises:
-        Unsupported: see :func:`refuse_reentrant`.
-    """
-    refuse_reentrant()
-    Variable._execution_engine.queue_callback(callback)
-
-
-def reached(nodes: Iterable[Any]) -> set[Tensor]:
-    """The leaf tensors that a backward from these ``grad_fn`` nodes would give gradients."""
-    found = set(nodes)
-    open_ones = list(found)
-    while open_ones:
-        for node, _ in open_ones.pop().next_functions:
-            if node is not None and node not in found:
-                found.add(node)
-                open_ones.append(node)
-    return {node.variable for node in found if node.name() == "torch::autograd::AccumulateGrad"}
-
-
-def refuse_reentrant() -> None:
-    """Called in an autograd hook.
-
-    Raises:
-        Unsupported: this backward runs inside another one (reentrant activation checkpointing), so its end is
-            not the end of the step.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
-            raise Unsupported(
-                "Reentrant activation checkpointing runs a backward inside backward, and gradients would be "
-                "aggregated before they are complete. Use checkpoint(..., use_reentrant=False)."
-            )
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-def refuse_compiled_autograd() -> None:
-    """
-    Raises:
-        Unsupported: backwards are compiled, and with them the hooks that aggregate, of which nothing is left then.
-    """
-    dynamo = sys.modules.get("torch._dynamo")  # a script that compiles nothing has not imported it
-    if dynamo is not None and dynamo.config.compiled_autograd:
-        raise Unsupported(
-            "torch._dynamo.config.compiled_autograd compiles what aggregates gradients within backward (and so does "
-            "optimize_ddp='python_reducer', which needs it). Leave it False: torch.compile of the model, or of the "
-            "step, compiles forward and backward of the model itself without it."
-        )
-
-
-def inside_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)

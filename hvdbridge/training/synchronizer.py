@@ -21,6 +21,7 @@ from hvdbridge.policies import from_spec, label
 from hvdbridge.policy.base import Policy
 from hvdbridge.reduction import checkpoint
 from hvdbridge.reduction.aggregator import Aggregator
+from hvdbridge.reduction.autograd import refuse_compiled_autograd
 from hvdbridge.reduction.bucket_size import check_rehearses, fastest_bucket_mb
 from hvdbridge.reduction.context import ReductionContext, describe
 from hvdbridge.reduction.parameters import (
@@ -32,14 +33,7 @@ from hvdbridge.reduction.parameters import (
 )
 from hvdbridge.reduction.post_step import AfterStep
 from hvdbridge.reduction.replicate import broadcast_optimizer, broadcast_tensors, shards_state
-from hvdbridge.reduction.source import (
-    Options,
-    closure_of,
-    front_end,
-    refuse_compiled_autograd,
-    usual_bucket_mb,
-    views_pay,
-)
+from hvdbridge.reduction.source import Options, closure_of, front_end, usual_bucket_mb, views_pay
 from hvdbridge.reduction.wrapper import unwrapped
 from hvdbridge.training import runtime, stopping
 from hvdbridge.training.sync_batchnorm import SyncBatchNorm
