@@ -128,12 +128,9 @@ def first_of_node(nodes: Nodes) -> tuple[int, ...]:
 
 
 def redistribute(
-    policy: Policy,
-    saved: Sequence[State],
-    size: int,
-    fresh: State | None = None,
+    policy: Policy, saved: Sequence[State], size: int, fresh: State | None = None,
     nodes: tuple[Nodes, Nodes] | None = None,
-) -> list[State]:
+) -> list[State]:  # fmt: skip
     """The states of ``size`` ranks made from those of other ranks.
 
     Where the number of ranks is another, rank-local leaves keep their sum: each new rank gets 1/size of it (added in
@@ -245,13 +242,9 @@ class StateStore:
         return to_portable(self.whole())
 
     def load(
-        self,
-        saved: State | Sequence[State],
-        rank: int = 0,
-        size: int = 1,
-        on_resize: OnResize = "redistribute",
+        self, saved: State | Sequence[State], rank: int = 0, size: int = 1, on_resize: OnResize = "redistribute",
         nodes: tuple[Nodes, Nodes] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take up a state that :meth:`portable` gave: this rank's, or those of all ranks in rank order.
 
         Args:

@@ -80,15 +80,13 @@ def check_saved(saved: Any, spec: str) -> dict[str, float]:
         raise ConfigurationError(f"this is no state_dict() of a synchronizer or a hook: {', '.join(missing)} missing")
     if saved["policy"] != spec:
         raise ConfigurationError(f"the state is one of policy {saved['policy']!r}, this is {spec!r}")
-    numbers: dict[str, float] = {}
     for key, limit in least.items():
         value = saved[key]
         fits = isinstance(value, int | float) and limit <= value < float("inf")
         if not fits or (value == 0 and key.endswith("scale")) or (value % 1 and not key.endswith("scale")):
             raise ConfigurationError(f"the state has {key}={value!r}, which cannot be")
-        numbers[key] = value
     if not isinstance(saved["nodes"], list) or len(saved["nodes"]) not in (0, saved["size"]):
         raise ConfigurationError(f"the state has nodes={saved['nodes']!r}, which is a list of one number per rank")
     if not isinstance(saved.get("ranks", []), list | tuple):
         raise ConfigurationError(f"the state has ranks of type {type(saved['ranks']).__name__}, which is a list")
-    return numbers
+    return {key: saved[key] for key in least}

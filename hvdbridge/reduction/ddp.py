@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from inspect import signature
 from typing import Any
@@ -257,7 +257,7 @@ class DdpSource(Source):
         self._whole = False  # the step's last bucket came
         self._dropped: list[Tensor] = []  # whose gradients hooks of the user dropped in this backward
         self.unmarked = 0  # buckets of the first step, of which DDP marks none as the last (``_set_static_graph()``)
-        self._waiting: AbstractContextManager[None] | None = None
+        self._waiting = ExitStack()
         self._since = self._seconds = 0.0
         self._before = 0  # parameters that were touched before the step began
         # DDP's reducer may aggregate by itself (rule 1)
@@ -272,7 +272,6 @@ class DdpSource(Source):
 
     def _register(self) -> None:
         """From now on buckets come through a hook."""
-        assert self.model is not None
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with its own types
             return self._bucket(bucket)
@@ -298,8 +297,7 @@ class DdpSource(Source):
             self.model.source = None
             self.model.close()
         self.model = None
-        if self._waiting is not None:
-            self._waiting.__exit__(None, None, None)
+        self._waiting.close()
         self.names.clear()
         self._layouts = Layouts({})
         self.touched.clear()
@@ -332,7 +330,9 @@ class DdpSource(Source):
         """A parameter's gradient is there, and comes to DDP's reducer next."""
         aggregates = self.takes(parameter)
         self.touched.append(parameter)
-        if aggregates and parameter.grad is not None and parameter.grad.is_sparse:
+        if not (aggregates and (self.steps == 0 or self.find_unused)):
+            return
+        if parameter.grad is not None and parameter.grad.is_sparse:
             raise sparse_gradient(self._where, self.names[parameter])
 
     def begin_step(self) -> None:
@@ -366,13 +366,17 @@ class DdpSource(Source):
             self._finish()
             return
         if self._plain:
-            self._wait_for_ddp()
+            self._waiting.enter_context(self.aggregator.communicator.watch("DDP's all-reduces of gradients"))
+            self._since = time.perf_counter()
         Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
         try:
-            if self._waiting is not None:
-                self._ddp_is_through()
+            self._waiting.close()
+            if self._plain:
+                with suppress(RuntimeError):  # DDP's reducer is not through
+                    self.model.reducer._check_reducer_finalized()
+                    self._whole, self._seconds = True, time.perf_counter() - self._since
             self.check_kept(self._dropped)
             self._check_complete()
             self.check_unchanged()
@@ -393,28 +397,8 @@ class DdpSource(Source):
         if not self._whole:
             raise self.incomplete(set(self.touched[self._before :]))
 
-    def _wait_for_ddp(self) -> None:
-        waiting = self.aggregator.communicator.watch("DDP's all-reduces of gradients")
-        waiting.__enter__()
-        self._waiting, self._since = waiting, time.perf_counter()
-
-    def _ddp_is_through(self) -> None:
-        """DDP's callback is over."""
-        waiting, self._waiting = self._waiting, None
-        assert self.model is not None
-        assert waiting is not None
-        waiting.__exit__(None, None, None)
-        try:
-            self.model.reducer._check_reducer_finalized()
-        except RuntimeError:
-            return
-        self._whole = True
-        self._seconds = time.perf_counter() - self._since
-
     def _ddp_traffic(self) -> Traffic:
         """What DDP's own all-reduces of the last step sent; the seconds are those that backward waited for them."""
-        assert self.model is not None
-        assert self.model.logger is not None
         if self.steps == 0:
             return Traffic()
         self.model.logger.set_runtime_stats_and_log()  # else it tells of rebuilt buckets one step later

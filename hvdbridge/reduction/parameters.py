@@ -146,8 +146,7 @@ class ParameterWatch:
         self._model = ref(model)
         self._params = dict(params)
         self._alone = set(left_alone)
-        self._dtypes = list(map(_dtype, params.values()))
-        self._devices = list(map(_device, params.values()))
+        self._kinds = list(map(_kind, params.values()))
         self._record(model)
         hook = _registered(WeakMethod(self._register))
         self._handles = [
@@ -181,10 +180,9 @@ class ParameterWatch:
         """
         if self._changed or any(map(_requires_grad, self._frozen)) or self._contained() != self._layers:
             self._compare(where)
-        found = self._params.values()
-        if list(map(_dtype, found)) != self._dtypes or list(map(_device, found)) != self._devices:
-            kinds = zip(self._params.items(), self._dtypes, self._devices, strict=True)
-            moved = [name for (name, p), dtype, device in kinds if (p.dtype, p.device) != (dtype, device)]
+        if list(map(_kind, self._params.values())) != self._kinds:
+            kinds = zip(self._params.items(), self._kinds, strict=True)
+            moved = [name for (name, p), kind in kinds if _kind(p) != kind]
             raise StepError(
                 f"{where}: {listed(moved)} had another type or device when the synchronizer was constructed. Cast and "
                 "move the model before."
@@ -217,8 +215,7 @@ class ParameterWatch:
 
 
 _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
-_dtype: Callable[[Any], torch.dtype] = attrgetter("dtype")
-_device: Callable[[Any], torch.device] = attrgetter("device")
+_kind: Callable[[Any], tuple[torch.dtype, torch.device]] = attrgetter("dtype", "device")
 
 
 def _registered(method: WeakMethod[Callable[[Module], None]]) -> Callable[[Module, str, Any], None]:

@@ -60,19 +60,14 @@ class AfterStep:
     """
 
     def __init__(
-        self,
-        aggregator: Aggregator,
-        params: Mapping[str, Parameter],
-        optimizers: Sequence[Optimizer],
-        model: Module,
+        self, aggregator: Aggregator, params: Mapping[str, Parameter], optimizers: Sequence[Optimizer], model: Module
     ) -> None:
         self.aggregator = aggregator
         self._model: Module | None = model
-        self._holders: list[Held] = []
-        self._adopted: list[Held] = []  # holders of the next backward
         self._optimizers = list(optimizers)
         self._left = dict(params)  # that no optimizer holds
-        self._holders += self._find()
+        self._holders = self._find()
+        self._adopted: list[Held] = []  # holders of the next backward
         if not optimizers:
             self._holders.append(holding(self._left))
             self._left = {}
@@ -146,13 +141,8 @@ class AfterStep:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
-        self._hooked.clear()
-        self._holders.clear()
-        self._adopted.clear()
-        self._optimizers.clear()
-        self._left.clear()
-        self._model = None
+        self._holders, self._adopted, self._optimizers, self._hooks = [], [], [], []
+        self._hooked, self._left, self._model = set(), {}, None
 
     def _find(self) -> list[Held]:
         """Of what nobody held: what an optimizer holds now."""

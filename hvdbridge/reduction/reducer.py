@@ -11,7 +11,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -58,19 +58,6 @@ class FlatBucket(Piece):
     stays: bool = True
     missing: int = 0
     update: Tensor | None = None
-
-    @torch.no_grad()
-    def fill(self, values: Iterable[Tensor | None]) -> None:
-        """Copy ``values``, one for each entry (None: zeros), in one call instead of one per parameter."""
-        views, found = [], []
-        for entry, value in zip(self.entries, values, strict=True):
-            if value is None:
-                entry.view.zero_()
-            elif value is not entry.view:
-                views.append(entry.view)
-                found.append(value)
-        if views:
-            torch._foreach_copy_(views, found)
 
     def take_update(self) -> None:
         """From now on the buffer holds the update."""
@@ -146,11 +133,21 @@ class Reducer:
         while self._next < len(self.buckets):
             self.submit()
 
+    @torch.no_grad()
     def submit(self, values: Sequence[Tensor | None] | None = None) -> None:
-        """Submit the next bucket with ``values`` in the order of its entries, by default their gradients."""
+        """Submit the next bucket with ``values`` in the order of its entries, by default their gradients; None: zeros.
+        They are copied in one call instead of one per parameter."""
         bucket = self.buckets[self._next]
         self._next += 1
-        bucket.fill(map(self.gradient, bucket.entries) if values is None else values)
+        views, found = [], []
+        for entry, value in zip(bucket.entries, values or map(self.gradient, bucket.entries), strict=True):
+            if value is None:
+                entry.view.zero_()
+            elif value is not entry.view:
+                views.append(entry.view)
+                found.append(value)
+        if views:
+            torch._foreach_copy_(views, found)
         self.aggregator.submit(bucket, last=self._next == len(self.buckets))
 
     def delivered(self, bucket: FlatBucket, update: Tensor | None) -> None:

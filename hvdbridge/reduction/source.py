@@ -215,9 +215,8 @@ class Source:
         }
         if not found:
             return None
-        aggregator = self.aggregator
         flow = broadcast_tensors(found.values(), self.root)
-        return aggregator.scheduler.submit(Submission(flow, aggregator.communicator))
+        return self.aggregator.scheduler.submit(Submission(flow, self.aggregator.communicator))
 
     def await_buffers(self, pending: Submission[None] | None) -> None:
         """Wait for what :meth:`send_buffers` has begun."""
@@ -302,18 +301,20 @@ class Source:
             )
         self._local = not synchronizing
 
-    def strays(self, when: str, held: set[Tensor] | None = None) -> StepError | None:
-        """The error where parameters (``held``; None: all) have gradients that were never aggregated, if some do."""
+    def check_strays(self, when: str, held: set[Tensor] | None = None) -> None:
+        """
+        Raises:
+            StepError: parameters (``held``; None: all) have gradients that were never aggregated.
+        """
         touched = set(self.touched) if held is None else held.intersection(self.touched)
         lost = [p for p in self.names if p in touched and p.grad is not None and p.grad.any()]
-        if not lost:
-            return None
-        return StepError(
-            f"{self._where}: {when} with gradients of {len(lost)} parameters that were never aggregated: "
-            f"{listed(self.names[p] for p in lost)}. A backward aggregates if it is the first one after a forward of "
-            "sync.model outside of no_sync(). Call sync.model itself and no other method of the module, and run one "
-            "forward and one backward in turn."
-        )
+        if lost:
+            raise StepError(
+                f"{self._where}: {when} with gradients of {len(lost)} parameters that were never aggregated: "
+                f"{listed(self.names[p] for p in lost)}. A backward aggregates if it is the first one after a forward "
+                "of sync.model outside of no_sync(). Call sync.model itself and no other method of the module, and run "
+                "one forward and one backward in turn."
+            )
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before each step of any optimizer in this process.
@@ -327,8 +328,8 @@ class Source:
                 f"{type(optimizer).__name__}.step() was called for {listed(self.names[p] for p in held)}, which moves "
                 "them by gradients of this rank alone. Let it step after backward()"
             )
-        if not self._local and (error := self.strays(f"{type(optimizer).__name__}.step()", held)) is not None:
-            raise error
+        if not self._local:
+            self.check_strays(f"{type(optimizer).__name__}.step()", held)
 
     def takes(self, parameter: Tensor) -> bool:
         """Called by a hook: a gradient of ``parameter`` is there. Whether this backward aggregates.

@@ -428,8 +428,8 @@ class GradientSynchronizer:
                 f"{listed(self._names_of(strange))}: unfrozen or added since, or not the model's. Construct the "
                 "synchronizer anew, with a model that holds them; each synchronizer needs an optimizer of its own."
             )
-        if self._source.touched and (error := self._source.strays("optimizer.step()")) is not None:
-            raise error
+        if self._source.touched:
+            self._source.check_strays("optimizer.step()")
         if self.skipped:
             for parameter in held:
                 parameter.grad = None
