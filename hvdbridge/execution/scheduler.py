@@ -118,7 +118,9 @@ class Scheduler:
         self._number = 0
         self._travelling = 0
         self._since = 0.0
-        self._counting = threading.Lock()  # of what several threads add to
+        self._open: set[Submission[Any]] = set()  # submitted and not settled; what fail() must not leave waiting
+        # Of these, and of what several threads add to. Reentrant: the garbage collector may end a flow within it.
+        self._lock = threading.RLock()
 
     @property
     def checks(self) -> bool:
@@ -157,9 +159,14 @@ class Scheduler:
         """Let what the caller enqueues from now on see the results of the flows that were waited for."""
 
     def fail(self, cause: BaseException) -> None:
-        """Poison: pending flows that have not begun, and all later ones, fail with ``cause``."""
-        if self.failure is None:
-            self.failure = cause
+        """Poison: all pending flows, and all later ones, fail with ``cause``."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = cause
+            left = list(self._open)
+        for submission in left:  # one may be stuck in the library below: nobody waits for it
+            with suppress(Exception):  # whatever it meets, the others settle
+                submission.settle(error=self.failure)
 
     def close(self) -> None:
         """Let what was submitted finish, then take no more. Harmless when repeated."""
@@ -179,10 +186,8 @@ class Scheduler:
             submission.settle(error=self.failure)
         else:
             submission.settle(result)
-        self._forget(submission)
-
-    def _forget(self, submission: Submission[Any]) -> None:
-        """It is settled."""
+        with self._lock:
+            self._open.discard(submission)
 
     def _answer(self, submission: Submission[Any], request: Collective) -> Answer:
         self._computed(submission)
@@ -201,7 +206,7 @@ class Scheduler:
             self._number += 1
             self._check(self._number, request.signature())
         sent = request.bytes_sent(communicator.size_of(request.group))
-        with self._counting:
+        with self._lock:
             self.traffic.collectives += 1
             self.traffic.bytes_sent += sent
         work: Work | None = None
@@ -225,12 +230,12 @@ class Scheduler:
             submission.since = time.perf_counter()
 
     def _computed(self, submission: Submission[Any]) -> None:
-        with self._counting:
+        with self._lock:
             self.traffic.computing += time.perf_counter() - submission.since
 
     def _travels(self, more: int) -> None:
         """So many more operations are under way."""
-        with self._counting:
+        with self._lock:
             now = time.perf_counter()
             if self._travelling:
                 self.traffic.seconds += now - self._since
@@ -253,8 +258,6 @@ class ThreadScheduler(Scheduler):
         self._flushing = False  # nothing begins until all runs have ended
         self._pause = SHORTEST_POLL_SECONDS
         self._waiter = Waiter(partial(self._mail.put, WAKE))
-        self._open: set[Submission[Any]] = set()  # submitted and not settled; what fail() must not leave waiting
-        self._lock = threading.Lock()
         self._placing = threading.RLock()  # held from where a flow gets its place to where it starts, or waits for that
         self._thread = threading.Thread(target=self._loop, name="hvdbridge-scheduler", daemon=True)
         self._thread.start()
@@ -296,24 +299,12 @@ class ThreadScheduler(Scheduler):
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def fail(self, cause: BaseException) -> None:
-        with self._lock:
-            super().fail(cause)
-            left = list(self._open)
-        for submission in left:  # one may be stuck in the library below: nobody waits for it
-            with suppress(Exception):  # whatever it meets, the others settle
-                submission.settle(error=self.failure)
-
     def close(self) -> None:
         if self._thread.is_alive():
             self._mail.put(CLOSE)
             if self.failure is None:
                 self._thread.join()
         super().close()
-
-    def _forget(self, submission: Submission[Any]) -> None:
-        with self._lock:
-            self._open.discard(submission)
 
     def _loop(self) -> None:
         try:

@@ -403,23 +403,20 @@ class _Guard:
         if isinstance(old, Views):
             assert isinstance(fitted, Views)
             return Views(old.layout, torch.where(self.elements(old.layout), fitted.flat, old.flat))
-        numbers = self._numbers()
-        return {name: torch.where(self.flags[numbers[name]], fitted[name], tensor) for name, tensor in old.items()}
+        flags = dict(zip(self.layout.names, self.flags, strict=True))
+        return {name: torch.where(flags[name], fitted[name], tensor) for name, tensor in old.items()}
 
     def elements(self, part: Layout) -> Tensor:
         """Bool, ``[part.numel]``; ``part`` is the layout of the bucket or a part of it."""
+
+        def numbers() -> Tensor:
+            of = {name: i for i, name in enumerate(self.layout.names)}
+            return torch.tensor([of[name] for name in part.names], dtype=torch.int64, device=self.update.device)
+
         assert self.flags is not None
         if part not in self._spread:
-            flags = self.flags if part is self.layout else self.flags[self._numbers_in(part)]
+            flags = self.flags
+            if part is not self.layout:
+                flags = flags[part.derive(("numbers in", self.layout, self.update.device), numbers)]
             self._spread[part] = part.spread(flags)
         return self._spread[part]
-
-    def _numbers(self) -> dict[str, int]:
-        return self.layout.derive("numbers", lambda: {name: i for i, name in enumerate(self.layout.names)})
-
-    def _numbers_in(self, part: Layout) -> Tensor:
-        def make() -> Tensor:
-            numbers = self._numbers()
-            return torch.tensor([numbers[name] for name in part.names], dtype=torch.int64, device=self.update.device)
-
-        return part.derive(("numbers in", self.layout, self.update.device), make)
