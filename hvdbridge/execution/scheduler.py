@@ -198,7 +198,7 @@ class Scheduler:
                 f"the policy says that its flows ask for {submission.rounds} collectives, and one asks for another: "
                 f"{request.signature()}. Correct its `rounds`, or leave it out."
             )
-        used_here(request.tensor)  # perhaps the user's, who may drop it
+        used_here(request.tensor)  # the user's script may own it, and drop it
         steps = communicator.answer(request)
         yield next(steps)
         self.check_failure()

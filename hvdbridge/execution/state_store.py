@@ -295,7 +295,7 @@ class StateStore:
                 self._put(path, {name: tensor * factor for name, tensor in whole.items()}, copy=False)
 
     def leaf(self, path: Path, layout: Layout) -> Mapping[str, Tensor]:
-        """A bucket's part of one leaf, laid."""
+        """A bucket's part of one leaf: flat, if all its tensors have one type and device and the parameters' shapes."""
         parts = self._leaves[path]
         if layout in parts:
             return parts[layout]

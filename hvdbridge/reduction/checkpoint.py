@@ -31,7 +31,7 @@ def state_dict(aggregator: Aggregator, gather: bool = False) -> dict[str, Any]:
         return local
     control, mine = aggregator.control, on_host(local["state"])
     ranks = []
-    for rank in range(control.size):  # in turn, so that those who keep nothing hold one rank's at a time
+    for rank in range(control.size):  # in turn: ranks other than 0 hold one state at a time
         theirs = control.broadcast_object(mine, rank)
         if control.rank == 0:
             ranks.append(theirs)

@@ -85,7 +85,7 @@ class ReductionContext:
         """Compare ``lines`` over the ranks. Collective.
 
         Raises:
-            RankMismatch: on every rank, naming the first difference and who has what.
+            RankMismatch: on every rank, naming the first difference and which ranks have what.
         """
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         if len(set(self.control.all_gather_object(digest))) == 1:

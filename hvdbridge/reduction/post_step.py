@@ -11,7 +11,7 @@ Rules:
 4. Within ``step(closure)`` it waits for the end of the step, whatever the closure does.
 5. What a policy remembers of the parameters it began with are those of the first backward: weights may be loaded
    after the synchronizer was constructed, the same on every rank.
-6. Hooks are laid when something is due for the first time: most policies never pay for them.
+6. Hooks are registered when something is due for the first time: most policies never pay for them.
 7. Parameters that an optimizer is given later are among these from the next backward on, which comes after the same
    step on all ranks, and begin with their values before that optimizer's first step.
 """
