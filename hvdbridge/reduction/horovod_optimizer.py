@@ -8,8 +8,8 @@ Rules:
 2. Its bookkeeping (``_allreduce_delay``) is kept as if each backward were complete, because the reducer ends the step
    when backward returns: ``step()`` and ``zero_grad()`` find nothing outstanding.
 3. Horovod's hooks cannot be taken off. After :meth:`HorovodSource.remove` they lead nowhere: gradients stay local.
-4. It shares groups, state and hooks with the user's optimizer, so objects that hold that one (a scheduler, a hook's handle)
-   is heard; other attributes it has as they are when it is made.
+4. It shares groups, state and hooks with the user's optimizer, so a scheduler or a hook's handle on that one has its
+   effect; other attributes it has as they are when it is made.
 """
 
 from __future__ import annotations
