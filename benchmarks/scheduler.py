@@ -12,6 +12,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Generator
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -80,8 +82,9 @@ def policy(spec: str) -> Callable[[], None]:
     shape = (16, ELEMENTS // 16)
     params = {f"layer{i}.weight": torch.zeros(shape) for i in range(BUCKETS)}
     echo = Echo()
-    aggregator = Aggregator(from_spec(spec), params, echo, echo, ThreadScheduler(), weighted=False)
-    pieces = [Piece(Layout({name: shape}), torch.ones(ELEMENTS), lambda _: None) for name in params]
+    context: Any = SimpleNamespace(communicator=echo, control=echo, scheduler=ThreadScheduler(), ranks=None)
+    aggregator = Aggregator(from_spec(spec), params, context, weighted=False)
+    pieces = [Piece(Layout({name: shape}), torch.ones(ELEMENTS)) for name in params]
 
     def step() -> None:
         aggregator.begin()

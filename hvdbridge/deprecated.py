@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
-    "after": "reduction.post_step", "aggregator": "reduction.aggregator", "agreement": "reduction.agreement",
+    "after": "reduction.post_step", "aggregator": "reduction.aggregator", "agreement": "reduction.context",
     "bridges": "training", "bridges.comm_hook": "training.comm_hook",
     "bridges.compression": "training.horovod_compression", "bridges.ddp": "training.data_parallel",
     "bridges.foreign_hook": "training.foreign_hook", "bridges.fsdp": "training.fsdp",

@@ -23,7 +23,7 @@ class Backend(NamedTuple):
         remedy: what installs it.
         communicator, starter, point_to_point: ``.module:class`` in the folder, of :class:`.communicator.Communicator`,
             :class:`.starter.Starter` and :class:`.point_to_point.Messages` (default: over TCP).
-        front_end: where gradients come from, see :data:`hvdbridge.reduction.sources.FRONT_ENDS`.
+        front_end: where gradients come from, see :data:`hvdbridge.reduction.source.FRONT_ENDS`.
     """
 
     title: str

@@ -34,7 +34,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -46,8 +46,7 @@ from torch import Tensor
 
 from hvdbridge.backends.communicator import Answer, Communicator, Work
 from hvdbridge.errors import HvdbridgeError, NotInitialized
-from hvdbridge.execution.flow import Run, Submission, Task, Waiter
-from hvdbridge.execution.mailbox import Mailbox
+from hvdbridge.execution.flow import Mailbox, Steps, Submission, Task, Waiter
 from hvdbridge.policy.collectives import Collective, relay, used_here
 
 T = TypeVar("T")
@@ -119,7 +118,9 @@ class Scheduler:
         self._number = 0
         self._travelling = 0
         self._since = 0.0
-        self._counting = threading.Lock()  # of what several threads add to
+        self._open: set[Submission[Any]] = set()  # submitted and not settled; what fail() must not leave waiting
+        # Of these, and of what several threads add to. Reentrant: the garbage collector may end a flow within it.
+        self._lock = threading.RLock()
 
     @property
     def checks(self) -> bool:
@@ -143,6 +144,14 @@ class Scheduler:
     def flush(self) -> None:
         """No more flows follow for now: let those that were submitted come to their ends."""
 
+    def check_failure(self) -> None:
+        """
+        Raises:
+            BaseException: the first failure, if there is one.
+        """
+        if self.failure is not None:
+            raise self.failure
+
     def settle(self) -> None:
         """Return when all that was submitted is over, or the scheduler has failed."""
 
@@ -150,24 +159,26 @@ class Scheduler:
         """Let what the caller enqueues from now on see the results of the flows that were waited for."""
 
     def fail(self, cause: BaseException) -> None:
-        """Poison: pending flows that have not begun, and all later ones, fail with ``cause``."""
-        if self.failure is None:
-            self.failure = cause
+        """Poison: all pending flows, and all later ones, fail with ``cause``."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = cause
+            left = list(self._open)
+        for submission in left:  # one may be stuck in the library below: nobody waits for it
+            with suppress(Exception):  # whatever it meets, the others settle
+                submission.settle(error=self.failure)
 
     def close(self) -> None:
         """Let what was submitted finish, then take no more. Harmless when repeated."""
         self.fail(NotInitialized("this synchronizer was closed, by close() or hb.shutdown(); construct a new one"))
 
-    def _steps(self, submission: Submission[Any]) -> Generator[Work | None, None, None]:
+    def _steps(self, submission: Submission[Any]) -> Steps:
         """A flow as steps of its communicator, to its settlement; raises nothing."""
         try:
-            if self.failure is not None:
-                raise self.failure
+            self.check_failure()
             submission.since = time.perf_counter()
             result = yield from relay(submission.flow, partial(self._answer, submission))
             self._computed(submission)
-            if submission.then is not None:
-                submission.then(result)
         except GeneratorExit:
             raise
         except BaseException as error:  # whatever it is belongs to the caller of backward(), not to this thread
@@ -175,10 +186,8 @@ class Scheduler:
             submission.settle(error=self.failure)
         else:
             submission.settle(result)
-        self._forget(submission)
-
-    def _forget(self, submission: Submission[Any]) -> None:
-        """It is settled."""
+        with self._lock:
+            self._open.discard(submission)
 
     def _answer(self, submission: Submission[Any], request: Collective) -> Answer:
         self._computed(submission)
@@ -189,59 +198,49 @@ class Scheduler:
                 f"the policy says that its flows ask for {submission.rounds} collectives, and one asks for another: "
                 f"{request.signature()}. Correct its `rounds`, or leave it out."
             )
-        used_here(request.tensor)  # perhaps the user's, who may drop it
+        used_here(request.tensor)  # the user's script may own it, and drop it
         steps = communicator.answer(request)
         yield next(steps)
-        if self.failure is not None:
-            raise self.failure
+        self.check_failure()
         if self._check is not None:
             self._number += 1
             self._check(self._number, request.signature())
-        self._counted(request.bytes_sent(communicator.size_of(request.group)))
-        travels, lost = False, None
+        sent = request.bytes_sent(communicator.size_of(request.group))
+        with self._lock:
+            self.traffic.collectives += 1
+            self.traffic.bytes_sent += sent
+        work: Work | None = None
+        lost: Exception | None = None
         try:
             while True:
                 # Where the communicator waits for the operation before, and explains its failure
-                work = next(steps) if lost is None else steps.throw(lost)
-                if travels:
-                    self._arrives()
-                travels = work is not None
-                if travels:
-                    self._departs()
+                before, work = work, next(steps) if lost is None else steps.throw(lost)
+                self._travels((work is not None) - (before is not None))
                 try:
                     yield work
                     lost = None
                 except Exception as error:  # of a look
                     lost = error
-                if work is None and self.failure is not None:
-                    raise self.failure
+                if work is None:
+                    self.check_failure()
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         finally:
-            if travels:
-                self._arrives()
+            self._travels(-(work is not None))
             submission.since = time.perf_counter()
 
     def _computed(self, submission: Submission[Any]) -> None:
-        with self._counting:
+        with self._lock:
             self.traffic.computing += time.perf_counter() - submission.since
 
-    def _counted(self, sent: int) -> None:
-        with self._counting:
-            self.traffic.collectives += 1
-            self.traffic.bytes_sent += sent
-
-    def _departs(self) -> None:
-        with self._counting:
-            if not self._travelling:
-                self._since = time.perf_counter()
-            self._travelling += 1
-
-    def _arrives(self) -> None:
-        with self._counting:
-            self._travelling -= 1
-            if not self._travelling:
-                self.traffic.seconds += time.perf_counter() - self._since
+    def _travels(self, more: int) -> None:
+        """So many more operations are under way."""
+        with self._lock:
+            now = time.perf_counter()
+            if self._travelling:
+                self.traffic.seconds += now - self._since
+            self._since = now
+            self._travelling += more
 
 
 class ThreadScheduler(Scheduler):
@@ -252,16 +251,13 @@ class ThreadScheduler(Scheduler):
         super().__init__(check)
         self._device = device if device is not None and device.type == "cuda" else None
         self._stream = None if self._device is None else torch.cuda.Stream(self._device)
-        self._mail: Mailbox[tuple[Submission[Any] | Run | None, Any]] = Mailbox()
-        self._inbox: deque[tuple[Submission[Any] | Run | None, Any]] = deque()  # taken from there, not yet begun
-        self._runs: list[Run] = []  # in flight, oldest first
+        self._mail: Mailbox[Any] = Mailbox()  # submissions, and marks
+        self._inbox: deque[Any] = deque()  # taken from there, not yet begun
+        self._runs: list[Submission[Any]] = []  # in flight, oldest first
         self._begun = 0  # the turn of the next flow
         self._flushing = False  # nothing begins until all runs have ended
         self._pause = SHORTEST_POLL_SECONDS
-        self._waiter = Waiter()
-        self._open: set[Submission[Any]] = set()  # submitted and not settled; what fail() must not leave waiting
-        self._unissued = 0  # flows that were handed over to the thread and may issue more
-        self._lock = threading.Lock()
+        self._waiter = Waiter(partial(self._mail.put, WAKE))
         self._placing = threading.RLock()  # held from where a flow gets its place to where it starts, or waits for that
         self._thread = threading.Thread(target=self._loop, name="hvdbridge-scheduler", daemon=True)
         self._thread.start()
@@ -269,39 +265,30 @@ class ThreadScheduler(Scheduler):
     def submit(self, submission: Submission[T]) -> Submission[T]:
         with self._placing:
             with self._lock:
-                if self.failure is not None:
-                    raise self.failure
-                idle = not self._unissued if submission.inline else submission.awaited and not self._open
-                here = idle and self._check is None and self._device is None and not torch.is_autocast_enabled("cpu")
+                self.check_failure()
+                idle = all(run.last for run in self._open) if submission.inline else not self._open
                 self._open.add(submission)
-                self._unissued += not here
-            if here:
+            here = idle and (submission.inline or submission.awaited) and self._check is None and self._device is None
+            if here and not torch.is_autocast_enabled("cpu"):
                 try:
                     # In autograd's hook gradients are off, mostly, and the context is a good part of the cost
                     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-                        self._start_here(submission)
+                        submission.begin(self._steps(submission))
+                        submission.issue()
+                        if submission.awaited:
+                            submission.run_for(AWAIT_SECONDS)
                 except BaseException as error:  # no flow's; what was left half done is nobody's
                     self.fail(error)
                     raise
-            else:
-                event = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
-                self._mail.put((submission, event))
+            elif self._device is not None:
+                submission.event = torch.cuda.current_stream(self._device).record_event()
+            if not submission.ended:
+                self._mail.put(submission)
         return submission
-
-    def _start_here(self, submission: Submission[Any]) -> None:
-        run = Run(submission, self._steps(submission))
-        run.issue()
-        if submission.awaited:
-            run.run_for(AWAIT_SECONDS)
-        if not run.ended:
-            run.open = not run.last
-            with self._lock:
-                self._unissued += run.open
-            self._mail.put((run, None))
 
     def flush(self) -> None:
         if self._open:
-            self._mail.put((None, FLUSH))
+            self._mail.put(FLUSH)
 
     def settle(self) -> None:
         self.flush()
@@ -312,24 +299,12 @@ class ThreadScheduler(Scheduler):
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def fail(self, cause: BaseException) -> None:
-        with self._lock:
-            super().fail(cause)
-            left = list(self._open)
-        for submission in left:  # one may be stuck in the library below: nobody waits for it
-            with suppress(Exception):  # whatever it meets, the others settle
-                submission.settle(error=self.failure)
-
     def close(self) -> None:
         if self._thread.is_alive():
-            self._mail.put((None, CLOSE))
+            self._mail.put(CLOSE)
             if self.failure is None:
                 self._thread.join()
         super().close()
-
-    def _forget(self, submission: Submission[Any]) -> None:
-        with self._lock:
-            self._open.discard(submission)
 
     def _loop(self) -> None:
         try:
@@ -342,10 +317,10 @@ class ThreadScheduler(Scheduler):
         if self._stream is not None:
             torch.cuda.set_device(self._device)
             torch.cuda.set_stream(self._stream)
-        while not (self._inbox and self._inbox[0][1] is CLOSE and not self._runs):
+        while not (self._inbox and self._inbox[0] is CLOSE and not self._runs):
             if self._begin() or self._compute() or self._issue():
                 self._pause = SHORTEST_POLL_SECONDS
-                self._count_off()
+                self._runs = [run for run in self._runs if not run.ended]
             else:
                 self._wait()
         self._waiter.close()
@@ -354,30 +329,29 @@ class ThreadScheduler(Scheduler):
         """Take the next item of the inbox, if its time has come. Whether it had."""
         if not self._inbox:
             return False
-        given, mark = self._inbox[0]
-        if isinstance(given, Run):
-            self._runs.append(given)
-        elif given is not None and given.rounds is not None:
-            if not self._has_room(given):
+        item = self._inbox[0]
+        if not isinstance(item, Submission) or (item.steps is None and item.rounds is None):
+            self._flushing = bool(self._runs)  # a flush, or a flow that runs alone
+            if self._flushing or item is CLOSE:
                 return False
-        else:  # a flush, or a flow that runs alone
-            self._flushing = bool(self._runs)
-            if self._flushing or mark is CLOSE:
-                return False
+        elif item.steps is None and not self._has_room(item):
+            return False
         self._inbox.popleft()
-        if isinstance(given, Submission):
-            if mark is not None:
-                torch.cuda.current_stream(self._device).wait_event(mark)
-            self._runs.append(Run(given, self._steps(given), self._begun, turns_between(given.rounds)))
-            self._begun += 1
+        if isinstance(item, Submission):
+            if item.steps is None:
+                if item.event is not None:
+                    torch.cuda.current_stream(self._device).wait_event(item.event)
+                item.begin(self._steps(item), self._begun, turns_between(item.rounds))
+                self._begun += 1
+            self._runs.append(item)
         return True
 
     def _has_room(self, submission: Submission[Any]) -> bool:
         """Whether a flow may encode its first message."""
-        if any(run.submission.rounds is None or not run.issued for run in self._runs):
+        if any(run.rounds is None or not run.issued for run in self._runs):
             return False
-        others = [run.submission for run in self._runs if not run.submission.inline]
-        most = max(IN_FLIGHT, *(each.rounds or 0 for each in [submission, *others]))  # the oldest must find its turns
+        others = [run for run in self._runs if not run.inline]
+        most = max(IN_FLIGHT, *(run.rounds or 0 for run in [submission, *others]))  # the oldest must find its turns
         return submission.inline or len(others) < most
 
     def _compute(self) -> bool:
@@ -393,37 +367,25 @@ class ThreadScheduler(Scheduler):
         run.issue()
         return True
 
-    def _count_off(self) -> None:
-        """Forget the flows that ended, and tell submitters of those that issue nothing more."""
-        for run in self._runs:
-            if run.open and run.last:
-                run.open = False
-                with self._lock:
-                    self._unissued -= 1
-        self._runs = [run for run in self._runs if not run.ended]
-
     def _wait(self) -> None:
         """Until something was submitted, or a flow may be able to go on."""
         travelling = sorted((run for run in self._runs if run.work is not None), key=attrgetter("number"))
         if self._flushing and travelling:
             travelling[0].proceed(block=True)
-            self._count_off()
+            self._runs = [run for run in self._runs if not run.ended]
             return
         for run in travelling:
             if not run.announced and run.work is not None and run.work.shared:
-                self._waiter.watch(run.work, self._wake)
+                self._waiter.watch(run.work)
                 run.announced = True
         looked_at = [run for run in travelling if not run.announced]
-        given = self._mail.get(self._pause if looked_at else None)
-        if given is not None and given[1] is not WAKE:
-            self._inbox.append(given)
+        item = self._mail.get(self._pause if looked_at else None)
+        if item is not None and item is not WAKE:
+            self._inbox.append(item)
         else:
-            settled = all(run.last and run.submission.communicator.capabilities.progresses for run in looked_at)
+            settled = all(run.last and run.communicator.capabilities.progresses for run in looked_at)
             idle = settled and not self._inbox
             self._pause = min(self._pause * 1.25, LONGEST_IDLE_POLL_SECONDS if idle else LONGEST_POLL_SECONDS)
-
-    def _wake(self) -> None:
-        self._mail.put((None, WAKE))
 
 
 def turns_between(rounds: int | None) -> int:
@@ -444,8 +406,7 @@ class StreamScheduler(Scheduler):
 
     @torch.no_grad()
     def submit(self, submission: Submission[T]) -> Submission[T]:
-        if self.failure is not None:
-            raise self.failure
+        self.check_failure()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             for _ in self._steps(submission):

@@ -3,9 +3,9 @@
 Rules:
 
 1. A tree of dicts mirrors the tree of policies; a leaf maps parameter names to tensors. Nothing else is inside.
-2. While training, a bucket's part of a leaf lies flat, in the order of the bucket (:class:`.Views`).
-   It is laid so when a flow first looks at it, and anew, by name, when a flow over other buckets does: what only
-   :meth:`Policy.after_step <hvdbridge.Policy.after_step>` uses is never laid for the gradients' buckets.
+2. While training, a bucket's part of a leaf is flat, in the order of the bucket (:class:`.Views`). The store makes it
+   when a flow first looks at it, and anew, by name, when a flow over other buckets does. Leaves that only
+   :meth:`Policy.after_step <hvdbridge.Policy.after_step>` uses are never cut for the gradients' buckets.
 3. A parameter whose update is not finite keeps its old state. On CUDA this is decided on the device, without a
    wait on the host.
 4. Tensors are replaced, never changed in place: what a flow was given stays as it was.
@@ -14,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -38,12 +38,14 @@ SHOWN = 8
 """Differences that an error lists before it only counts them."""
 
 
-def leaves(state: State, path: Path = ()) -> Iterator[tuple[Path, Mapping[str, Tensor]]]:
-    """All leaves of a tree with their paths; empty ones are left out.
+def leaves(state: State | None, path: Path = ()) -> Iterator[tuple[Path, Mapping[str, Tensor]]]:
+    """All leaves of a tree with their paths; empty ones, and branches that a flow left as they were, are left out.
 
     >>> [path for path, _ in leaves({"residual": {"w": torch.ones(2)}, "inner": {}})]
     [('residual',)]
     """
+    if state is None or isinstance(state, _Part):
+        return
     if _is_leaf(state):
         yield path, state
         return
@@ -51,23 +53,20 @@ def leaves(state: State, path: Path = ()) -> Iterator[tuple[Path, Mapping[str, T
         yield from leaves(child, (*path, key))
 
 
-def select(state: State, names: Iterable[str]) -> dict[str, Any]:
-    """The part of a tree that belongs to these parameters; the same branches.
-
-    >>> select({"residual": {"w": torch.ones(2), "b": torch.ones(1)}, "inner": {}}, ["b"])
-    {'residual': {'b': tensor([1.])}, 'inner': {}}
-    """
-    chosen = set(names)
+def mapped(state: State, change: Callable[[Path, Mapping[str, Tensor]], Any], path: Path = ()) -> dict[str, Any]:
+    """A tree with ``change(path, leaf)`` in the place of each leaf."""
     if _is_leaf(state):
-        return {name: tensor for name, tensor in state.items() if name in chosen}
-    return {key: select(child, chosen) for key, child in state.items()}
+        return change(path, state)  # type: ignore[no-any-return]
+    return {key: mapped(child, change, (*path, key)) for key, child in state.items()}
 
 
 def to_portable(state: State) -> dict[str, Any]:
     """A copy in plain dicts that shares no memory: it pickles, and ``torch.load(weights_only=True)`` reads it."""
-    if _is_leaf(state):
-        return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
-    return {key: to_portable(child) for key, child in state.items()}
+
+    def copied(_: Path, leaf: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in leaf.items()}
+
+    return mapped(state, copied)
 
 
 def slot_of(policy: Policy, path: Path) -> Slot:
@@ -129,12 +128,9 @@ def first_of_node(nodes: Nodes) -> tuple[int, ...]:
 
 
 def redistribute(
-    policy: Policy,
-    saved: Sequence[State],
-    size: int,
-    fresh: State | None = None,
+    policy: Policy, saved: Sequence[State], size: int, fresh: State | None = None,
     nodes: tuple[Nodes, Nodes] | None = None,
-) -> list[State]:
+) -> list[State]:  # fmt: skip
     """The states of ``size`` ranks made from those of other ranks.
 
     Where the number of ranks is another, rank-local leaves keep their sum: each new rank gets 1/size of it (added in
@@ -157,34 +153,29 @@ def redistribute(
             total = total + tensor.to(torch.float64)
         return (total / (count if by_node else size)).to(chosen[0].dtype)
 
-    def merge(trees: Sequence[State], fresh: State | None, path: Path) -> dict[str, Any]:
-        first = trees[0]
-        if not _is_leaf(first):
-            new = {key: None if fresh is None else fresh[key] for key in first}
-            return {key: merge([tree.get(key, {}) for tree in trees], new[key], (*path, key)) for key in first}
-        slot = slot_of(policy, path)
-        if not slot.local:
-            return dict(first)
-        if fresh is not None:
-            return dict(fresh)
-        return {name: average([tree[name] for tree in trees], slot.by_node) for name in first}
+    found = [dict(leaves(state)) for state in saved]
+    anew = dict(leaves(fresh))
 
-    shared = merge(saved, fresh, ())
-    for path, leaf in list(leaves(shared)) if fresh is None else ():
+    def merge(path: Path, leaf: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        slot = slot_of(policy, path)
+        if not slot.local or fresh is not None:
+            return dict(anew[path] if slot.local else leaf)
+        return {name: average([each[path][name] for each in found], slot.by_node) for name in leaf}
+
+    shared = mapped(saved[0], merge)
+    new: dict[Path, Any] = dict(leaves(shared))
+    for path, leaf in new.items() if fresh is None else ():
         if slot_of(policy, path).owned:
-            *around, _, _ = path  # (..., "inner", slot) stands beside (..., "residual")
-            residual = _at(shared, (*around, "residual"))
+            residual = new[(*path[:-2], "residual")]  # (..., "inner", slot) stands beside (..., "residual")
             residual.update({name: residual[name] + tensor for name, tensor in leaf.items()})
-            _at(shared, path).update({name: torch.zeros_like(tensor) for name, tensor in leaf.items()})
+            leaf.update({name: torch.zeros_like(tensor) for name, tensor in leaf.items()})
     if len(saved) != size:
         return [to_portable(shared) for _ in range(size)]
     # The same ranks on other nodes: only what belonged to these moves.
-    states = [to_portable(state) for state in saved]
-    for path, leaf in leaves(shared):
-        if slot_of(policy, path).by_node:
-            for state in states:
-                _at(state, path).update({name: tensor.clone() for name, tensor in leaf.items()})
-    return list(states)
+    return [
+        to_portable(mapped(state, lambda path, leaf: new[path] if slot_of(policy, path).by_node else leaf))
+        for state in saved
+    ]
 
 
 class StateStore:
@@ -199,12 +190,13 @@ class StateStore:
     def __init__(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
         self.policy = policy
         self.params = {name: torch.empty_like(p, device="meta") for name, p in params.items()}
-        # Leaf by leaf, either the tensors themselves, or while they are laid flat, meta tensors in their place.
-        self._tree = to_portable(policy.init(params))
-        self._devices = {path: {name: t.device for name, t in leaf.items()} for path, leaf in leaves(self._tree)}
-        self._laid: dict[Path, dict[Layout, Mapping[str, Tensor]]] = {}
-        self._parts: dict[Layout, _Part] = {}
-        self._slots = {path: slot_of(policy, path) for path, _ in leaves(self._tree)}
+        state = to_portable(policy.init(params))
+        self._tree = mapped(state, lambda _, leaf: {name: tensor.to("meta") for name, tensor in leaf.items()})
+        # Of each leaf the bucket's parts, and under None what is in none of them
+        self._leaves: dict[Path, dict[Layout | None, Mapping[str, Tensor]]] = {
+            path: {None: leaf} for path, leaf in leaves(state)
+        }
+        self._slots = {path: slot_of(policy, path) for path in self._leaves}
         # A flow's new values stand beside those that they replace, and one bucket is often smaller than the others.
         reused = sum(slot.reused for slot in self._slots.values())
         self.pool = BufferPool(IN_FLIGHT * (reused + BUFFERS) + (reused > 0))
@@ -212,16 +204,12 @@ class StateStore:
     @property
     def nbytes(self) -> int:
         """Bytes of state that this rank holds."""
-        return sum(t.numel() * t.element_size() for _, leaf in leaves(self._tree) for t in leaf.values())
+        return sum(tensor.nbytes for _, leaf in leaves(self._tree) for tensor in leaf.values())
 
     def part(self, layout: Layout) -> State:
         """The state of a bucket's parameters, as it is whenever one looks; leaves of the parameters' shapes are flat
         in the bucket's order."""
-        if not self._slots:
-            return self._tree
-        if layout not in self._parts:
-            self._parts[layout] = _Part(self, layout, self._tree)
-        return self._parts[layout]
+        return _Part(self, layout, self._tree) if self._slots else self._tree
 
     def merge(self, layout: Layout, new: State | None, update: Tensor) -> None:
         """Take a bucket's new state (None, whole or in a branch: unchanged).
@@ -232,25 +220,31 @@ class StateStore:
         Raises:
             ConfigurationError: ``new`` has a branch that the policy's ``init`` did not give.
         """
-        if new is not None and self._slots:
-            self._merge((), self._tree, layout, new, _Guard(layout, update))
+        if not self._slots:
+            return
+        guard = _Guard(layout, update)
+        for path, leaf in leaves(new):
+            if path not in self._slots:
+                raise _unknown(["/".join(path)])
+            old = self.leaf(path, layout)
+            if leaf is not old:
+                slot = self._slots[path]
+                fitted = self._leaves[path][layout] = guard.choose(leaf, old) if slot.guarded else _fit(leaf, old)
+                if slot.reused and isinstance(old, Views) and isinstance(fitted, Views):
+                    self.pool.give(old.flat, but=[fitted.flat])
 
     def whole(self) -> dict[str, Any]:
         """The whole state as it is now, until the next step; leaves are views, nothing is copied."""
-        return self._whole((), self._tree)
+        return mapped(self._tree, self._values)
 
     def portable(self) -> dict[str, Any]:
         """A copy of the whole state; see :func:`to_portable`."""
         return to_portable(self.whole())
 
     def load(
-        self,
-        saved: State | Sequence[State],
-        rank: int = 0,
-        size: int = 1,
-        on_resize: OnResize = "redistribute",
+        self, saved: State | Sequence[State], rank: int = 0, size: int = 1, on_resize: OnResize = "redistribute",
         nodes: tuple[Nodes, Nodes] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take up a state that :meth:`portable` gave: this rank's, or those of all ranks in rank order.
 
         Args:
@@ -278,10 +272,8 @@ class StateStore:
         if moved and on_resize == "raise":
             raise resized(len(states), size)
         fresh = self._fresh() if moved and on_resize == "reset" else None
-        mine = dict(leaves(redistribute(self.policy, states, size, fresh, nodes)[rank]))
-        self._laid.clear()
-        for path, leaf in leaves(self._tree):
-            self._put(path, {name: mine[path][name] for name in leaf})
+        for path, leaf in leaves(redistribute(self.policy, states, size, fresh, nodes)[rank]):
+            self._put(path, leaf)
 
     def moves(self, before: Nodes, now: Nodes) -> bool:
         """Whether something here belongs to nodes, and these have other ranks now."""
@@ -289,10 +281,8 @@ class StateStore:
 
     def reset(self) -> None:
         """Begin anew with what is local to this rank; what is replicated stays."""
-        fresh = self._fresh()
-        for path, leaf in leaves(fresh):
+        for path, leaf in leaves(self._fresh()):
             if self._slots[path].local:
-                self._settle(path)
                 self._put(path, leaf)
 
     def rescale(self, factor: float) -> None:
@@ -301,65 +291,42 @@ class StateStore:
             raise ConfigurationError(f"a loss scale changes by a positive finite factor, not by {factor}")
         for path, slot in self._slots.items():
             if slot.gradient_units:
-                self._settle(path)
-                node = _at(self._tree, path)
-                node.update({name: tensor * factor for name, tensor in node.items()})
+                whole = self._values(path)
+                self._put(path, {name: tensor * factor for name, tensor in whole.items()}, copy=False)
 
     def leaf(self, path: Path, layout: Layout) -> Mapping[str, Tensor]:
-        """A bucket's part of one leaf, laid."""
-        laid = self._laid.get(path, {})
-        if layout not in laid:
-            if not all(other.sizes.keys().isdisjoint(layout.sizes) for other in laid):
-                self._settle(path)
-            node = _at(self._tree, path)
-            names = [name for name in layout.names if name in node]
-            alike = {(node[name].dtype, node[name].device) for name in names}
-            if len(alike) == 1 and all(node[name].shape == layout.shapes[name] for name in names):
-                own = layout.part(names)
-                for name in names:  # made on the user's stream, which has their memory back as soon as they are dropped
-                    used_here(node[name])
-                flat = self.pool.take(own.numel, *alike.pop(), lasting=True)
-                torch.cat([node[name].reshape(-1) for name in names], out=flat)
-                part: Mapping[str, Tensor] = Views(own, flat)
-            else:
-                part = {name: node[name] for name in names}
-            self._laid.setdefault(path, {})[layout] = part
-            node.update({name: torch.empty_like(node[name], device="meta") for name in names})
-        return self._laid[path][layout]
+        """A bucket's part of one leaf: flat, if all its tensors have one type and device and the parameters' shapes."""
+        parts = self._leaves[path]
+        if layout in parts:
+            return parts[layout]
+        if not all(other is None or other.sizes.keys().isdisjoint(layout.sizes) for other in parts):
+            self._put(path, self._values(path), copy=False)
+            parts = self._leaves[path]
+        rest = parts[None]
+        part: Mapping[str, Tensor] = {name: rest[name] for name in layout.names if name in rest}
+        alike = {(tensor.dtype, tensor.device) for tensor in part.values()}
+        if len(alike) == 1 and all(tensor.shape == layout.shapes[name] for name, tensor in part.items()):
+            for tensor in part.values():  # made on the user's stream, which has their memory back when they are dropped
+                used_here(tensor)
+            own = layout.part(part)
+            flat = self.pool.take(own.numel, *alike.pop(), lasting=True)
+            part = Views(own, torch.cat([tensor.reshape(-1) for tensor in part.values()], out=flat))
+        parts[layout] = part
+        parts[None] = {name: tensor for name, tensor in rest.items() if name not in part}
+        return part
 
-    def _put(self, path: Path, leaf: Mapping[str, Tensor]) -> None:
-        devices = self._devices[path]
-        _at(self._tree, path).update({name: tensor.to(devices[name], copy=True) for name, tensor in leaf.items()})
+    def _put(self, path: Path, leaf: Mapping[str, Tensor], copy: bool = True) -> None:
+        """Replace a whole leaf: it is in no bucket any more."""
+        self.pool.clear()  # there will be other parts
+        if copy:
+            devices = {name: tensor.device for name, tensor in self._values(path).items()}
+            leaf = {name: tensor.to(devices[name], copy=True) for name, tensor in leaf.items()}
+        self._leaves[path] = {None: leaf}
 
-    def _settle(self, path: Path) -> None:
-        """Take a leaf's tensors back into the tree (views, no copy)."""
-        self.pool.clear()  # there will be others
-        for part in self._laid.pop(path, {}).values():
-            _at(self._tree, path).update(part)
-
-    def _whole(self, path: Path, node: Mapping[str, Any]) -> dict[str, Any]:
-        if not _is_leaf(node):
-            return {key: self._whole((*path, key), child) for key, child in node.items()}
-        whole = dict(node)
-        for part in self._laid.get(path, {}).values():
-            whole.update(part)
-        return whole
-
-    def _merge(self, path: Path, node: Mapping[str, Any], layout: Layout, new: State | None, guard: _Guard) -> None:
-        if new is None or isinstance(new, _Part):
-            return
-        if path in self._slots:
-            old = self.leaf(path, layout)
-            if new is not old:
-                _refuse_unknown(new, old)
-                slot = self._slots[path]
-                fitted = self._laid[path][layout] = guard.choose(new, old) if slot.guarded else _fit(new, old)
-                if slot.reused and isinstance(old, Views) and isinstance(fitted, Views):
-                    self.pool.give(old.flat, but=[fitted.flat])
-            return
-        _refuse_unknown(new, node)
-        for key, child in new.items():
-            self._merge((*path, key), node[key], layout, child, guard)
+    def _values(self, path: Path, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """A whole leaf (views, no copy), in the order of ``like``."""
+        found = {name: tensor for part in self._leaves[path].values() for name, tensor in part.items()}
+        return found if like is None else {name: found[name] for name in like}
 
     def _fresh(self) -> State:
         return self.policy.init({n: torch.zeros(p.shape, dtype=p.dtype, device="cpu") for n, p in self.params.items()})
@@ -375,45 +342,38 @@ def resized(saved: int, size: int) -> ConfigurationError:
 
 
 class _Part(Mapping[str, Any]):
-    """A bucket's part of a tree, as it is whenever one looks: branches of this class, leaves laid by the store."""
+    """A bucket's part of a tree, as it is whenever one looks: branches of this class, leaves cut by the store."""
 
     def __init__(self, store: StateStore, layout: Layout, node: Mapping[str, Any], path: Path = ()) -> None:
-        self._store, self._layout = store, layout
-        self._children: dict[str, _Part | Path] = {}
-        for key, child in node.items():
-            at = (*path, key)
-            self._children[key] = at if _is_leaf(child) else _Part(store, layout, child, at)
+        self._store, self._layout, self._node, self._path = store, layout, node, path
 
     def __getitem__(self, key: str) -> Any:
-        child = self._children[key]
-        return child if isinstance(child, _Part) else self._store.leaf(child, self._layout)
+        child, path = self._node[key], (*self._path, key)
+        if _is_leaf(child):
+            return self._store.leaf(path, self._layout)
+        return _Part(self._store, self._layout, child, path)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._children)
+        return iter(self._node)
 
     def __len__(self) -> int:
-        return len(self._children)
-
-
-def _at(tree: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
-    for key in path:
-        tree = tree[key]
-    return tree
+        return len(self._node)
 
 
 def _is_leaf(node: State) -> bool:
     return isinstance(node, Views) or isinstance(next(iter(node.values()), None), Tensor)
 
 
-def _refuse_unknown(new: State, old: Mapping[str, Any]) -> None:
-    if isinstance(new, Views) and isinstance(old, Views) and new.layout is old.layout:
-        return
-    if unknown := sorted(set(new) - set(old)):
-        raise ConfigurationError(f"a policy returned state that its init() did not give: {', '.join(unknown)}")
+def _unknown(names: list[str]) -> ConfigurationError:
+    return ConfigurationError(f"a policy returned state that its init() did not give: {', '.join(names)}")
 
 
 def _fit(new: State, old: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """``new`` laid and typed as ``old``; what it does not say is as it was."""
+    """``new`` in the shape and type of ``old``; parameters that it leaves out are as they were."""
+    if isinstance(old, Views) and isinstance(new, Views) and new.layout is old.layout:
+        return Views(old.layout, new.flat.to(old.flat.dtype))
+    if unknown := sorted(set(new) - set(old)):
+        raise _unknown(unknown)
     if isinstance(old, Views):
         return Views(old.layout, flatten(new, old.layout).to(old.flat.dtype))
     return {name: new.get(name, tensor).to(tensor.dtype) for name, tensor in old.items()}
@@ -424,55 +384,39 @@ class _Guard:
 
     def __init__(self, layout: Layout, update: Tensor) -> None:
         self.layout, self.update = layout, update
+        self._spread: dict[Layout, Tensor] = {}
 
     @cached_property
-    def finite(self) -> _Finite | None:
-        """None: everything is, and no more need be known."""
-        if self.update.device.type == "cpu" and _surely_finite(self.update):  # the host may look
+    def flags(self) -> Tensor | None:
+        """Whether each parameter's update is finite: bool ``[parameters]``. None: all are, by a look of the host."""
+        # One pass: a finite sum has finite terms. (An overflowing sum of finite ones is looked at again.)
+        wide = torch.promote_types(self.update.dtype, torch.float32)
+        if self.update.device.type == "cpu" and math.isfinite(self.update.sum(dtype=wide).item()):
             return None
-        return _Finite(self.layout, self.update)
+        return self.layout.finite(self.update)
 
     def choose(self, new: State, old: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """``new``, and ``old`` where the update is not finite."""
-        fitted, finite = _fit(new, old), self.finite
-        if finite is None:
+        fitted = _fit(new, old)
+        if self.flags is None:
             return fitted
         if isinstance(old, Views):
             assert isinstance(fitted, Views)
-            return Views(old.layout, torch.where(finite.elements(old.layout), fitted.flat, old.flat))
-        return {name: torch.where(finite.parameter(name), fitted[name], tensor) for name, tensor in old.items()}
+            return Views(old.layout, torch.where(self.elements(old.layout), fitted.flat, old.flat))
+        flags = dict(zip(self.layout.names, self.flags, strict=True))
+        return {name: torch.where(flags[name], fitted[name], tensor) for name, tensor in old.items()}
 
+    def elements(self, part: Layout) -> Tensor:
+        """Bool, ``[part.numel]``; ``part`` is the layout of the bucket or a part of it."""
 
-def _surely_finite(update: Tensor) -> bool:
-    """One pass: a finite sum has finite terms. (An overflowing sum of finite ones is looked at again.)"""
-    return math.isfinite(update.sum(dtype=torch.promote_types(update.dtype, torch.float32)).item())
+        def numbers() -> Tensor:
+            of = {name: i for i, name in enumerate(self.layout.names)}
+            return torch.tensor([of[name] for name in part.names], dtype=torch.int64, device=self.update.device)
 
-
-class _Finite:
-    """Which parameters of a bucket have a finite update, as flags on the bucket's device."""
-
-    def __init__(self, layout: Layout, update: Tensor) -> None:
-        self.layout = layout
-        self.flags = layout.finite(update)
-        self._elements: dict[Layout, Tensor] = {}
-
-    def parameter(self, name: str) -> Tensor:
-        """Scalar bool."""
-        return self.flags[self._numbers()[name]]
-
-    def elements(self, layout: Layout) -> Tensor:
-        """Bool, ``[layout.numel]``; ``layout`` is that of the bucket or a part of it."""
-        if layout not in self._elements:
-            flags = self.flags if layout is self.layout else self.flags[self._numbers_in(layout)]
-            self._elements[layout] = layout.spread(flags)
-        return self._elements[layout]
-
-    def _numbers(self) -> dict[str, int]:
-        return self.layout.derive("numbers", lambda: {name: i for i, name in enumerate(self.layout.names)})
-
-    def _numbers_in(self, part: Layout) -> Tensor:
-        def make() -> Tensor:
-            numbers = self._numbers()
-            return torch.tensor([numbers[name] for name in part.names], dtype=torch.int64, device=self.flags.device)
-
-        return part.derive(("numbers in", self.layout, self.flags.device), make)
+        assert self.flags is not None
+        if part not in self._spread:
+            flags = self.flags
+            if part is not self.layout:
+                flags = flags[part.derive(("numbers in", self.layout, self.update.device), numbers)]
+            self._spread[part] = part.spread(flags)
+        return self._spread[part]

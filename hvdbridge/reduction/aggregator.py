@@ -18,22 +18,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hvdbridge.backends.communicator import Communicator
 from hvdbridge.errors import StepError, WeightError
 from hvdbridge.execution.flow import Submission, Task
-from hvdbridge.execution.scheduler import Scheduler, Traffic
+from hvdbridge.execution.scheduler import Traffic
 from hvdbridge.execution.state_store import StateStore
 from hvdbridge.policies.dense import all_reduces
 from hvdbridge.policy.base import Early, Flow, Policy, advance, check_weights, finish
 from hvdbridge.policy.bucket import Bucket, Layout, join_layouts, number_blocks
 from hvdbridge.policy.buffer_pool import return_holes
 from hvdbridge.policy.collectives import AllGather
+from hvdbridge.reduction.context import ReductionContext
+
+if TYPE_CHECKING:
+    from hvdbridge.reduction.post_step import AfterStep
 
 UNSET, SET, JOINED, FORWARD = 0.0, 1.0, 2.0, 3.0
 """What a rank's weight is, or that it is none: a forward's flag."""
@@ -44,7 +48,8 @@ what flows compute, and of more a hand-over is no large part."""
 
 ABANDON_SECONDS = 1.0
 
-Deliver = Callable[[Tensor | None], None]
+def dropped(update: Tensor | None) -> None:
+    """Nobody takes it."""
 
 
 @dataclass(eq=False)
@@ -53,35 +58,19 @@ class Piece:
 
     layout: Layout
     buffer: Tensor
-    deliver: Deliver
-
-
-class After(Protocol):
-    """What follows the optimizer's step (:class:`hvdbridge.reduction.post_step.AfterStep`)."""
-
-    def note(self, step: int) -> None: ...
-    def start(self) -> None: ...
-    def before_backward(self) -> None: ...
-    def catch_up(self) -> None: ...
+    deliver: Callable[[Tensor | None], None] = dropped
 
 
 class Aggregator:
     """Joins a policy, its state and a scheduler; knows nothing of where gradients come from."""
 
     def __init__(
-        self,
-        policy: Policy,
-        params: Mapping[str, Tensor],
-        communicator: Communicator,
-        control: Communicator,
-        scheduler: Scheduler,
-        seed: int = 0,
+        self, policy: Policy, params: Mapping[str, Tensor], context: ReductionContext, seed: int = 0,
         weighted: bool | None = None,
-    ) -> None:
-        self.communicator = communicator
+    ) -> None:  # fmt: skip
+        self.communicator, self.control, self.scheduler = context.communicator, context.control, context.scheduler
+        self.ranks = context.ranks  # None: all
         self._take_up(policy, params)
-        self.control = control
-        self.scheduler = scheduler
         self.seed = seed
         self.step = 0
         self.ended = 0  # steps of this process, where `step` goes on from a saved one
@@ -91,11 +80,10 @@ class Aggregator:
         self.joined = False  # this rank has run out of data and shadows the others
         self.joined_weight = 0.0  # what it then counts for; other than 0, its gradients are zeros
         self.weights: tuple[float, ...] | None = None
-        self.loss_scale = 1.0
+        self.loss_scale = self.state_scale = 1.0  # of the next backward, and of the state
         self.last_traffic = Traffic()
         self.traffic_elsewhere: Callable[[], Traffic] | None = None  # where a step's gradients do not come here
-        self.after: After | None = None
-        self._held_scale = 1.0
+        self.after: AfterStep | None = None
         self._blocks = number_blocks({name: tensor.shape for name, tensor in params.items()})
         self._dtypes = {name: tensor.dtype for name, tensor in params.items()}
         self._pending: list[Submission[Any]] = []
@@ -137,12 +125,12 @@ class Aggregator:
         if self.after is not None and self.acts_after:
             self.after.before_backward()
         self._pending.clear()
-        self._pieces.clear()
+        self._pieces = []
         self._index = 0
-        if self.loss_scale != self._held_scale:
+        if self.loss_scale != self.state_scale:
             self.settle()
-            self.store.rescale(self.loss_scale / self._held_scale)
-            self._held_scale = self.loss_scale
+            self.store.rescale(self.loss_scale / self.state_scale)
+            self.state_scale = self.loss_scale
         if self.weighted is False and not self.joining:
             if self.weight is not None:
                 raise WeightError(
@@ -152,18 +140,21 @@ class Aggregator:
                 )
             self.weights = None
             return
-        weights = Submission(self._exchange_weights(self.step), self.control, then=self._take)
-        self._pending.append(self.scheduler.submit(weights))
+        mine = (UNSET, 1.0) if self.weight is None else (SET, self.weight)
+        flow = self._weigh(self.step, *(JOINED, self.joined_weight) if self.joined else mine)
+        self._pending.append(self.scheduler.submit(Submission(flow, self.control)))
 
     def submit(self, piece: Piece, last: bool) -> None:
         """Hand in the next bucket; flows start here for policies of scope "bucket"."""
-        if not self._whole:
-            self._start([piece], last)
-            return
         self._pieces.append(piece)
-        if last:
-            self._start(self._pieces, last)
-            self._pieces = []
+        if self._whole and not last:
+            return
+        pieces, self._pieces = self._pieces, []
+        only = last and self._index == 0 and sum(piece.buffer.nbytes for piece in pieces) <= SMALL
+        flow = self._aggregate(pieces, self.step, self._index, last)
+        self._index += 1
+        pending = Submission(flow, self.communicator, self._rounds, self._inline, only, partial(deliver, pieces))
+        self._pending.append(self.scheduler.submit(pending))
 
     def wait(self) -> None:
         """Wait for the flows of this step that were submitted; others may follow.
@@ -171,8 +162,7 @@ class Aggregator:
         Raises:
             BaseException: the scheduler's failure, the same cause on all ranks.
         """
-        if self.scheduler.failure is not None:
-            raise self.scheduler.failure
+        self.scheduler.check_failure()
         self.scheduler.flush()
         for pending in self._pending:
             pending.wait()
@@ -278,23 +268,17 @@ class Aggregator:
             self._counted = step
             self.scheduler.traffic = Traffic()
 
-    def _start(self, pieces: Sequence[Piece], last: bool) -> None:
-        def settled(pending: Submission[list[Tensor]]) -> None:
-            for i, piece in enumerate(pieces):
-                piece.deliver(None if pending.result is None else pending.result[i])
-
-        pieces = list(pieces)
-        flow = self._aggregate(pieces, self.step, self._index, last)
-        only = last and self._index == 0 and sum(piece.buffer.nbytes for piece in pieces) <= SMALL
-        self._index += 1
-        pending = Submission(flow, self.communicator, self._rounds, self._inline, awaited=only, settled=settled)
-        self._pending.append(self.scheduler.submit(pending))
-
     def _aggregate(self, pieces: list[Piece], step: int, index: int, last: bool) -> Task[list[Tensor]]:
         self._count(step)
         if self.skipped:
             return [piece.buffer.zero_() for piece in pieces]
-        layout, buffer = self._join(pieces)
+        layout, buffer = pieces[0].layout, pieces[0].buffer
+        if len(pieces) > 1:
+            key = tuple(piece.layout for piece in pieces)
+            if key not in self._joint:
+                self._joint = {key: join_layouts(key)}
+            # In the widest of their types
+            layout, buffer = self._joint[key], torch.cat([piece.buffer for piece in pieces])
         if self.joined:
             buffer.zero_()
         flow = self.policy.aggregate(self.bucket(buffer, layout, index, step, last), self.store.part(layout))
@@ -308,14 +292,6 @@ class Aggregator:
         parts = end.update.split([piece.layout.numel for piece in pieces])
         return [brought(part, piece.buffer) for part, piece in zip(parts, pieces, strict=True)]
 
-    def _join(self, pieces: list[Piece]) -> tuple[Layout, Tensor]:
-        if len(pieces) == 1:
-            return pieces[0].layout, pieces[0].buffer
-        key = tuple(piece.layout for piece in pieces)
-        if key not in self._joint:
-            self._joint = {key: join_layouts(key)}
-        return self._joint[key], torch.cat([piece.buffer for piece in pieces])  # in the widest of their types
-
     def in_forward(self, flag: bool) -> list[bool]:
         """Every rank's flag, in rank order, where a forward has to know it, or that the others make one.
 
@@ -324,11 +300,6 @@ class Aggregator:
         """
         rows = self.scheduler.run(self._exchange(self.step, FORWARD, flag), self.control)
         return [value != 0.0 for value in rows[:, 1].tolist()]
-
-    def _exchange_weights(self, step: int) -> Task[Tensor]:
-        if self.joined:
-            return self._exchange(step, JOINED, self.joined_weight)
-        return self._exchange(step, UNSET, 1.0) if self.weight is None else self._exchange(step, SET, self.weight)
 
     def _exchange(self, step: int, mark: float, value: float) -> Task[Tensor]:
         self._count(step)
@@ -342,7 +313,8 @@ class Aggregator:
             )
         return rows
 
-    def _take(self, rows: Tensor) -> None:
+    def _weigh(self, step: int, mark: float, value: float) -> Task[None]:
+        rows = yield from self._exchange(step, mark, value)
         marks, values = rows[:, 0].tolist(), rows[:, 1].tolist()
         unset = [rank for rank, mark in enumerate(marks) if mark == UNSET]
         given = [rank for rank, mark in enumerate(marks) if mark == SET]
@@ -351,12 +323,17 @@ class Aggregator:
                 f"sync.weight is set on ranks {given} and not on ranks {unset}. Set it on every rank, "
                 "before its first gradient, or on none."
             )
+        self.weights = None
         if given or JOINED in marks:
             self.weights = check_weights(self.policy, values, self.control.size)
-        else:
-            self.weights = None
         if self.weighted is None and not self.joining:
             self.weighted = bool(given)
+
+
+def deliver(pieces: Sequence[Piece], pending: Submission[list[Tensor]]) -> None:
+    """The flow of ``pieces`` has ended or failed."""
+    for i, piece in enumerate(pieces):
+        piece.deliver(None if pending.result is None else pending.result[i])
 
 
 def brought(update: Tensor, buffer: Tensor) -> Tensor:

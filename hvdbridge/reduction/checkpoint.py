@@ -24,14 +24,14 @@ def state_dict(aggregator: Aggregator, gather: bool = False) -> dict[str, Any]:
         "nodes": list(aggregator.communicator.nodes),
         "step": aggregator.step,
         "loss_scale": aggregator.loss_scale,
-        "state_scale": aggregator._held_scale,  # the loss scale may have been set for the next backward
+        "state_scale": aggregator.state_scale,  # the loss scale may have been set for the next backward
         "state": aggregator.store.portable(),
     }
     if not gather:
         return local
     control, mine = aggregator.control, on_host(local["state"])
     ranks = []
-    for rank in range(control.size):  # in turn, so that those who keep nothing hold one rank's at a time
+    for rank in range(control.size):  # in turn: ranks other than 0 hold one state at a time
         theirs = control.broadcast_object(mine, rank)
         if control.rank == 0:
             ranks.append(theirs)
@@ -62,7 +62,7 @@ def load_state_dict(aggregator: Aggregator, saved: Mapping[str, Any], on_resize:
         if resize:
             aggregator.store.reset()
     aggregator.step = int(numbers["step"])
-    aggregator.loss_scale, aggregator._held_scale = numbers["loss_scale"], numbers["state_scale"]
+    aggregator.loss_scale, aggregator.state_scale = numbers["loss_scale"], numbers["state_scale"]
 
 
 def check_saved(saved: Any, spec: str) -> dict[str, float]:
@@ -80,15 +80,13 @@ def check_saved(saved: Any, spec: str) -> dict[str, float]:
         raise ConfigurationError(f"this is no state_dict() of a synchronizer or a hook: {', '.join(missing)} missing")
     if saved["policy"] != spec:
         raise ConfigurationError(f"the state is one of policy {saved['policy']!r}, this is {spec!r}")
-    numbers: dict[str, float] = {}
     for key, limit in least.items():
         value = saved[key]
         fits = isinstance(value, int | float) and limit <= value < float("inf")
         if not fits or (value == 0 and key.endswith("scale")) or (value % 1 and not key.endswith("scale")):
             raise ConfigurationError(f"the state has {key}={value!r}, which cannot be")
-        numbers[key] = value
     if not isinstance(saved["nodes"], list) or len(saved["nodes"]) not in (0, saved["size"]):
         raise ConfigurationError(f"the state has nodes={saved['nodes']!r}, which is a list of one number per rank")
     if not isinstance(saved.get("ranks", []), list | tuple):
         raise ConfigurationError(f"the state has ranks of type {type(saved['ranks']).__name__}, which is a list")
-    return numbers
+    return {key: saved[key] for key in least}

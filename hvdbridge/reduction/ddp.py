@@ -19,42 +19,45 @@ Rules:
    such buckets are put in order and back, unless the policy treats every element alike.
 9. DDP without its source is its module alone: autograd's hooks are off, and no forward sends anything.
 10. Within ``join()`` forwards that accumulate or evaluate are the module's alone, as on MPI: ranks may make different
-   numbers of them. Buffers are sent by DDP's forward there, and by us elsewhere: DDP would send them in evaluating
-   forwards, too, where one rank alone would wait.
+   numbers of them, and DDP's first one behind a step sends the order of buckets. Buffers are sent by us, and not by
+   DDP, which would send them in evaluating forwards, too, where one rank alone would wait.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed.algorithms.join import Join
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from hvdbridge.errors import Unsupported
 from hvdbridge.execution.scheduler import Traffic
 from hvdbridge.policies.dense import plain_mean
 from hvdbridge.policy.base import Policy
-from hvdbridge.policy.bucket import Layout
+from hvdbridge.policy.bucket import DDP_MB, FIRST_BUCKET_BYTES, Layout
 from hvdbridge.reduction.aggregator import Aggregator, Piece
-from hvdbridge.reduction.parameters import refuse_sparse
-from hvdbridge.reduction.source import Options, Source, at_end_of_backward, inside_backward, refuse_reentrant
+from hvdbridge.reduction.autograd import at_end_of_backward
+from hvdbridge.reduction.parameters import sparse_gradient
+from hvdbridge.reduction.source import SIZES, Options, Source
 from hvdbridge.reduction.wrapper import Wrapper
 
-Watch = Callable[[str], AbstractContextManager[None]]
 JOIN = (
     "torch.distributed.algorithms.Join: its shadows make DDP's collectives, where a policy has others. Use "
     "sync.join(), or model.join() of hb.DistributedDataParallel; beside an optimizer whose state is sharded, give "
     "ranks padding."
 )
 
+
+Strided = tuple[int, torch.Size, tuple[int, ...]]
 
 TORCHS: Any = torch.nn.parallel.DistributedDataParallel
 """Scripts may put hb.DistributedDataParallel in its place."""
@@ -71,11 +74,6 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
     takes_plain_keys = False  # as elsewhere, where a synchronizer's model is the user's own
 
     _closed = False
-    _watch: Watch
-
-    def __init__(self, module: torch.nn.Module, watch: Watch, **options: Any) -> None:
-        self.__dict__["_watch"] = watch
-        super().__init__(module, **options)
 
     @property
     def closed(self) -> bool:
@@ -102,11 +100,10 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
         return not (gradients and self.require_backward_grad_sync)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.source is not None and torch.is_grad_enabled():
-            self.source.check_forward(self.require_backward_grad_sync)
-            if self.require_backward_grad_sync and not self.source.aggregator.joining:
-                self.source.share_buffers()
-        with self._watch("what DDP itself sends before a forward (the order of buckets; buffers within join())"):
+        if self.source is None:
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        self.source.open_forward(self.require_backward_grad_sync)
+        with self.source.aggregator.communicator.watch("what DDP itself sends before a forward (the order of buckets)"):
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, output: Any) -> Any:
@@ -115,30 +112,13 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
             self.source.after_forward(output)
         return output
 
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        """Within ``join()``: of all types, where Gloo's broadcast takes some."""
-        if self.source is None:
-            super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
-        else:
-            self.source.root = authoritative_rank
-            self.source.await_buffers(self.source.send_buffers())
-            self.source.root = 0
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        buffers, self.broadcast_buffers = self.broadcast_buffers, False
-        super()._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
-        if buffers:
-            self._sync_module_buffers(self._authoritative_rank)
-
     def join_hook(self, **kwargs: Any) -> Any:
-        """torch's, within our own ``join()``.
+        """Refused: ``Join([...])`` of torch, whose shadows make DDP's collectives, and not those of a policy.
 
         Raises:
-            Unsupported: another ``Join([...])``, whose shadows make DDP's collectives, and not those of a policy.
+            Unsupported: always.
         """
-        if self.source is None or not self.source.aggregator.joining:
-            raise Unsupported(JOIN)
-        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+        raise Unsupported(JOIN)
 
     def register_comm_hook(self, state: object, hook: object) -> None:
         """Refused: what aggregates here is a policy.
@@ -157,33 +137,15 @@ class DistributedDataParallel(Wrapper, torch.nn.parallel.DistributedDataParallel
     def __getstate__(self) -> dict[str, Any]:
         """As torch's, without our hook, and closed: a copy belongs to no synchronizer."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        ours: dict[str, Any] = {"_comm_hooks": [], "source": None, "_closed": True}
-        return state | ours | {"_watch": nullcontext}
-
-
-@dataclass(frozen=True)
-class Strided:
-    """A parameter that lies in its bucket as in memory, and not by index."""
-
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def by_index(self, buffer: Tensor) -> None:
-        in_memory, by_index = self._views(buffer)
-        by_index.copy_(in_memory.clone())
-
-    def in_memory(self, buffer: Tensor) -> None:
-        in_memory, by_index = self._views(buffer)
-        in_memory.copy_(by_index.clone())
-
-    def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        piece = buffer[self.offset : self.offset + self.shape.numel()]
-        return piece.as_strided(self.shape, self.stride), piece.view(self.shape)
+        return state | {"_comm_hooks": [], "source": None, "_closed": True}
 
 
 class Layouts:
-    """The layouts of DDP's buckets, by their parameters."""
+    """The layouts of DDP's buckets, by their parameters.
+
+    DDP has a dense parameter in its bucket in the order of its memory, and a policy reads by index (rule 8). Such
+    parameters are known by their offsets, shapes and strides.
+    """
 
     def __init__(self, names: Mapping[Tensor, str]) -> None:
         self.names = names
@@ -192,49 +154,40 @@ class Layouts:
     def piece(
         self, parameters: Sequence[Tensor], buffer: Tensor, future: torch.futures.Future[Tensor], policy: Policy
     ) -> Piece:
-        """A bucket for ``policy``, whose update goes to ``future`` (rule 6)."""
+        """A bucket for ``policy``; ``future`` gets what DDP waits for: the update, or after a failure the bucket as it
+        came (rule 6)."""
         key = tuple(map(id, parameters))
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self.look(parameters)
-        layout, strided = known
-        return piece_of(layout, buffer, future, () if plain_mean(policy) else strided)
+        if key not in self._known:
+            self._known[key] = self.look(parameters)
+        layout, strided = self._known[key]
+        views = []  # of a strided parameter, in the order of its memory, and by index
+        for offset, shape, stride in () if plain_mean(policy) else strided:
+            part = buffer[offset : offset + shape.numel()]
+            views.append((part.as_strided(shape, stride), part.view(shape)))
+        for in_memory, by_index in views:
+            by_index.copy_(in_memory.clone())
 
-    def clear(self) -> None:
-        self._known.clear()
+        def deliver(update: Tensor | None) -> None:
+            if update is not None and views:  # not in the update itself, which may be part of the policy's state
+                update = buffer.copy_(update)
+                for in_memory, by_index in views:
+                    in_memory.copy_(by_index.clone())
+            elif update is not None and update.storage_offset() != 0:
+                update = update.clone()  # DDP looks at the storage from its beginning
+            if not future.done():  # by an update, and then another piece of its flow failed
+                future.set_result(buffer if update is None else update)
+
+        return Piece(layout, buffer, deliver)
 
     def look(self, parameters: Sequence[Tensor]) -> tuple[Layout, list[Strided]]:
         """At a bucket that was not seen before."""
         layout = Layout({self.names[p]: p.shape for p in parameters})
         strided = [
-            Strided(layout.offsets[self.names[p]], p.shape, p.stride())
+            (layout.offsets[self.names[p]], p.shape, p.stride())
             for p in parameters
             if not p.is_contiguous() and torch.empty_like(p, device="meta").stride() == p.stride()  # i.e. it is dense
         ]
         return layout, strided
-
-
-def piece_of(
-    layout: Layout,
-    buffer: Tensor,
-    future: torch.futures.Future[Tensor],
-    strided: Sequence[Strided] = (),
-) -> Piece:
-    """DDP's bucket for an aggregator; ``future`` gets what DDP waits for."""
-    for each in strided:
-        each.by_index(buffer)
-
-    def deliver(update: Tensor | None) -> None:
-        if update is not None and strided:  # not in the update itself, which may be part of the policy's state
-            update = buffer.copy_(update)
-            for each in strided:
-                each.in_memory(buffer)
-        elif update is not None and update.storage_offset() != 0:
-            update = update.clone()  # DDP looks at the storage from its beginning
-        if not future.done():  # by an update, and then another piece of its flow failed
-            future.set_result(buffer if update is None else update)
-
-    return Piece(layout, buffer, deliver)
 
 
 def future_of(buffer: Tensor) -> torch.futures.Future[Tensor]:
@@ -242,39 +195,76 @@ def future_of(buffer: Tensor) -> torch.futures.Future[Tensor]:
     return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
-class DdpSource(Source):
-    """Feeds an :class:`Aggregator` from a DDP module, or lets DDP's reducer do its work.
+@contextmanager
+def ddp_ignores(model: Module, names: Collection[str]) -> Iterator[None]:
+    """Within, DDP is constructed without the parameters and buffers of these names."""
+    key, attributes = "_ddp_params_and_buffers_to_ignore", vars(model)
+    before = attributes.get(key)
+    # It puts a dot before the names of the outermost module's own parameters, and not of its buffers
+    attributes[key] = [*names, *(f".{name}" for name in names)]
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes[key]
+        else:
+            attributes[key] = before
 
-    Args:
-        plain: DDP's reducer may aggregate by itself (rule 1).
-        own_group: a process group that was made for this model alone.
-    """
+
+def ddp_options(params: Mapping[str, Tensor], policy: Policy, options: Options) -> dict[str, Any]:
+    """DDP's own options, by ours."""
+    known = signature(TORCHS).parameters
+    sends_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before 2.13
+    given: dict[str, Any] = {
+        sends_buffers: False,  # we send them, but within join()
+        "find_unused_parameters": options.find_unused_parameters and not options.static_graph,  # join() goes by it
+        "static_graph": options.static_graph,
+        "gradient_as_bucket_view": options.gradient_as_bucket_view,
+        # None: a small first bucket. A list of sizes makes one, too. Where buckets of the mean have a size that the
+        # user said, they are those of a DDP of that size, and so are their sums' bits.
+        "bucket_cap_mb": None if options.bucket_mb == DDP_MB else options.bucket_mb,
+    }
+    if "init_sync" in known:  # older torch copies from rank 0 once more
+        given["init_sync"] = False
+    as_ddps = options.bucket_mb == DDP_MB or (options.said and policy.bucket_mb == DDP_MB)
+    if options.whole:
+        given["bucket_cap_mb"] = 1 + sum(p.nbytes for p in params.values()) / 2**20
+    elif SIZES and not options.static_graph and not as_ddps:
+        given["bucket_cap_mb_list"] = [min(FIRST_BUCKET_BYTES / 2**20, options.bucket_mb), options.bucket_mb]
+    return given
+
+
+class DdpSource(Source):
+    """Feeds an :class:`Aggregator` from a DDP module, with our communication hook where DDP's own mean is not enough.
+    What DDP sends itself goes through the default process group, or one over the ranks of the aggregator's group."""
 
     def __init__(
-        self,
-        model: DistributedDataParallel,
-        params: Mapping[str, Parameter],
-        aggregator: Aggregator,
+        self, model: Module, optimizers: list[Optimizer], params: Mapping[str, Parameter], aggregator: Aggregator,
         options: Options,
-        plain: bool,
-        own_group: Any = None,
-    ) -> None:
-        super().__init__(aggregator, {parameter: name for name, parameter in params.items()}, options)
-        self._own_group = own_group
-        self._model: DistributedDataParallel | None = model
+    ) -> None:  # fmt: skip
+        super().__init__(model, optimizers, params, aggregator, options)
+        ranks, communicator = aggregator.ranks, aggregator.communicator
+        limit = timedelta(seconds=communicator.timeout_seconds)
+        self._own_group = None if ranks is None else dist.new_group(ranks, limit, use_local_synchronization=True)
+        wrapped = options.wrapper
+        if wrapped is None:
+            wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+        given = ddp_options(params, aggregator.policy, options)
+        with ddp_ignores(model, options.ignored):
+            DistributedDataParallel.__init__(wrapped, model, process_group=self._own_group, **given)
+        self.model = wrapped
         self._layouts = Layouts(self.names)
-        self._outside = False  # the step that runs began outside of a backward, within join()
         self._whole = False  # the step's last bucket came
         self._dropped: list[Tensor] = []  # whose gradients hooks of the user dropped in this backward
-        self._backward = -1
         self.unmarked = 0  # buckets of the first step, of which DDP marks none as the last (``_set_static_graph()``)
-        self._waiting: AbstractContextManager[None] | None = None
-        self._since = 0.0
-        self._plain = self._undecided = plain
-        self._seconds = 0.0
+        self._waiting = ExitStack()
+        self._since = self._seconds = 0.0
         self._before = 0  # parameters that were touched before the step began
-        model.source = self
-        self._handles = [p.register_post_accumulate_grad_hook(self._gradient) for p in self.names]
+        # DDP's reducer may aggregate by itself (rule 1)
+        plain = plain_mean(aggregator.policy) and not aggregator.weighted and not aggregator.scheduler.checks
+        self._plain = plain
+        wrapped.source = self
+        self._handles = [p.register_post_accumulate_grad_hook(self._gradient) for p in params.values()]
         if plain:
             aggregator.traffic_elsewhere = self._ddp_traffic
         else:
@@ -282,14 +272,13 @@ class DdpSource(Source):
 
     def _register(self) -> None:
         """From now on buckets come through a hook."""
-        assert self._model is not None
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with its own types
             return self._bucket(bucket)
 
-        self._plain = self._undecided = False
+        self._plain = False
         self.aggregator.traffic_elsewhere = None
-        TORCHS.register_comm_hook(self._model, None, hook)  # a subclass has its own
+        TORCHS.register_comm_hook(self.model, None, hook)  # a subclass has its own
 
     def after_forward(self, output: Any) -> None:
         """A forward has told the reducer to aggregate in the backward that follows."""
@@ -302,16 +291,15 @@ class DdpSource(Source):
             handle.remove()
         self.stop()
         # DDP cannot give a hook back, and its reducer, unseen by the garbage collector, holds the hook and so this.
-        if self._model is not None:
+        if self.model is not None:
             if self._plain:
                 self.aggregator.last_traffic, self.aggregator.traffic_elsewhere = self._ddp_traffic(), None
-            self._model.source = None
-            self._model.close()
-        self._model = None
-        if self._waiting is not None:
-            self._waiting.__exit__(None, None, None)
+            self.model.source = None
+            self.model.close()
+        self.model = None
+        self._waiting.close()
         self.names.clear()
-        self._layouts.clear()
+        self._layouts = Layouts({})
         self.touched.clear()
         if self._own_group is not None:
             dist.destroy_process_group(self._own_group)
@@ -319,55 +307,48 @@ class DdpSource(Source):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        assert self._model is not None, "hooks are on"
         if self._plain:
             self._register()  # a rank that is through weighs nothing
-        model: Any = self._model
-        model.broadcast_buffers = bool(self._buffers)
-        try:
-            with Join([model]):  # DDP shadows its own traffic and calls our hook with zeros
-                yield
-                self.aggregator.catch_up()
-                self.aggregator.joined = True
-        finally:
-            model.broadcast_buffers = False
-        self._end_outside()
+        with super().join():
+            yield
+
+    def shadow(self) -> None:
+        """As torch's own shadows of DDP: its traffic, and our hook with zeros."""
+        model: Any = self.model
+        model.reducer._rebuild_buckets()
+        model._match_all_reduce_for_bwd_pass()
+        if self.find_unused:
+            model._match_unused_params_allreduce()
+        model.reducer._push_all_rebuilt_params()
+        self.aggregator.end()
+        self._whole = False
+        self.finished()
 
     # -- A step ----------------------------------------------------------------------------------------------------
 
     def _gradient(self, parameter: Tensor) -> None:
         """A parameter's gradient is there, and comes to DDP's reducer next."""
+        aggregates = self.takes(parameter)
         self.touched.append(parameter)
-        if self.expected:
-            self._begin_step()
-            self._before -= 1
-        elif not self.running:
+        if not (aggregates and (self.steps == 0 or self.find_unused)):
             return
-        elif torch._C._current_graph_task_id() != self._backward:
-            refuse_reentrant()
-            raise self.left_open()
-        if self.steps == 0 or self.find_unused:
-            refuse_sparse(parameter.grad, self._where, self.names[parameter])
-        if self._static is not None and parameter not in self._static:
-            raise self.changed({parameter})
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise sparse_gradient(self._where, self.names[parameter])
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
         """Within backward, before its first gradient comes to DDP's reducer."""
-        self.expected = False
-        self._backward = torch._C._current_graph_task_id()
         self._before = len(self.touched)
         at_end_of_backward(self._end_of_backward)
         self.begin()
-        if self._undecided:
-            self._undecided = False
+        if self._plain and self.steps == 0:
             self.aggregator.wait()  # for the weights
             if self.aggregator.weights is not None or not plain_mean(self.aggregator.policy):
                 self._register()
 
     def _bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """DDP's hook."""
-        if bucket.index() == 0:
-            self._first()
+        if not self.running:
+            self.open_backward()
         buffer = bucket.buffer()
         future = future_of(buffer)
         piece = self._layouts.piece(bucket.parameters(), buffer, future, self.aggregator.policy)
@@ -376,23 +357,7 @@ class DdpSource(Source):
         self.aggregator.submit(piece, self._whole)
         if self._whole:
             self.aggregator.scheduler.flush()
-            if self._outside:
-                self.aggregator.end_ahead()
         return future
-
-    def _first(self) -> None:
-        """A step's first bucket is here."""
-        if not inside_backward():
-            self._end_outside()
-            self._outside = True
-            self.begin()
-        elif not self.running:
-            self._begin_step()
-
-    def _end_outside(self) -> None:
-        """End a step of ``join()``, after whose buckets no backward ends."""
-        if self.running and self._outside:
-            self._finish()
 
     def _end_of_backward(self) -> None:
         """All gradients are there. DDP's own callback, which follows, takes over what has arrived, and waits."""
@@ -401,22 +366,25 @@ class DdpSource(Source):
             self._finish()
             return
         if self._plain:
-            self._wait_for_ddp()
+            self._waiting.enter_context(self.aggregator.communicator.watch("DDP's all-reduces of gradients"))
+            self._since = time.perf_counter()
         Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
         try:
-            if self._waiting is not None:
-                self._ddp_is_through()
-            if not self._outside:
-                self.check_kept(self._dropped)
-                self._check_complete()
-                self.check_unchanged()
+            self._waiting.close()
+            if self._plain:
+                with suppress(RuntimeError):  # DDP's reducer is not through
+                    self.model.reducer._check_reducer_finalized()
+                    self._whole, self._seconds = True, time.perf_counter() - self._since
+            self.check_kept(self._dropped)
+            self._check_complete()
+            self.check_unchanged()
             buffers = None if self.aggregator.joining else self.send_buffers()
             self.aggregator.end()
             self.await_buffers(buffers)
         finally:
-            self._outside = self._whole = False
+            self._whole = False
             self.finished()
 
     def _check_complete(self) -> None:
@@ -429,32 +397,12 @@ class DdpSource(Source):
         if not self._whole:
             raise self.incomplete(set(self.touched[self._before :]))
 
-    def _wait_for_ddp(self) -> None:
-        waiting = self.aggregator.communicator.watch("DDP's all-reduces of gradients")
-        waiting.__enter__()
-        self._waiting, self._since = waiting, time.perf_counter()
-
-    def _ddp_is_through(self) -> None:
-        """DDP's callback is over."""
-        waiting, self._waiting = self._waiting, None
-        assert self._model is not None
-        assert waiting is not None
-        waiting.__exit__(None, None, None)
-        try:
-            self._model.reducer._check_reducer_finalized()
-        except RuntimeError:
-            return
-        self._whole = True
-        self._seconds = time.perf_counter() - self._since
-
     def _ddp_traffic(self) -> Traffic:
         """What DDP's own all-reduces of the last step sent; the seconds are those that backward waited for them."""
-        assert self._model is not None
-        assert self._model.logger is not None
         if self.steps == 0:
             return Traffic()
-        self._model.logger.set_runtime_stats_and_log()  # else it tells of rebuilt buckets one step later
-        data = self._model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        self.model.logger.set_runtime_stats_and_log()  # else it tells of rebuilt buckets one step later
+        data = self.model._get_ddp_logging_data()
         sizes = [int(size) for size in data.get("rebuilt_bucket_sizes", data["bucket_sizes"]).split(",")]
         ranks = self.aggregator.communicator.size
         return Traffic(len(sizes), sum(2 * size * (ranks - 1) // ranks for size in sizes), self._seconds)

@@ -13,94 +13,73 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from hvdbridge.execution.flow import Submission
 from hvdbridge.policy.collectives import AllReduce, Collective
 from hvdbridge.reduction.aggregator import Aggregator
-from hvdbridge.reduction.module_hook import AfterForward, BeforeForward
+from hvdbridge.reduction.autograd import ModuleHook, at_end_of_backward, reached
 from hvdbridge.reduction.reducer import BucketEntry, Reducer, make_buckets
-from hvdbridge.reduction.source import (
-    Options,
-    Source,
-    accumulating,
-    at_end_of_backward,
-    reached,
-    refuse_reentrant,
-)
+from hvdbridge.reduction.source import Options, Source
 
 
 class HookSource(Source):
     """Feeds an :class:`Aggregator` by hooks of autograd."""
 
     def __init__(
-        self,
-        params: Mapping[str, Parameter],
-        aggregator: Aggregator,
+        self, model: Module, optimizers: list[Optimizer], params: Mapping[str, Parameter], aggregator: Aggregator,
         options: Options,
-        hooked: Iterable[Parameter] | None = None,
-    ) -> None:
-        super().__init__(aggregator, {p: name for name, p in params.items()}, options)
+    ) -> None:  # fmt: skip
+        super().__init__(model, optimizers, params, aggregator, options)
         self._static_used: list[int] | None = None  # the first step's map
         self._roots: list[Any] = []  # with find_unused: the nodes of the forward's outputs that this backward passed
         self.reducer = Reducer(make_buckets(params, options), aggregator)
-        self._backward = -1
         self._dropped: list[Tensor] = []  # whose gradients hooks of the user had dropped when they arrived
         self._attributes: dict[str, Any] = {}  # of the user's module
-        ours = list(params.values() if hooked is None else hooked)
-        self._nodes = list(map(accumulating, ours))  # a node that nobody holds loses its hooks
-        self._handles: list[Any] = [
-            node.register_hook(partial(self.ready, self.reducer.entries[p]))
-            for node, p in zip(self._nodes, ours, strict=True)
-        ]
+        self._nodes: list[Any] = []
+        self._handles: list[Any] = []
+        self._hook(params.values())
+        if options.wrapper is None:
+            self._attributes = vars(getattr(model, "_orig_mod", model))  # where torch.compile's module sets them
+            self._handles.append(model.register_forward_pre_hook(ModuleHook(self.before_forward)))
+            self._handles.append(model.register_forward_hook(ModuleHook(self.after_forward)))
+        else:
+            options.wrapper.adopt(model)
+
+    def _hook(self, parameters: Iterable[Parameter]) -> None:
+        for parameter in parameters:
+            node = get_gradient_edge(parameter).node
+            self._nodes.append(node)  # a node that nobody holds loses its hooks
+            self._handles.append(node.register_hook(partial(self.ready, self.reducer.entries[parameter])))
 
     def ready(self, entry: BucketEntry, _: Any = (), given: Sequence[Tensor | None] = ()) -> None:
         """A gradient has arrived (called by autograd, once per parameter and backward, with what it added)."""
         if entry.parameter.grad is not None:  # as for DDP an undefined one does not count as use
             self.touched.append(entry.parameter)
-        if not (self.running or self.expected):
+        if not self.takes(entry.parameter):
             return
-        backward = torch._C._current_graph_task_id()
-        if not self.running:
-            at_end_of_backward(self._finish)
-            self._backward = backward
-            self.expected = False
-            self.begin()
-        elif backward != self._backward:
-            refuse_reentrant()
-            raise self.left_open()
         if entry.parameter.grad is None and any(gradient is not None for gradient in given):
             self._dropped.append(entry.parameter)
-        if self._static is not None and entry.parameter not in self._static:
-            raise self.changed({entry.parameter})
         self.reducer.arrive(entry)
 
-    @contextmanager
-    def join(self) -> Iterator[None]:
-        yield
-        self.aggregator.catch_up()
-        self.aggregator.joined = True
-        while self._announce():
-            self._shadow()
-        self.root = 0
-
-    def _shadow(self) -> None:
-        """Take part in one step with weight 0, so it does not matter what the buckets hold."""
-        self.await_buffers(self.send_buffers())
+    def begin_step(self) -> None:
+        at_end_of_backward(self._finish)
         self.begin()
+
+    def shadow(self) -> None:
         self.reducer.submit_rest()
         used = self._start_used_map()
         self.aggregator.end()
         self._take_used_map(used)
         self._reset()
-        self.aggregator.catch_up()
 
     def remove(self) -> None:
         self.stop()
@@ -109,17 +88,6 @@ class HookSource(Source):
         self._nodes.clear()
         self._attributes.pop("require_backward_grad_sync", None)
 
-    def watch_forwards(self, model: Module, options: Options) -> None:
-        """Hear of forwards, by hooks on the module, which is the user's own, or by the wrapper around it."""
-        if options.broadcast_buffers:
-            self.watch_buffers(model)
-        if options.wrapper is None:
-            self._attributes = vars(getattr(model, "_orig_mod", model))  # where torch.compile's module sets them
-            self._handles.append(model.register_forward_pre_hook(BeforeForward(self.before_forward)))
-            self._handles.append(model.register_forward_hook(AfterForward(self.after_forward)))
-        else:
-            options.wrapper.adopt(model)
-
     @property
     def _aggregates(self) -> bool:
         """Whether the backward of a forward does; the user may say so on the module, too, as on a DDP."""
@@ -127,15 +95,7 @@ class HookSource(Source):
 
     def before_forward(self) -> None:
         """A forward of the model begins."""
-        if not torch.is_grad_enabled():
-            return
-        aggregates = self._aggregates
-        self.check_forward(aggregates)
-        if aggregates and self.aggregator.joining:  # from the last rank that still has data, as in DDP
-            self._announce()
-            self.await_buffers(self.send_buffers())
-        elif aggregates:
-            self.share_buffers()
+        self.open_forward(self._aggregates)
 
     def after_forward(self, output: Any) -> None:
         """A forward of the model has returned ``output``."""
@@ -150,24 +110,6 @@ class HookSource(Source):
     def _passed(self, *_: Any) -> None:
         """Called by autograd at the node of an output of a forward that aggregates."""
         self._roots.append(torch._C._current_autograd_node())
-
-    def _announce(self) -> bool:
-        """Within ``join()``: tell who still has data; False when nobody has. Called by every rank alike."""
-        flags = self.aggregator.in_forward(not self.aggregator.joined)
-        active = [rank for rank, flag in enumerate(flags) if flag]
-        if active:
-            self.root = active[-1]
-        return bool(active)
-
-    def run(self) -> None:
-        """One step without a backward: aggregate what stands in ``p.grad`` now."""
-        self.begin()
-        self.reducer.submit_rest()
-        try:
-            self.aggregator.end()
-            self.reducer.write_back()
-        finally:
-            self._reset()
 
     def _finish(self) -> None:
         """All gradients of this backward are there."""

@@ -8,8 +8,8 @@ Rules:
 2. Its bookkeeping (``_allreduce_delay``) is kept as if each backward were complete, because the reducer ends the step
    when backward returns: ``step()`` and ``zero_grad()`` find nothing outstanding.
 3. Horovod's hooks cannot be taken off. After :meth:`HorovodSource.remove` they lead nowhere: gradients stay local.
-4. It shares groups, state and hooks with the user's optimizer, so whoever holds that one (a scheduler, a hook's handle)
-   is heard; other attributes it has as they are when it is made.
+4. It shares groups, state and hooks with the user's optimizer, so a scheduler or a hook's handle on that one has its
+   effect; other attributes it has as they are when it is made.
 """
 
 from __future__ import annotations
@@ -21,36 +21,37 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.hooks import HookSource
+from hvdbridge.reduction.replicate import shards_state
 from hvdbridge.reduction.source import Options
 
 
 class HorovodSource(HookSource):
-    """Feeds an :class:`Aggregator` from ``hvd.DistributedOptimizer`` objects (see :func:`wrap_optimizer`)."""
+    """Feeds an :class:`Aggregator` from ``hvd.DistributedOptimizer`` objects (see :func:`wrap_optimizer`). These take
+    the place of all optimizers but those that shard their state, of which Horovod cannot make any."""
 
     def __init__(
-        self,
-        params: Mapping[str, Parameter],
-        aggregator: Aggregator,
-        options: Options,
-        optimizers: Iterable[torch.optim.Optimizer],
-    ) -> None:
-        wrapped = [optimizer for optimizer in optimizers if hasattr(optimizer, "_requires_update")]
-        known = set(params.values())
-        fed: set[Parameter] = set()
-        shares: list[set[Parameter]] = []
-        for optimizer in wrapped:
-            held: Any = optimizer
-            share: set[Parameter] = (held._requires_update & known) - fed  # two may share a parameter
-            fed |= share
-            shares.append(share)
-        super().__init__(params, aggregator, options, hooked=[p for p in params.values() if p not in fed])
-        self._feeds = [{p: partial(self.ready, self.reducer.entries[p]) for p in share} for share in shares]
-        for optimizer, feeds in zip(wrapped, self._feeds, strict=True):
-            take_over(optimizer, feeds)
+        self, model: Module, optimizers: list[torch.optim.Optimizer], params: Mapping[str, Parameter],
+        aggregator: Aggregator, options: Options,
+    ) -> None:  # fmt: skip
+        names = {parameter: name for name, parameter in params.items()}
+        wrapped = [each if shards_state(each) else wrap_optimizer(each, names) for each in optimizers]
+        self._feeds: list[dict[Parameter, Callable[..., None]]] = []
+        super().__init__(model, wrapped, params, aggregator, options)
+
+    def _hook(self, parameters: Iterable[Parameter]) -> None:
+        left = dict.fromkeys(parameters)
+        for optimizer in self.optimizers:
+            held: set[Parameter] = getattr(optimizer, "_requires_update", set())
+            share = [p for p in left if p in held]  # two optimizers may hold a parameter
+            if hasattr(optimizer, "_requires_update"):
+                self._feeds.append({p: partial(self.ready, self.reducer.entries[p]) for p in share})
+                take_over(optimizer, self._feeds[-1])
+            left = {p: None for p in left if p not in held}
+        super()._hook(left)
 
     def remove(self) -> None:
         super().remove()

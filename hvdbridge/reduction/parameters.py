@@ -100,40 +100,32 @@ def trainable(model: Module, left_alone: Iterable[str] = ()) -> dict[str, Parame
     return params
 
 
-def refuse_sharded(params: Mapping[str, Tensor]) -> None:
+def refuse_untouchable(tensors: Mapping[str, Tensor]) -> None:
     """
     Raises:
-        Unsupported: some of ``params`` are DTensors.
+        Unsupported: some of ``tensors`` are DTensors, or on the device ``meta``.
     """
-    if sharded := [name for name, p in params.items() if hasattr(p, "device_mesh")]:
-        raise Unsupported(
-            f"{listed(sharded)}: DTensors (tensor parallelism, fully_shard) are not aggregated. For fully_shard use "
-            "hb.set_all_reduce_hook."
-        )
+    for names, why in (
+        (
+            [name for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")],
+            "DTensors (tensor parallelism, fully_shard) are not aggregated. For fully_shard use "
+            "hb.set_all_reduce_hook.",
+        ),
+        (
+            [name for name, tensor in tensors.items() if tensor.is_meta],
+            "on the device meta, without values. Call model.to_empty(device=...) and initialise or load them before.",
+        ),
+    ):
+        if names:
+            raise Unsupported(f"{listed(names)}: {why}")
 
 
-def refuse_sparse(gradient: Tensor | None, where: str, name: str) -> None:
-    """
-    Raises:
-        Unsupported: ``gradient``, that of the parameter ``name``, is sparse.
-    """
-    if gradient is not None and gradient.is_sparse:
-        raise Unsupported(
-            f"{where}: parameter {name!r} has a sparse gradient, which no policy takes. Use sparse=False in its "
-            "Embedding, or leave the parameter out by ignore=."
-        )
-
-
-def refuse_meta(tensors: Mapping[str, Tensor]) -> None:
-    """
-    Raises:
-        Unsupported: some of ``tensors`` are on the device ``meta``.
-    """
-    if meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
-        raise Unsupported(
-            f"{listed(meta)}: on the device meta, without values. Call model.to_empty(device=...) and initialise or "
-            "load them before."
-        )
+def sparse_gradient(where: str, name: str) -> Unsupported:
+    """The error about a sparse gradient of the parameter ``name``."""
+    return Unsupported(
+        f"{where}: parameter {name!r} has a sparse gradient, which no policy takes. Use sparse=False in its Embedding, "
+        "or leave the parameter out by ignore=."
+    )
 
 
 class ParameterWatch:
@@ -154,8 +146,7 @@ class ParameterWatch:
         self._model = ref(model)
         self._params = dict(params)
         self._alone = set(left_alone)
-        self._dtypes = list(map(_dtype, params.values()))
-        self._devices = list(map(_device, params.values()))
+        self._kinds = list(map(_kind, params.values()))
         self._record(model)
         hook = _registered(WeakMethod(self._register))
         self._handles = [
@@ -189,10 +180,9 @@ class ParameterWatch:
         """
         if self._changed or any(map(_requires_grad, self._frozen)) or self._contained() != self._layers:
             self._compare(where)
-        found = self._params.values()
-        if list(map(_dtype, found)) != self._dtypes or list(map(_device, found)) != self._devices:
-            kinds = zip(self._params.items(), self._dtypes, self._devices, strict=True)
-            moved = [name for (name, p), dtype, device in kinds if (p.dtype, p.device) != (dtype, device)]
+        if list(map(_kind, self._params.values())) != self._kinds:
+            kinds = zip(self._params.items(), self._kinds, strict=True)
+            moved = [name for (name, p), kind in kinds if _kind(p) != kind]
             raise StepError(
                 f"{where}: {listed(moved)} had another type or device when the synchronizer was constructed. Cast and "
                 "move the model before."
@@ -225,8 +215,7 @@ class ParameterWatch:
 
 
 _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
-_dtype: Callable[[Any], torch.dtype] = attrgetter("dtype")
-_device: Callable[[Any], torch.device] = attrgetter("device")
+_kind: Callable[[Any], tuple[torch.dtype, torch.device]] = attrgetter("dtype", "device")
 
 
 def _registered(method: WeakMethod[Callable[[Module], None]]) -> Callable[[Module, str, Any], None]:

@@ -11,7 +11,7 @@ Rules:
 4. Within ``step(closure)`` it waits for the end of the step, whatever the closure does.
 5. What a policy remembers of the parameters it began with are those of the first backward: weights may be loaded
    after the synchronizer was constructed, the same on every rank.
-6. Hooks are laid when something is due for the first time: most policies never pay for them.
+6. Hooks are registered when something is due for the first time: most policies never pay for them.
 7. Parameters that an optimizer is given later are among these from the next backward on, which comes after the same
    step on all ranks, and begin with their values before that optimizer's first step.
 """
@@ -32,7 +32,7 @@ from hvdbridge.policy.base import finish
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.policy.collectives import used_here
 from hvdbridge.reduction.aggregator import Aggregator
-from hvdbridge.reduction.module_hook import BeforeForward
+from hvdbridge.reduction.autograd import ModuleHook
 
 
 @dataclass(eq=False)
@@ -60,19 +60,14 @@ class AfterStep:
     """
 
     def __init__(
-        self,
-        aggregator: Aggregator,
-        params: Mapping[str, Parameter],
-        optimizers: Sequence[Optimizer],
-        model: Module,
+        self, aggregator: Aggregator, params: Mapping[str, Parameter], optimizers: Sequence[Optimizer], model: Module
     ) -> None:
         self.aggregator = aggregator
         self._model: Module | None = model
-        self._holders: list[Held] = []
-        self._adopted: list[Held] = []  # holders of the next backward
         self._optimizers = list(optimizers)
         self._left = dict(params)  # that no optimizer holds
-        self._holders += self._find()
+        self._holders = self._find()
+        self._adopted: list[Held] = []  # holders of the next backward
         if not optimizers:
             self._holders.append(holding(self._left))
             self._left = {}
@@ -92,8 +87,8 @@ class AfterStep:
             return
         self._step = self._noted = step
         if not self._hooks and self._model is not None:
-            before_forward = BeforeForward(self._before_forward)
-            self._hooks.append(self._model.register_forward_pre_hook(before_forward, prepend=True))
+            hook = ModuleHook(self._before_forward)
+            self._hooks.append(self._model.register_forward_pre_hook(hook, prepend=True))
             self._hook()
 
     def start(self) -> None:
@@ -146,13 +141,8 @@ class AfterStep:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
-        self._hooked.clear()
-        self._holders.clear()
-        self._adopted.clear()
-        self._optimizers.clear()
-        self._left.clear()
-        self._model = None
+        self._holders, self._adopted, self._optimizers, self._hooks = [], [], [], []
+        self._hooked, self._left, self._model = set(), {}, None
 
     def _find(self) -> list[Held]:
         """Of what nobody held: what an optimizer holds now."""

@@ -11,17 +11,18 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdbridge.policy.bucket import Layout, Views, cut_layouts
+from hvdbridge.policy.bucket import Views, cut_layouts
 from hvdbridge.policy.collectives import used_here
-from hvdbridge.reduction.aggregator import Aggregator, Deliver, Piece
-from hvdbridge.reduction.parameters import refuse_sparse
+from hvdbridge.reduction.aggregator import Aggregator, Piece
+from hvdbridge.reduction.parameters import sparse_gradient
 from hvdbridge.reduction.source import Options
 
 
@@ -44,7 +45,7 @@ class BucketEntry:
 
 
 @dataclass(eq=False)
-class FlatBucket:
+class FlatBucket(Piece):
     """A bucket: gradients in, and the policy's update of them out.
 
     Attributes:
@@ -53,28 +54,10 @@ class FlatBucket:
         update: what the policy made of the buffer; None until it is delivered.
     """
 
-    layout: Layout
-    buffer: Tensor
     entries: list[BucketEntry] = field(default_factory=list)
     stays: bool = True
     missing: int = 0
     update: Tensor | None = None
-
-    def deliver(self, update: Tensor | None) -> None:
-        self.update = update
-
-    @torch.no_grad()
-    def fill(self, values: Iterable[Tensor | None]) -> None:
-        """Copy ``values``, one for each entry (None: zeros), in one call instead of one per parameter."""
-        views, found = [], []
-        for entry, value in zip(self.entries, values, strict=True):
-            if value is None:
-                entry.view.zero_()
-            elif value is not entry.view:
-                views.append(entry.view)
-                found.append(value)
-        if views:
-            torch._foreach_copy_(views, found)
 
     def take_update(self) -> None:
         """From now on the buffer holds the update."""
@@ -118,6 +101,8 @@ class Reducer:
         self.entries: dict[Tensor, BucketEntry] = {
             entry.parameter: entry for bucket in buckets for entry in bucket.entries
         }
+        for bucket in buckets:
+            bucket.deliver = partial(self.delivered, bucket)
         self.running = False
         self._next = 0  # the first bucket that was not submitted
 
@@ -148,17 +133,41 @@ class Reducer:
         while self._next < len(self.buckets):
             self.submit()
 
+    @torch.no_grad()
     def submit(self, values: Sequence[Tensor | None] | None = None) -> None:
-        """Submit the next bucket with ``values`` in the order of its entries, by default their gradients."""
+        """Submit the next bucket with ``values`` in the order of its entries, by default their gradients; None: zeros.
+        They are copied in one call instead of one per parameter."""
         bucket = self.buckets[self._next]
         self._next += 1
-        bucket.fill(map(self.gradient, bucket.entries) if values is None else values)
-        piece = Piece(bucket.layout, bucket.buffer, self.delivery(bucket))
-        self.aggregator.submit(piece, last=self._next == len(self.buckets))
+        views, found = [], []
+        for entry, value in zip(bucket.entries, values or map(self.gradient, bucket.entries), strict=True):
+            if value is None:
+                entry.view.zero_()
+            elif value is not entry.view:
+                views.append(entry.view)
+                found.append(value)
+        if views:
+            torch._foreach_copy_(views, found)
+        self.aggregator.submit(bucket, last=self._next == len(self.buckets))
 
-    def delivery(self, bucket: FlatBucket) -> Deliver:
-        """What is called with the update of ``bucket``."""
-        return bucket.deliver
+    def delivered(self, bucket: FlatBucket, update: Tensor | None) -> None:
+        """The policy has made ``update`` of ``bucket``; None: it failed."""
+        bucket.update = update
+
+    def hand_in(self) -> None:
+        """Submit what is missing as what it holds, or zeros."""
+        if not self.running:
+            self.begin()
+        self.submit_rest()
+
+    def finish(self) -> None:
+        """Submit what is missing, wait, and write the results into ``p.grad``."""
+        try:
+            self.hand_in()
+            self.aggregator.end()
+            self.write_back()
+        finally:
+            self.reset()
 
     def gradient(self, entry: BucketEntry) -> Tensor | None:
         """The gradient that ``entry`` contributes, or None for zeros.
@@ -167,7 +176,8 @@ class Reducer:
             Unsupported: it is sparse.
         """
         gradient = entry.parameter.grad
-        refuse_sparse(gradient, f"rank {self.aggregator.communicator.rank}", entry.name)
+        if gradient is not None and gradient.is_sparse:
+            raise sparse_gradient(f"rank {self.aggregator.communicator.rank}", entry.name)
         return gradient
 
     @torch.no_grad()
@@ -186,11 +196,11 @@ class Reducer:
                     continue
                 if entry.stays:
                     parameter.grad = entry.view
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                targets.append(parameter.grad)
-                views.append(entry.view)
+                else:
+                    if parameter.grad is None:
+                        parameter.grad = torch.empty_like(parameter)
+                    targets.append(parameter.grad)
+                    views.append(entry.view)
             if targets:
                 torch._foreach_copy_(targets, views)
 

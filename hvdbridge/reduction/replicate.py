@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
+from torch.utils._pytree import tree_map_only
 
 from hvdbridge.backends.communicator import Communicator
 from hvdbridge.errors import Unsupported
@@ -94,7 +95,7 @@ def broadcast_optimizer(
     problem = None
     if control.rank == root:
         try:
-            mine = each_tensor(optimizer.state_dict(), partial(placeholder, {}, tensors))
+            mine = tree_map_only(Tensor, each_once(partial(placeholder, tensors)), optimizer.state_dict())
         except Exception as error:
             problem = error
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
@@ -103,7 +104,7 @@ def broadcast_optimizer(
         what = f"{type(optimizer).__name__}: its state cannot be copied from rank {root}, whose state_dict() raises"
         raise Unsupported(f"{what} {said}") from problem
     if control.rank != root:
-        theirs = each_tensor(theirs, partial(allocated, {}, tensors))
+        theirs = tree_map_only(Tensor, each_once(partial(allocated, tensors)), theirs)
     drive(broadcast_tensors(tensors, root), control.execute)
     if control.rank == root:
         return
@@ -132,42 +133,36 @@ def shards_state(optimizer: torch.optim.Optimizer) -> bool:
 
 def on_host(value: Any) -> Any:
     """``value`` with the tensors in it on the CPU: pickled, they would ask for the same device on other ranks."""
-    return each_tensor(value, Tensor.cpu)
+    return tree_map_only(Tensor, Tensor.cpu, value)
 
 
-def each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """``value``, a tree of dicts, lists and tuples, with ``change(tensor)`` in the place of each tensor."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: each_tensor(child, change) for key, child in value.items()}
-    return type(value)(each_tensor(child, change) for child in value) if type(value) in (list, tuple) else value
+def each_once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``change``, called once for each tensor: one that several entries of a state share stays shared."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # by id, the tensor, which is held for it, and what took its place
+
+    def changed(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = tensor, change(tensor)
+        return known[id(tensor)][1]
+
+    return changed
 
 
-Known = dict[int, tuple[Tensor, Tensor]]
-"""By the id of a tensor, it and what took its place: a tensor that several entries of a state share stays shared."""
-
-
-def placeholder(known: Known, tensors: list[Tensor], tensor: Tensor) -> Tensor:
+def placeholder(tensors: list[Tensor], tensor: Tensor) -> Tensor:
     """What is pickled in the place of a plain tensor, which is appended to ``tensors``: one without values."""
-    if id(tensor) not in known:
-        host = tensor.cpu()
-        shape = host
-        if type(host) is Tensor and host.layout == torch.strided and not host.is_inference():
-            shape = torch.empty_like(host, device="meta")
-        if shape.stride() != host.stride():  # not dense: written to, its elements would be each other's
-            shape = host
-        if shape is not host:
-            tensors.append(host)
-        known[id(tensor)] = tensor, shape
-    return known[id(tensor)][1]
+    host = tensor.cpu()
+    if type(host) is not Tensor or host.layout != torch.strided or host.is_inference():
+        return host
+    shape = torch.empty_like(host, device="meta")
+    if shape.stride() != host.stride():  # not dense: written to, its elements would be each other's
+        return host
+    tensors.append(host)
+    return shape
 
 
-def allocated(known: Known, tensors: list[Tensor], tensor: Tensor) -> Tensor:
+def allocated(tensors: list[Tensor], tensor: Tensor) -> Tensor:
     """The counterpart of :func:`placeholder`: memory for the values, which is appended to ``tensors``."""
-    if not tensor.is_meta:
-        return tensor
-    if id(tensor) not in known:
-        tensors.append(torch.empty_like(tensor, device="cpu"))
-        known[id(tensor)] = tensor, tensors[-1]
-    return known[id(tensor)][1]
+    if tensor.is_meta:
+        tensor = torch.empty_like(tensor, device="cpu")
+        tensors.append(tensor)
+    return tensor

@@ -36,7 +36,7 @@ class Session:
         communicator: our own channel over all ranks.
         control: a duplicate in host memory, for objects and weights.
         monitor: this rank's end of the job's helper.
-        opened: what was opened on first use, by whoever needs it again.
+        opened: what was opened on first use and is needed again, by name.
     """
 
     world: World

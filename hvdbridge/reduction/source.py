@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from inspect import signature
 from itertools import pairwise
 from operator import attrgetter
@@ -16,16 +16,16 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
-from torch.nn import Module
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel.distributed import _find_tensors
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.checkpoint import CheckpointFunction
 
-from hvdbridge.errors import StepError, Unsupported
+from hvdbridge.errors import StepError
 from hvdbridge.execution.flow import Submission
 from hvdbridge.policy.base import BYTEWISE_MB, CODED_MB, Policy
 from hvdbridge.reduction.aggregator import Aggregator
+from hvdbridge.reduction.autograd import inside_backward, refuse_compiled_autograd, refuse_reentrant
 from hvdbridge.reduction.parameters import ParameterWatch, listed
 from hvdbridge.reduction.replicate import broadcast_tensors
 
@@ -115,7 +115,7 @@ def closure_of(args: Any, kwargs: Any) -> Any:
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
-def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """torch calls this before each step of each optimizer. A step with a closure makes its gradients later."""
     for source in [each for each in _sources if each.touched or each.running or each.expected]:
         if closure_of(args, kwargs) is None:
@@ -127,10 +127,34 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_any_step)
 
 
+def aggregated(parameters: Set[Tensor]) -> None:
+    """The gradients of ``parameters`` have been aggregated: no open source warns of them."""
+    for source in _sources:
+        if source.touched:
+            source.touched = [p for p in source.touched if p not in parameters]
+
+
+def front_end(name: str) -> Callable[..., Source]:
+    """The class of a front end, by the name that a backend declares; imports what it needs."""
+    module, _, attribute = FRONT_ENDS[name].partition(":")
+    made: Callable[..., Source] = getattr(import_module(f"hvdbridge.reduction.{module}"), attribute)
+    return made
+
+
+FRONT_ENDS = {"ddp": "ddp:DdpSource", "hooks": "hooks:HookSource", "horovod": "horovod_optimizer:HorovodSource"}
+"""By what a backend declares, see :class:`hvdbridge.backends.registry.Backend`."""
+
+
 class Source:
     """Base of the sources.
 
+    Args:
+        model: the user's module.
+        optimizers: the user's.
+        params: what is aggregated, by name.
+
     Attributes:
+        model, optimizers: as the backend's own users know them.
         synchronizing: False within ``no_sync()``: gradients accumulate locally.
         expected: the next backward that makes a gradient of a parameter aggregates.
         running: a synchronizing backward has begun and not ended.
@@ -138,47 +162,50 @@ class Source:
         steps: synchronizing backwards of this rank that ended.
         root: the rank whose buffers all get: 0, but within ``join()`` the last one that has data.
         names: of the parameters.
-        parameters: tells when the model has others; None: there is no model.
+        parameters: tells when the model has others.
         started: called when the first step is through.
     """
 
     started: Callable[[], None] | None = None
 
-    def __init__(self, aggregator: Aggregator, names: Mapping[Tensor, str], options: Options) -> None:
-        self.aggregator = aggregator
-        self.names = dict(names)
-        self.parameters: ParameterWatch | None = None
-        self._steady = list(self.names)
+    def __init__(
+        self, model: Module, optimizers: list[Optimizer], params: Mapping[str, Parameter], aggregator: Aggregator,
+        options: Options,
+    ) -> None:  # fmt: skip
+        self.model: Any = model
+        self.optimizers, self.aggregator = optimizers, aggregator
+        self.names: dict[Tensor, str] = {p: name for name, p in params.items()}
+        self.parameters = ParameterWatch(model, params, options.ignored)
+        # Forwards change the others in place, and may be recomputed within backward
+        renormalized = {
+            module.weight for module in model.modules()
+            if isinstance(module, Embedding | EmbeddingBag) and module.max_norm is not None
+        }  # fmt: skip
+        self._steady = [p for p in self.names if p not in renormalized]
         self._versions: list[int] = []  # of the parameters, when a backward begins
         self._local = False  # the last forward was one within no_sync()
-        self._sharing: WeakSet[Source] = WeakSet(each for each in _sources if each.names.keys() & self.names.keys())
-        for each in self._sharing:
-            each._sharing.add(self)
-        _sources.add(self)
-        _watch_optimizers()
         self.find_unused = options.find_unused_parameters and not options.static_graph
         self.static_graph = options.static_graph
         self._static: Set[Tensor] | None = None  # the parameters that got gradients in the first step
         self.synchronizing = True
         self.expected = self.running = False
+        self._backward = -1
         self.root = 0
-        self._buffers: dict[str, Module] = {}  # the modules whose buffers are sent: they may be given new ones
+        # The modules whose buffers are sent: they may be given new ones
+        self._buffers = dict(model.named_modules()) if options.broadcast_buffers else {}
         self._ignored = {tuple(name.rpartition(".")[::2]) for name in options.ignored}  # modules' names, and buffers'
         self.touched: list[Tensor] = []
         self.steps = 0
-
-    def watch_buffers(self, model: Module) -> None:
-        """From now on all ranks have rank 0's buffers after each step, and before each forward that aggregates.
-
-        They are sent as the last of a step: so one rank may evaluate alone, for the next forward sends nothing. As in
-        DDP a second one before the backward does, where the first may have changed them.
-        """
-        self._buffers = dict(model.named_modules())
+        _sources.add(self)
+        _watch_optimizers()
 
     def send_buffers(self) -> Submission[None] | None:
         """Begin to copy rank :attr:`root`'s buffers to all; None where there are none.
 
-        Called before ``aggregator.end()``, which may start flows that outlive the step: these need not be waited for.
+        All ranks have rank 0's buffers after each step. They are sent as the last of a step, so one rank may evaluate
+        alone: the next forward sends nothing. As in DDP a second forward before the backward does, where the first may
+        have changed them. Called before ``aggregator.end()``, which may start flows that outlive the step: these need
+        not be waited for.
         """
         found = {
             id(buffer): buffer
@@ -188,9 +215,8 @@ class Source:
         }
         if not found:
             return None
-        aggregator = self.aggregator
         flow = broadcast_tensors(found.values(), self.root)
-        return aggregator.scheduler.submit(Submission(flow, aggregator.communicator))
+        return self.aggregator.scheduler.submit(Submission(flow, self.aggregator.communicator))
 
     def await_buffers(self, pending: Submission[None] | None) -> None:
         """Wait for what :meth:`send_buffers` has begun."""
@@ -198,21 +224,10 @@ class Source:
             pending.wait()
             self.aggregator.scheduler.order()  # the next forward reads them
 
-    def share_buffers(self) -> None:
-        """Called before a forward that aggregates: where another one came before it, and no backward, they are sent."""
-        if self.expected and any(module._buffers for module in self._buffers.values()) and not inside_backward():
-            # Where one rank alone makes this forward, the flag waits for the others, and no bucket is taken for buffers
-            self.aggregator.in_forward(True)
-            self.await_buffers(self.send_buffers())
-
-    def leave_out(self, renormalized: Iterable[Tensor]) -> None:
-        """Forwards change these parameters in place, and may be recomputed within backward."""
-        left_out = set(renormalized)
-        self._steady = [p for p in self.names if p not in left_out]
-
     def stop(self) -> None:
         """Ignore optimizers' steps and backwards from now on."""
         self.expected = False
+        self.parameters.close()
         _sources.discard(self)
 
     @property
@@ -239,6 +254,31 @@ class Source:
             )
         return found
 
+    def open_forward(self, aggregates: bool) -> None:
+        """Called before each forward; ``aggregates``: its backward does.
+
+        Raises:
+            StepError: see :meth:`check_forward`; or one rank makes this forward alone.
+        """
+        if not torch.is_grad_enabled():
+            return
+        self.check_forward(aggregates)
+        # Where another forward came before it, and no backward, the first one may have changed buffers
+        again = self.expected and any(module._buffers for module in self._buffers.values()) and not inside_backward()
+        if aggregates and (self.aggregator.joining or again):
+            # A rank that makes this forward alone waits here for the others, and takes no bucket for buffers
+            self._announce()
+            self.await_buffers(self.send_buffers())
+
+    def _announce(self) -> bool:
+        """Tell that a forward begins, or that this rank has no more data; False when none has. Called by every rank
+        alike. Within ``join()`` buffers are from the last rank that still has data, as in DDP."""
+        flags = self.aggregator.in_forward(not self.aggregator.joined)
+        active = [rank for rank, flag in enumerate(flags) if flag]
+        if active and self.aggregator.joining:
+            self.root = active[-1]
+        return bool(active)
+
     def check_forward(self, synchronizing: bool) -> None:
         """Called before each forward that records gradients.
 
@@ -247,34 +287,36 @@ class Source:
                 graph would not aggregate.
             BaseException: what has ended an earlier step.
         """
-        if synchronizing and self.aggregator.scheduler.failure is not None:
-            raise self.aggregator.scheduler.failure
+        if synchronizing:
+            self.aggregator.scheduler.check_failure()
         if self.running and not inside_backward():
             raise self.left_open()
         refuse_compiled_autograd()
-        if synchronizing and self.parameters is not None:
+        if synchronizing:
             self.parameters.check(f"{self._where}: forward")
-        if self.static_graph and self.steps == 0 and not synchronizing:
+        elif self.static_graph and self.steps == 0:
             raise StepError(
                 f"{self._where}: with static_graph=True the first backward of all must aggregate. Make one step "
                 "without no_sync(), or leave out static_graph=True."
             )
         self._local = not synchronizing
 
-    def strays(self, when: str, held: set[Tensor] | None = None) -> StepError | None:
-        """The error where parameters (``held``; None: all) have gradients that were never aggregated, if some do."""
+    def check_strays(self, when: str, held: set[Tensor] | None = None) -> None:
+        """
+        Raises:
+            StepError: parameters (``held``; None: all) have gradients that were never aggregated.
+        """
         touched = set(self.touched) if held is None else held.intersection(self.touched)
         lost = [p for p in self.names if p in touched and p.grad is not None and p.grad.any()]
-        if not lost:
-            return None
-        return StepError(
-            f"{self._where}: {when} with gradients of {len(lost)} parameters that were never aggregated: "
-            f"{listed(self.names[p] for p in lost)}. A backward aggregates if it is the first one after a forward of "
-            "sync.model outside of no_sync(). Call sync.model itself and no other method of the module, and run one "
-            "forward and one backward in turn."
-        )
+        if lost:
+            raise StepError(
+                f"{self._where}: {when} with gradients of {len(lost)} parameters that were never aggregated: "
+                f"{listed(self.names[p] for p in lost)}. A backward aggregates if it is the first one after a forward "
+                "of sync.model outside of no_sync(). Call sync.model itself and no other method of the module, and run "
+                "one forward and one backward in turn."
+            )
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Called before each step of any optimizer in this process.
 
         Raises:
@@ -286,11 +328,38 @@ class Source:
                 f"{type(optimizer).__name__}.step() was called for {listed(self.names[p] for p in held)}, which moves "
                 "them by gradients of this rank alone. Let it step after backward()"
             )
-        if not self._local and (error := self.strays(f"{type(optimizer).__name__}.step()", held)) is not None:
-            raise error
+        if not self._local:
+            self.check_strays(f"{type(optimizer).__name__}.step()", held)
+
+    def takes(self, parameter: Tensor) -> bool:
+        """Called by a hook: a gradient of ``parameter`` is there. Whether this backward aggregates.
+
+        Raises:
+            StepError: another backward has not ended, or the graph is not static.
+        """
+        if not (self.running or self.expected):
+            return False
+        if not self.running:
+            self.open_backward()
+        elif torch._C._current_graph_task_id() != self._backward:
+            refuse_reentrant()
+            raise self.left_open()
+        if self._static is not None and parameter not in self._static:
+            raise self.changed({parameter})
+        return True
+
+    def open_backward(self) -> None:
+        """The first gradient of a synchronizing backward is there."""
+        self.expected = False
+        self._backward = torch._C._current_graph_task_id()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Begin a step within backward, and queue its end."""
+        raise NotImplementedError
 
     def begin(self) -> None:
-        """The first gradient of a synchronizing backward."""
+        """Start a step of the aggregator."""
         self.running = True
         self.aggregator.begin()
         self._versions = list(map(_version, self._steady))
@@ -331,11 +400,10 @@ class Source:
         if self.aggregator.scheduler.failure is None:
             self.steps += not self.aggregator.joined
             self.touched.clear()
+            aggregated(self.names.keys())
             if self.started is not None:
                 self.started()
                 self.started = None
-            for other in self._sharing:  # what it saw of these parameters has been aggregated here
-                other.touched = [p for p in other.touched if p not in self.names]
 
     def check_static(self, arrived: Set[Tensor]) -> None:
         """The parameters that got gradients in a backward of a static graph.
@@ -381,75 +449,23 @@ class Source:
             "job. Or a Function calls backward() within its own, whose gradients are not complete by then."
         )
 
-    def join(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def join(self) -> Iterator[None]:
         """A block that ranks leave after unequal numbers of steps; its end shadows the others."""
+        yield
+        self.aggregator.catch_up()
+        self.aggregator.joined = True
+        while self._announce():
+            self.await_buffers(self.send_buffers())
+            self.begin()
+            self.shadow()
+            self.aggregator.catch_up()
+        self.root = 0
+
+    def shadow(self) -> None:
+        """Take part in a step that has begun, with weight 0: it does not matter what the buckets hold."""
         raise NotImplementedError
 
     def remove(self) -> None:
         """Take the hooks off."""
         raise NotImplementedError
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have autograd call ``callback`` when the running backward is complete; its errors leave backward().
-
-    Raises:
-        Unsupported: see :func:`refuse_reentrant`.
-    """
-    refuse_reentrant()
-    Variable._execution_engine.queue_callback(callback)
-
-
-def accumulating(parameter: Tensor) -> Any:
-    """The node that adds to ``parameter.grad``; its hooks come after those of the parameter."""
-    with torch.enable_grad():
-        view: Any = parameter.expand_as(parameter)
-    return view.grad_fn.next_functions[0][0]
-
-
-def reached(nodes: Iterable[Any]) -> set[Tensor]:
-    """The leaf tensors that a backward from these ``grad_fn`` nodes would give gradients."""
-    found = set(nodes)
-    open_ones = list(found)
-    while open_ones:
-        for node, _ in open_ones.pop().next_functions:
-            if node is not None and node not in found:
-                found.add(node)
-                open_ones.append(node)
-    return {node.variable for node in found if node.name() == "torch::autograd::AccumulateGrad"}
-
-
-def refuse_reentrant() -> None:
-    """Called in an autograd hook.
-
-    Raises:
-        Unsupported: this backward runs inside another one (reentrant activation checkpointing), so its end is
-            not the end of the step.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
-            raise Unsupported(
-                "Reentrant activation checkpointing runs a backward inside backward, and gradients would be "
-                "aggregated before they are complete. Use checkpoint(..., use_reentrant=False)."
-            )
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-def refuse_compiled_autograd() -> None:
-    """
-    Raises:
-        Unsupported: backwards are compiled, and with them the hooks that aggregate, of which nothing is left then.
-    """
-    dynamo = sys.modules.get("torch._dynamo")  # a script that compiles nothing has not imported it
-    if dynamo is not None and dynamo.config.compiled_autograd:
-        raise Unsupported(
-            "torch._dynamo.config.compiled_autograd compiles what aggregates gradients within backward (and so does "
-            "optimize_ddp='python_reducer', which needs it). Leave it False: torch.compile of the model, or of the "
-            "step, compiles forward and backward of the model itself without it."
-        )
-
-
-def inside_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -52,7 +52,8 @@ class Wrapper(Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Into the bare module."""
-        if self.takes_plain_keys and "module" not in self.bare._modules and all(map(_of_ddp, state_dict)):
+        plain = self.takes_plain_keys and "module" not in self.bare._modules
+        if plain and all(key.startswith("module.") for key in state_dict):
             versions = copy(getattr(state_dict, "_metadata", {}))
             state_dict = OrderedDict(state_dict)
             state_dict._metadata = versions  # type: ignore[attr-defined]
@@ -70,10 +71,6 @@ class Wrapper(Module):
             if not (plain and name.startswith("module.")):
                 state_dict[f"{prefix}{self._way}{name}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _of_ddp(key: str) -> bool:
-    return key.startswith("module.")
 
 
 def _bare_keys(module: Wrapper, incompatible: Any) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hvdbridge.backends.communicator import Communicator
 from hvdbridge.errors import HvdbridgeError, Unsupported
-from hvdbridge.execution.mailbox import Mailbox
+from hvdbridge.execution.flow import Mailbox
 from hvdbridge.policy.collectives import AllGather, AllToAll, Broadcast
 from hvdbridge.reduction.session import Session
 from hvdbridge.torch import arithmetic

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +13,8 @@ from torch.nn import Parameter
 
 from hvdbridge.errors import CollectiveTimeout, RankFailed
 from hvdbridge.policies import label
-from hvdbridge.reduction.aggregator import Aggregator, Deliver
+from hvdbridge.policy.bucket import Layout
+from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.context import ReductionContext
 from hvdbridge.reduction.reducer import BucketEntry, FlatBucket, Reducer, make_buckets
 from hvdbridge.reduction.source import Options
@@ -23,7 +23,6 @@ from hvdbridge.torch.exceptions import DifferentParameters, internal_error
 from hvdbridge.torch.operations import Channel
 from hvdbridge.torch.optimizer_options import Settings, bucket_mb
 from hvdbridge.torch.process_sets import ProcessSet
-from hvdbridge.torch.timeline import Timeline
 from hvdbridge.torch.util import split_list
 from hvdbridge.training import runtime
 
@@ -60,11 +59,12 @@ class OptimizerReducer(Reducer):
         self.params = dict(params)
         self.begun = 0
         self._settings = settings
-        self._handed_in = list(arrived)
+        self._arrived = list(arrived)
         self._error: Exception | None = None
         self._follows = False  # the step that runs is one of other ranks
         self._densified: list[Parameter] = []  # whose sparse gradient became dense for this step
         self._since: dict[str, float] = {}  # for the timeline: when a gradient arrived
+        self._handed_in: dict[Layout, float] = {}  # and when a bucket was submitted
         first, parameter = next(iter(params.items()))
         self._device = parameter.device
         self._ready = torch.cuda.current_stream(self._device).record_event() if parameter.is_cuda else None
@@ -90,7 +90,7 @@ class OptimizerReducer(Reducer):
             if self._ready is not None:
                 torch.cuda.current_stream().wait_event(self._ready)
             self._build(channel)
-            for parameter in self._handed_in:
+            for parameter in self._arrived:
                 self.gradient_of(parameter)
         except Exception as error:
             self._error = error
@@ -103,7 +103,7 @@ class OptimizerReducer(Reducer):
         self._context = ReductionContext(self.operations.session, channels, self._device, channel.check)
         self.scheduler = self._context.scheduler
         self.operations.on_failure.append(self.scheduler.fail)
-        aggregator = Aggregator(self._settings.policy, dense, *channels, self.scheduler, weighted=False)
+        aggregator = Aggregator(self._settings.policy, dense, self._context, weighted=False)
         super().__init__(self._cut(dense), aggregator)
 
     def _cut(self, dense: Mapping[str, Parameter]) -> list[FlatBucket]:
@@ -156,21 +156,9 @@ class OptimizerReducer(Reducer):
             self._since[entry.name] = time.monotonic()
         self.arrive(entry)
 
-    def hand_in(self) -> None:
-        """Submit every incomplete bucket; a missing gradient counts as what ``p.grad`` holds, or zeros."""
-        if not self.running:
-            self.begin()
-        self.submit_rest()
-
-    def finish(self) -> None:
-        """Hand in, wait, and write the results into ``p.grad``, unless the step is one of other ranks."""
-        try:
-            self.hand_in()
-            self.aggregator.end()
-            if not self._follows:
-                self.write_back()
-        finally:
-            self.reset()
+    def write_back(self, unused: Collection[Tensor] = ()) -> None:
+        if not self._follows:  # the step is one of other ranks
+            super().write_back(unused)
 
     def follow(self, step: int) -> None:
         """Take part with zeros in the steps up to number ``step``; does not wait for the last."""
@@ -193,6 +181,7 @@ class OptimizerReducer(Reducer):
         super().begin()
 
     def submit(self, values: Sequence[Tensor | None] | None = None) -> None:
+        self._handed_in[self.incomplete[0].layout] = time.monotonic()
         super().submit(values)
         if not self.incomplete:
             self.scheduler.flush()  # this rank may wait late, and other ranks need all rounds of all flows
@@ -204,14 +193,13 @@ class OptimizerReducer(Reducer):
             self._densified.append(parameter)
         return parameter.grad
 
-    def delivery(self, bucket: FlatBucket) -> Deliver:
-        timeline = self.operations.timeline
-        return bucket.deliver if timeline is None else partial(self._trace, timeline, bucket, time.monotonic())
-
-    def _trace(self, timeline: Timeline, bucket: FlatBucket, handed_in: float, update: Tensor | None) -> None:
-        """Deliver, and write the bucket's rows of the timeline by Horovod's names."""
-        bucket.deliver(update)
-        for entry in bucket.entries if update is not None else ():
+    def delivered(self, bucket: FlatBucket, update: Tensor | None) -> None:
+        """Write the bucket's rows of the timeline by Horovod's names."""
+        super().delivered(bucket, update)
+        timeline, handed_in = self.operations.timeline, self._handed_in[bucket.layout]
+        if update is None or timeline is None:
+            return
+        for entry in bucket.entries:
             name = f"allreduce.{entry.name}"
             timeline.queued(name, self._since.get(entry.name, handed_in), handed_in)
             timeline.executed(name, "allreduce", handed_in, {"fused": len(bucket.entries)})

@@ -12,9 +12,9 @@ from hvdbridge.policies import from_spec, label
 from hvdbridge.policy.base import Policy
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.context import ReductionContext
-from hvdbridge.reduction.hooks import HookSource
-from hvdbridge.reduction.parameters import ignored, refuse_meta, refuse_sharded, trainable
-from hvdbridge.reduction.source import Options, usual_bucket_mb
+from hvdbridge.reduction.parameters import ignored, refuse_untouchable, trainable
+from hvdbridge.reduction.reducer import Reducer, make_buckets
+from hvdbridge.reduction.source import Options, aggregated, usual_bucket_mb
 from hvdbridge.training import runtime
 from hvdbridge.training.horovod_compression import has_leaves
 from hvdbridge.training.synchronizer import device_of
@@ -39,8 +39,7 @@ def average_gradients(
     session = runtime.current()
     chosen = from_spec(policy)
     params = trainable(model, ignored(model))
-    refuse_sharded(params)
-    refuse_meta(params)
+    refuse_untouchable(params)
     if has_leaves(chosen.init(params)):
         raise ConfigurationError(f"average_gradients: {label(chosen)} keeps state. Use a GradientSynchronizer.")
     if chosen.acts_after_step:
@@ -56,8 +55,9 @@ def average_gradients(
     usual = usual_bucket_mb(chosen, communicator.nodes, communicator.capabilities.blocks_host)
     bucket_mb = session.config.fixed_bucket_mb(usual, "average_gradients")
     chosen.check_size(communicator.size, len(set(communicator.nodes)) or None)
-    aggregator = Aggregator(chosen, params, communicator, context.control, context.scheduler)
+    aggregator = Aggregator(chosen, params, context)
     aggregator.weight = weight
     aggregator.step = aggregator.ended = next(calls)  # each call has random numbers of its own
     options = Options(bucket_mb, gradient_as_bucket_view=False, whole=chosen.scope == "step")
-    HookSource(params, aggregator, options, hooked=()).run()
+    Reducer(make_buckets(params, options), aggregator).finish()
+    aggregated(set(params.values()))

@@ -25,9 +25,9 @@ from hvdbridge.policies import from_spec
 from hvdbridge.policy.base import Policy
 from hvdbridge.policy.bucket import Layout, refuse_complex
 from hvdbridge.reduction.aggregator import Aggregator
+from hvdbridge.reduction.autograd import at_end_of_backward, inside_backward
 from hvdbridge.reduction.ddp import Layouts, Strided, future_of
 from hvdbridge.reduction.parameters import ignored, trainable
-from hvdbridge.reduction.source import at_end_of_backward, inside_backward
 from hvdbridge.training import runtime
 from hvdbridge.training.hook_state import HookState, join_torch
 

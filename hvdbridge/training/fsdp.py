@@ -30,8 +30,8 @@ from hvdbridge.policy.base import Policy
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.policy.collectives import used_here
 from hvdbridge.reduction.aggregator import Piece
+from hvdbridge.reduction.autograd import at_end_of_backward
 from hvdbridge.reduction.parameters import trainable
-from hvdbridge.reduction.source import at_end_of_backward
 from hvdbridge.training import runtime
 from hvdbridge.training.hook_state import HookState, join_torch
 

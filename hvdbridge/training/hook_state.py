@@ -15,8 +15,7 @@ from hvdbridge.policies import label
 from hvdbridge.policy.base import Policy
 from hvdbridge.reduction import checkpoint
 from hvdbridge.reduction.aggregator import Aggregator
-from hvdbridge.reduction.agreement import agree, describe, open_group
-from hvdbridge.reduction.context import ReductionContext
+from hvdbridge.reduction.context import ReductionContext, describe
 from hvdbridge.training import runtime
 
 
@@ -117,16 +116,14 @@ class HookState:
     ) -> None:
         """Collective over all ranks: channels of ``group``, whose ranks have equal ``params`` and ``options``."""
         session = runtime.current()
-        communicator, control, ranks = open_group(session.communicator, group)
+        self._context = context = ReductionContext.among(session, group, device)
+        communicator = context.communicator
         given = {"policy": label(self.policy), "weighted": self._weighted, "seed": self._seed, **options}
-        agree(control, describe(torch.nn.Module(), params, given))
+        context.agree(describe(torch.nn.Module(), params, given))
         self.policy.check_size(communicator.size, len(set(communicator.nodes)) or None)
-        self._context = ReductionContext(session, (communicator, control), device, session.check(ranks))
         session.at_shutdown(self.close)
-        self._aggregator = Aggregator(
-            self.policy, params, communicator, control, self._context.scheduler, self._seed, self._weighted
-        )
-        self._aggregator.loss_scale = self._aggregator._held_scale = self._loss_scale
+        self._aggregator = Aggregator(self.policy, params, context, self._seed, self._weighted)
+        self._aggregator.loss_scale = self._aggregator.state_scale = self._loss_scale
         if self._saved is not None:
             (saved, on_resize), self._saved = self._saved, None
             self._load(self._aggregator, saved, on_resize)

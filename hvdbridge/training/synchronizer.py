@@ -16,28 +16,24 @@ from torch.optim import Optimizer
 
 from hvdbridge.backends import registry
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
-from hvdbridge.execution.scheduler import drive
 from hvdbridge.execution.state_store import OnResize
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy.base import Policy
 from hvdbridge.reduction import checkpoint
 from hvdbridge.reduction.aggregator import Aggregator
-from hvdbridge.reduction.agreement import agree, describe, open_group
+from hvdbridge.reduction.autograd import refuse_compiled_autograd
 from hvdbridge.reduction.bucket_size import check_rehearses, fastest_bucket_mb
-from hvdbridge.reduction.context import ReductionContext
+from hvdbridge.reduction.context import ReductionContext, describe
 from hvdbridge.reduction.parameters import (
     Ignore,
-    ParameterWatch,
     ignored,
     listed,
-    refuse_meta,
-    refuse_sharded,
+    refuse_untouchable,
     trainable,
 )
 from hvdbridge.reduction.post_step import AfterStep
 from hvdbridge.reduction.replicate import broadcast_optimizer, broadcast_tensors, shards_state
-from hvdbridge.reduction.source import Options, closure_of, refuse_compiled_autograd, usual_bucket_mb, views_pay
-from hvdbridge.reduction.sources import FRONT_ENDS
+from hvdbridge.reduction.source import Options, closure_of, front_end, usual_bucket_mb, views_pay
 from hvdbridge.reduction.wrapper import unwrapped
 from hvdbridge.training import runtime, stopping
 from hvdbridge.training.sync_batchnorm import SyncBatchNorm
@@ -122,23 +118,23 @@ class GradientSynchronizer:
         params = trainable(model, left_alone)
         tensors = itertools.chain(model.named_parameters(), model.named_buffers())
         synchronized = {name: tensor for name, tensor in tensors if name not in left_alone}
-        refuse_sharded(synchronized)
-        refuse_meta(synchronized)
+        refuse_untouchable(synchronized)
         refuse_optimizers_within(params)
         if broadcast not in ("all", "trainable"):
             raise ConfigurationError(f"broadcast={broadcast!r} must be 'all' or 'trainable'")
         bucket_mb = session.config.bucket_mb if bucket_mb is None else bucket_mb
         if not (bucket_mb is None or bucket_mb == "auto" or (not isinstance(bucket_mb, str) and bucket_mb > 0)):
             raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
+        if bucket_mb == "auto":
+            check_rehearses(self.policy)
         self._wrapper, self._replaced = wrapper is not None, False
         self._all: list[GradientSynchronizer] = session.opened.setdefault("synchronizers", [])
         replace_earlier(self._all, model, params)
-        communicator, control, ranks = open_group(session.communicator, group)
+        self._context = context = ReductionContext.among(session, group, device_of(params))
+        communicator, control = context.communicator, context.control
         usual = usual_bucket_mb(
             self.policy, communicator.nodes, communicator.capabilities.blocks_host, static_graph
         )
-        if bucket_mb == "auto":
-            check_rehearses(self.policy)
         options = Options(
             usual if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
             find_unused_parameters, static_graph, broadcast_buffers,
@@ -148,7 +144,7 @@ class GradientSynchronizer:
         )  # fmt: skip
         given = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}
         given |= {"bucket_mb": bucket_mb, "optimizers": len(originals), "broadcast": broadcast}
-        agree(control, describe(model, params, given, left_alone))
+        context.agree(describe(model, params, given, left_alone))
         self.policy.check_size(communicator.size, len(set(communicator.nodes)) or None)
         self._bare, self._left_alone = model, left_alone
         named = itertools.chain(model.named_parameters(), model.named_buffers())
@@ -158,28 +154,20 @@ class GradientSynchronizer:
             and (broadcast == "all" or tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter))
         ]  # fmt: skip
         self._alone = [p for name, p in model.named_parameters() if name in left_alone]
-        drive(broadcast_tensors(shared), communicator.execute)
+        context.scheduler.run(broadcast_tensors(shared), communicator)
         for each in originals:
             broadcast_optimizer(each, control, left_alone=self._alone)
-        self._context = ReductionContext(session, (communicator, control), device_of(params), session.check(ranks))
         if bucket_mb == "auto":
-            measured = fastest_bucket_mb(self.policy, params, communicator, control, self._context.scheduler)
-            options = replace(options, bucket_mb=measured)
+            options = replace(options, bucket_mb=fastest_bucket_mb(self.policy, params, context, usual))
         self.bucket_mb = options.bucket_mb
-        self._aggregator = Aggregator(
-            self.policy, params, communicator, control, self._context.scheduler, seed, weighted
-        )
-        self._source, self.model, wrapped = FRONT_ENDS[registry.entry(session.backend).front_end](
-            model, originals, params, self._aggregator, ranks, options
-        )
+        self._aggregator = Aggregator(self.policy, params, context, seed, weighted)
+        make = front_end(registry.entry(session.backend).front_end)
+        self._source = source = make(model, originals, params, self._aggregator, options)
+        self.model = source.model
+        wrapped = source.optimizers
         self.optimizer = like(optimizer, wrapped)
         self._params = params
         self._known = set(map(id, [*params.values(), *self._alone]))
-        self._source.parameters = self._watch = ParameterWatch(model, params, left_alone)
-        self._source.leave_out(
-            module.weight for module in model.modules()
-            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None
-        )  # fmt: skip
         self._optimizers = wrapped
         self._after = AfterStep(self._aggregator, params, wrapped, self.model)
         replaced = [before for before, after in zip(originals, wrapped, strict=True) if before is not after]
@@ -308,8 +296,7 @@ class GradientSynchronizer:
         Raises:
             HvdbridgeError: the cause, if an aggregation failed.
         """
-        if self._context.scheduler.failure is not None:
-            raise self._context.scheduler.failure
+        self._context.scheduler.check_failure()
 
     def flush(self) -> bool:
         """Finish what a policy left for later; collective, and harmless where nothing is left. Call it at the end of
@@ -385,7 +372,6 @@ class GradientSynchronizer:
         for hook in self._hooks:
             hook.remove()
         self._after.remove()
-        self._watch.close()
         self._all.remove(self)
         self._source.remove()
         for norm in self._norms:
@@ -442,8 +428,8 @@ class GradientSynchronizer:
                 f"{listed(self._names_of(strange))}: unfrozen or added since, or not the model's. Construct the "
                 "synchronizer anew, with a model that holds them; each synchronizer needs an optimizer of its own."
             )
-        if self._source.touched and (error := self._source.strays("optimizer.step()")) is not None:
-            raise error
+        if self._source.touched:
+            self._source.check_strays("optimizer.step()")
         if self.skipped:
             for parameter in held:
                 parameter.grad = None

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -282,6 +283,10 @@ class Gated(Communicator):
     def close(self) -> None: ...
 
 
+def context(communicator: Communicator, scheduler: ThreadScheduler) -> Any:
+    return SimpleNamespace(communicator=communicator, control=communicator, scheduler=scheduler, ranks=None)
+
+
 @dataclass
 class Harness:
     """An aggregator of one rank with two buckets, fed by hand."""
@@ -292,9 +297,7 @@ class Harness:
     def __enter__(self) -> Harness:
         params = {"w": torch.zeros(3), "v": torch.zeros(2)}
         self.scheduler = ThreadScheduler()
-        self.aggregator = Aggregator(
-            self.policy, params, self.communicator, self.communicator, self.scheduler, weighted=False
-        )
+        self.aggregator = Aggregator(self.policy, params, context(self.communicator, self.scheduler), weighted=False)
         self.layouts = [Layout({name: p.shape}) for name, p in params.items()]
         self.delivered: list[Tensor | None] = []
         return self
@@ -423,7 +426,7 @@ def test_buckets_know_the_types_of_all_gradients() -> None:
     params = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(2)}
     scheduler, communicator = ThreadScheduler(), Gated()
     try:
-        aggregator = Aggregator(from_spec("mean"), params, communicator, communicator, scheduler)
+        aggregator = Aggregator(from_spec("mean"), params, context(communicator, scheduler))
         bucket = aggregator.bucket(torch.zeros(4), Layout({"b": (2,), "a": (2,)}), 0, 0)
         assert bucket.dtypes == {"a": torch.bfloat16, "b": torch.float32}
     finally:
@@ -441,7 +444,7 @@ def test_an_update_of_another_size_is_refused() -> None:
     params = {"w": torch.zeros(4)}
     scheduler, communicator = ThreadScheduler(), Gated()
     try:
-        aggregator = Aggregator(Total(), params, communicator, communicator, scheduler, weighted=False)
+        aggregator = Aggregator(Total(), params, context(communicator, scheduler), weighted=False)
         aggregator.begin()
         aggregator.submit(Piece(Layout({"w": (4,)}), torch.ones(4), lambda _: None), last=True)
         with pytest.raises(RuntimeError, match="split"):
@@ -519,8 +522,8 @@ def test_what_only_after_step_uses_is_not_laid_for_buckets() -> None:
             store.merge(layout, store.part(layout), torch.zeros(layout.numel))
         anchor = store.part(ALL)["anchor"]
         store.merge(ALL, {"anchor": Views(ALL, anchor.flat + 1)}, torch.zeros(ALL.numel))
-    assert list(store._laid[("anchor",)]) == [ALL]
-    assert ("momentum",) not in store._laid
+    assert list(store._leaves[("anchor",)]) == [None, ALL]
+    assert list(store._leaves[("momentum",)]) == [None]
     assert torch.equal(store.portable()["anchor"]["a"], PARAMS["a"] + 3)
     assert store.whole()["anchor"]["b"].tolist() == [4.0] * 4
 
@@ -529,7 +532,7 @@ def test_a_laid_leaf_is_held_once() -> None:
     store = StateStore(from_spec("ef(bf16)"), PARAMS)
     assert store.nbytes == 4 * ALL.numel
     flat = store.part(ALL)["residual"].flat
-    assert {t.device.type for t in store._tree["residual"].values()} == {"meta"}
+    assert list(store._leaves[("residual",)].values()) == [{}, store.part(ALL)["residual"]]
     assert store.whole()["residual"]["a"].data_ptr() == flat.data_ptr()
     assert store.nbytes == 4 * ALL.numel
 
@@ -555,8 +558,9 @@ def test_another_number_of_ranks() -> None:
     saved = []
     for rank in range(3):
         store = StateStore(policy, PARAMS)
-        for leaf in (store._tree["held"], store._tree["inner"]["residual"]):
-            leaf.update({name: torch.full_like(t, 2.0 + rank) for name, t in leaf.items()})
+        for leaf in (store.whole()["held"], store.whole()["inner"]["residual"]):
+            for tensor in leaf.values():
+                tensor.fill_(2.0 + rank)
         saved.append(store.portable())
     store = StateStore(policy, PARAMS)
     with pytest.raises(ConfigurationError, match=r"saved by 3 ranks and would be loaded by 2"):

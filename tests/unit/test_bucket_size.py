@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from hvdbridge.errors import Unsupported
+from hvdbridge.execution.scheduler import drive
 from hvdbridge.policies import from_spec
+from hvdbridge.reduction import bucket_size
 from hvdbridge.reduction.bucket_size import SIZES_MB, choose, fastest_bucket_mb
 from hvdbridge.torch.compression import Compression
 from hvdbridge.training.horovod_compression import from_horovod_compression
 
-
-class OneRank:
-    size = 1
+ALONE: Any = SimpleNamespace(communicator=SimpleNamespace(size=1))
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [
@@ -27,10 +30,27 @@ def test_of_sizes_that_end_alike_it_is_the_largest_up_to_ddps(seconds: tuple[flo
 
 
 def test_alone_it_is_the_policys() -> None:
-    assert fastest_bucket_mb(from_spec("int8"), {}, OneRank(), OneRank(), None) == 10.0  # type: ignore[arg-type]
+    assert fastest_bucket_mb(from_spec("int8"), {}, ALONE, 10.0) == 10.0
 
 
 def test_what_remembers_is_not_timed() -> None:
     policy = from_horovod_compression(Compression.fp16)
     with pytest.raises(Unsupported, match="bucket_mb='auto' cannot time"):
-        fastest_bucket_mb(policy, {"w": torch.zeros(4)}, OneRank(), OneRank(), None)  # type: ignore[arg-type]
+        fastest_bucket_mb(policy, {"w": torch.zeros(4)}, ALONE, 10.0)
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(1e-3, 32), (1.0, 14), (100.0, 2)])
+def test_on_a_slow_network_it_ends_all_the_same(seconds: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[float] = []
+
+    def step(*_: Any) -> float:
+        steps.append(seconds)
+        return seconds
+
+    monkeypatch.setattr(bucket_size, "_step", step)
+    scheduler = SimpleNamespace(run=lambda flow, _: drive(flow, lambda request: request.tensor))
+    two = SimpleNamespace(size=2)
+    context: Any = SimpleNamespace(communicator=two, control=two, scheduler=scheduler, ranks=None)
+    found = fastest_bucket_mb(from_spec("int8"), {"w": torch.zeros(400_000)}, context, 10.0)
+    assert found == (25.0 if seconds < 1 else 10.0)
+    assert len(steps) <= most

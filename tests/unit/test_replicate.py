@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from hvdbridge.reduction.replicate import allocated, each_tensor, placeholder
+from hvdbridge.reduction.replicate import allocated, each_once, placeholder
 
 
 def test_a_state_is_pickled_without_its_tensors() -> None:
@@ -21,10 +22,10 @@ def test_a_state_is_pickled_without_its_tensors() -> None:
         "param_groups": [{"lr": 0.1, "betas": (0.9, torch.tensor(0.99))}],
     }
     sent: list[Tensor] = []
-    pickled = pickle.dumps(each_tensor(state, partial(placeholder, {}, sent)))
+    pickled = pickle.dumps(tree_map_only(Tensor, each_once(partial(placeholder, sent)), state))
     assert len(pickled) < moment.nbytes / 2
     received: list[Tensor] = []
-    found = each_tensor(pickle.loads(pickled), partial(allocated, {}, received))
+    found = tree_map_only(Tensor, each_once(partial(allocated, received)), pickle.loads(pickled))
     for mine, theirs in zip(received, sent, strict=True):
         mine.copy_(theirs)
     assert torch.equal(found["state"][0]["moment"], moment)

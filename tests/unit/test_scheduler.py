@@ -20,8 +20,7 @@ from torch import Tensor
 
 from hvdbridge.backends.communicator import Answer, Communicator, Work
 from hvdbridge.errors import CollectiveMismatch, HvdbridgeError
-from hvdbridge.execution.flow import Submission, Task
-from hvdbridge.execution.mailbox import Mailbox
+from hvdbridge.execution.flow import Mailbox, Submission, Task
 from hvdbridge.execution.scheduler import Scheduler, ThreadScheduler, drive
 from hvdbridge.policy.collectives import AllReduce, Collective
 
@@ -131,12 +130,13 @@ def test_a_flow_may_answer_an_error() -> None:
 
 
 def test_what_follows_a_flow_may_fail_too() -> None:
-    def refuse(_: float) -> None:
+    def refuse() -> Task[None]:
+        yield from flow(1)
         raise ValueError("weights differ")
 
     scheduler: Scheduler = ThreadScheduler()
     with pytest.raises(ValueError, match="weights differ"):
-        scheduler.submit(Submission(flow(1), Loopback(), then=refuse)).wait()
+        scheduler.submit(Submission(refuse(), Loopback())).wait()
     assert isinstance(scheduler.failure, ValueError)
     scheduler.close()
 
