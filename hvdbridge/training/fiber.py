@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -24,6 +23,7 @@ from hvdbridge.errors import Unsupported
 from hvdbridge.policy.collectives import Collective
 
 T = TypeVar("T")
+Outcome = tuple[Any, BaseException | None]
 
 _here = threading.local()
 _idle: list[_Fiber] = []
@@ -34,14 +34,17 @@ class _Fiber(threading.Thread):
 
     Attributes:
         work: functions to run, each with the stream on which it begins.
-        asked: what the function asks for, the future of the answer, and the function's stream. None in place of a
-            request: the function is over, and the future holds its result.
+        asked: what the function asks for, and its stream. None in place of a request: the function is over, and its
+            outcome is in ``outcomes``.
+        answers: outcomes of requests.
     """
 
     def __init__(self) -> None:
         super().__init__(name="fiber", daemon=True)
         self.work: SimpleQueue[tuple[Callable[[], Any], Any]] = SimpleQueue()
-        self.asked: SimpleQueue[tuple[Collective | None, Future[Any], Any]] = SimpleQueue()
+        self.asked: SimpleQueue[tuple[Collective | None, Any]] = SimpleQueue()
+        self.answers: SimpleQueue[Outcome] = SimpleQueue()
+        self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self.abandoned = False
         self.start()
 
@@ -53,14 +56,12 @@ class _Fiber(threading.Thread):
             if stream is not None:
                 torch.cuda.set_device(stream.device)
                 torch.cuda.set_stream(stream)
-            end: Future[Any] = Future()
             try:
-                end.set_result(function())
+                self.outcomes.put((function(), None))
             except BaseException as error:  # the flow raises it to its driver
-                end.set_exception(error)
+                self.outcomes.put((None, error))
             del function
-            self.asked.put((None, end, stream))
-            del end
+            self.asked.put((None, stream))
 
 
 def ask(request: Collective) -> Tensor:
@@ -75,10 +76,9 @@ def ask(request: Collective) -> Tensor:
             f"{request.signature()}: a hook's collectives are issued in the thread that called the hook, so that their "
             "order is the same on all ranks. Do not issue them from a thread of your own."
         )
-    answer: Future[Tensor] = Future()
-    fiber.asked.put((request, answer, _stream()))
+    fiber.asked.put((request, _stream()))
     del request  # a message, which whoever answers may free
-    return answer.result()
+    return _result(fiber.answers.get())  # type: ignore[no-any-return]
 
 
 def flow_of(function: Callable[[], T]) -> Generator[Collective, Tensor, T]:
@@ -92,10 +92,11 @@ def flow_of(function: Callable[[], T]) -> Generator[Collective, Tensor, T]:
     fiber = _idle.pop() if _idle else _Fiber()
     fiber.work.put((function, _stream()))
     while True:
-        request, answer, stream = fiber.asked.get()
+        request, stream = fiber.asked.get()
         if request is None:
+            outcome = fiber.outcomes.get()
             _idle.append(fiber)
-            return answer.result()  # type: ignore[no-any-return]
+            return _result(outcome)  # type: ignore[no-any-return]
         current = _stream()
         if stream is not None and stream != current:
             current.wait_stream(stream)
@@ -103,10 +104,10 @@ def flow_of(function: Callable[[], T]) -> Generator[Collective, Tensor, T]:
             tensor = yield request
         except GeneratorExit as end:
             fiber.abandoned = True
-            answer.set_exception(end)
+            fiber.answers.put((None, end))
             raise
         except Exception as error:
-            answer.set_exception(error)
+            fiber.answers.put((None, error))
             continue
         finally:
             del request
@@ -115,8 +116,15 @@ def flow_of(function: Callable[[], T]) -> Generator[Collective, Tensor, T]:
             stream.wait_stream(current)
             if tensor.is_cuda:
                 tensor.record_stream(stream)
-        answer.set_result(tensor)
-        del tensor, answer
+        fiber.answers.put((tensor, None))
+        del tensor
+
+
+def _result(outcome: Outcome) -> Any:
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
 
 
 def _stream() -> Any:
