@@ -84,7 +84,7 @@ class DistributedDataParallel(Module):
     def __new__(cls: Any, *args: Any, **options: Any) -> Any:
         if issubclass(cls, Wrapper):
             return super().__new__(cls)
-        kind = KINDS.get(runtime.current().backend, _Elsewhere)
+        kind = _OnTorch if runtime.current().backend == "torch" else _Elsewhere
         return super().__new__(kind if cls is DistributedDataParallel else _subclass(cls, kind))
 
     def __init__(
@@ -115,6 +115,7 @@ class DistributedDataParallel(Module):
         ignore: Ignore = None,
         broadcast: Literal["all", "trainable"] = "all",
     ) -> None:
+        arguments = locals()
         if not isinstance(module, Module):
             raise Unsupported(f"DistributedDataParallel wraps a module, got {type(module).__name__}")
         if dim != 0 or not init_sync:
@@ -122,23 +123,16 @@ class DistributedDataParallel(Module):
                 f"DistributedDataParallel(dim={dim}, init_sync={init_sync}): only dim=0 and init_sync=True"
             )
         check_devices(module, device_ids, output_device)
-        given = {
-            "bucket_cap_mb_list": bucket_cap_mb_list,
-            "delay_all_reduce_named_params": delay_all_reduce_named_params,
-            "mixed_precision": mixed_precision,
-            "param_to_hook_all_reduce": param_to_hook_all_reduce,
-            "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
-        }
-        for name, value in given.items():
-            if value is not None and value is not False:
-                raise Unsupported(f"DistributedDataParallel({name}=...) has no meaning here. {REFUSED[name]}")
+        for name, remedy in REFUSED.items():
+            if arguments[name] is not None and arguments[name] is not False:
+                raise Unsupported(f"DistributedDataParallel({name}=...) has no meaning here. {remedy}")
         if device_mesh is not None and process_group is not None:
             raise Unsupported("DistributedDataParallel(process_group=..., device_mesh=...): give one of the two")
-        process_group = process_group if device_mesh is None else device_mesh
-        wanted = next(value for value in (forward_sync_buffers, broadcast_buffers, True) if value is not None)
+        buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.__dict__["synchronizer"] = GradientSynchronizer(
-            module, None, policy, bucket_cap_mb, process_group, find_unused_parameters, weighted, static_graph, wanted,
-            gradient_as_bucket_view, ignore=ignore, broadcast=broadcast, wrapper=self,
+            module, None, policy, bucket_cap_mb, process_group if device_mesh is None else device_mesh,
+            find_unused_parameters, weighted, static_graph, buffers is None or buffers, gradient_as_bucket_view,
+            ignore=ignore, broadcast=broadcast, wrapper=self,
         )  # fmt: skip
         self.__dict__["device_mesh"] = device_mesh
 
@@ -295,16 +289,11 @@ class _Elsewhere(Wrapper, DistributedDataParallel):
         return self.synchronizer.no_sync()
 
 
-KINDS: dict[str, Any] = {"torch": _OnTorch}
-"""By backend, what a wrapper is; elsewhere a module around the user's."""
-
-
 class _Copy(_Elsewhere):
     """What is copied or saved: nobody aggregates its gradients, so it makes none."""
 
     def __init__(self, module: Module) -> None:
-        Module.__init__(self)
-        self.module = module
+        self.adopt(module)
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

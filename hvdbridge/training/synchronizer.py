@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -20,31 +20,23 @@ from hvdbridge.execution.scheduler import drive
 from hvdbridge.execution.state_store import OnResize
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy.base import Policy
-from hvdbridge.reduction import checkpoint
 from hvdbridge.reduction.aggregator import Aggregator
-from hvdbridge.reduction.agreement import agree, describe, open_group
+from hvdbridge.reduction.agreement import agree, describe
 from hvdbridge.reduction.bucket_size import check_rehearses, fastest_bucket_mb
 from hvdbridge.reduction.context import ReductionContext
-from hvdbridge.reduction.parameters import (
-    Ignore,
-    ParameterWatch,
-    ignored,
-    listed,
-    refuse_meta,
-    refuse_sharded,
-    trainable,
-)
+from hvdbridge.reduction.parameters import Ignore, ParameterWatch, ignored, listed, trainable
 from hvdbridge.reduction.post_step import AfterStep
 from hvdbridge.reduction.replicate import broadcast_optimizer, broadcast_tensors, shards_state
-from hvdbridge.reduction.source import Options, closure_of, refuse_compiled_autograd, usual_bucket_mb, views_pay
+from hvdbridge.reduction.source import Options, closure_of, usual_bucket_mb, views_pay
 from hvdbridge.reduction.sources import FRONT_ENDS
 from hvdbridge.reduction.wrapper import unwrapped
 from hvdbridge.training import runtime, stopping
+from hvdbridge.training.hook_state import Controls
 from hvdbridge.training.sync_batchnorm import SyncBatchNorm
-from hvdbridge.training.wrapping import Optimizers, as_list, like, nothing, refuse, refuse_ddp, refuse_optimizers_within
+from hvdbridge.training.wrapping import Optimizers, as_list, frozen, like, refuse, refuse_model
 
 
-class GradientSynchronizer:
+class GradientSynchronizer(Controls):
     """Aggregates a model's gradients over the ranks with one policy, on whatever backend runs.
 
     When ``backward()`` returns, the aggregated gradients stand in ``p.grad`` on every rank. All ranks of the job
@@ -114,17 +106,12 @@ class GradientSynchronizer:
         self._monitor = session.monitor
         self._monitor.starting = True
         self.policy = from_spec(session.policy if policy is None else policy)
-        originals = as_list(optimizer)
-        model = unwrapped(model)
-        refuse_ddp(model)
-        refuse_compiled_autograd()
-        left_alone = ignored(model, ignore)
-        params = trainable(model, left_alone)
-        tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-        synchronized = {name: tensor for name, tensor in tensors if name not in left_alone}
-        refuse_sharded(synchronized)
-        refuse_meta(synchronized)
-        refuse_optimizers_within(params)
+        self._bare = model = unwrapped(model)
+        self._left_alone = left_alone = ignored(model, ignore)
+        self._params = params = trainable(model, left_alone)
+        named = itertools.chain(model.named_parameters(), model.named_buffers())
+        tensors = {name: tensor for name, tensor in named if name not in left_alone}
+        refuse_model(model, params, tensors)
         if broadcast not in ("all", "trainable"):
             raise ConfigurationError(f"broadcast={broadcast!r} must be 'all' or 'trainable'")
         bucket_mb = session.config.bucket_mb if bucket_mb is None else bucket_mb
@@ -133,65 +120,74 @@ class GradientSynchronizer:
         self._wrapper, self._replaced = wrapper is not None, False
         self._all: list[GradientSynchronizer] = session.opened.setdefault("synchronizers", [])
         replace_earlier(self._all, model, params)
-        communicator, control, ranks = open_group(session.communicator, group)
-        usual = usual_bucket_mb(
-            self.policy, communicator.nodes, communicator.capabilities.blocks_host, static_graph
-        )
+        self._context = ReductionContext.among(session, group, device_of(params))
         if bucket_mb == "auto":
             check_rehearses(self.policy)
         options = Options(
-            usual if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
+            self._usual_mb(static_graph) if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
             find_unused_parameters, static_graph, broadcast_buffers,
             views_pay(params.values()) if gradient_as_bucket_view is None else gradient_as_bucket_view,
             said=bucket_mb not in (None, "auto"), whole=self.policy.scope == "step", ignored=tuple(left_alone),
             wrapper=wrapper,
         )  # fmt: skip
+        optimizers = as_list(optimizer)
         given = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}
-        given |= {"bucket_mb": bucket_mb, "optimizers": len(originals), "broadcast": broadcast}
-        agree(control, describe(model, params, given, left_alone))
+        self._agree(given | {"bucket_mb": bucket_mb, "optimizers": len(optimizers), "broadcast": broadcast})
+        self._share([t for t in tensors.values() if broadcast == "all" or not frozen(t)], optimizers)
+        self._attach(optimizers, bucket_mb == "auto", group, options, seed, weighted)
+        self.optimizer = like(optimizer, self._optimizers)
+
+    def _usual_mb(self, static_graph: bool) -> float:
+        channel = self._context.communicator
+        return usual_bucket_mb(self.policy, channel.nodes, channel.capabilities.blocks_host, static_graph)
+
+    def _agree(self, given: Mapping[str, object]) -> None:
+        """Compare model and options over the ranks."""
+        communicator = self._context.communicator
+        agree(self._context.control, describe(self._bare, self._params, given, self._left_alone))
         self.policy.check_size(communicator.size, len(set(communicator.nodes)) or None)
-        self._bare, self._left_alone = model, left_alone
-        named = itertools.chain(model.named_parameters(), model.named_buffers())
-        shared = [
-            tensor for name, tensor in named
-            if name not in left_alone
-            and (broadcast == "all" or tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter))
-        ]  # fmt: skip
-        self._alone = [p for name, p in model.named_parameters() if name in left_alone]
-        drive(broadcast_tensors(shared), communicator.execute)
-        for each in originals:
-            broadcast_optimizer(each, control, left_alone=self._alone)
-        self._context = ReductionContext(session, (communicator, control), device_of(params), session.check(ranks))
-        if bucket_mb == "auto":
-            measured = fastest_bucket_mb(self.policy, params, communicator, control, self._context.scheduler)
+
+    def _share(self, tensors: list[Tensor], optimizers: list[Optimizer]) -> None:
+        """Copy rank 0's parameters, buffers and optimizer state to all."""
+        self._alone = [p for name, p in self._bare.named_parameters() if name in self._left_alone]
+        drive(broadcast_tensors(tensors), self._context.communicator.execute)
+        for each in optimizers:
+            broadcast_optimizer(each, self._context.control, left_alone=self._alone)
+
+    def _attach(
+        self, originals: list[Optimizer], measure: bool, group: Any, options: Options, seed: int, weighted: bool | None
+    ) -> None:
+        """Make what aggregates, and put hooks on model and optimizers."""
+        session, model, params = self._context.session, self._bare, self._params
+        communicator, control, scheduler = self._context.communicator, self._context.control, self._context.scheduler
+        if measure:
+            measured = fastest_bucket_mb(self.policy, params, communicator, control, scheduler)
             options = replace(options, bucket_mb=measured)
         self.bucket_mb = options.bucket_mb
-        self._aggregator = Aggregator(
-            self.policy, params, communicator, control, self._context.scheduler, seed, weighted
+        self._settings = self._aggregator = Aggregator(
+            self.policy, params, communicator, control, scheduler, seed, weighted
         )
-        self._source, self.model, wrapped = FRONT_ENDS[registry.entry(session.backend).front_end](
+        ranks = None if communicator.size == session.world.size else sorted(session.communicator.ranks_of(group))
+        self._source, self.model, self._optimizers = FRONT_ENDS[registry.entry(session.backend).front_end](
             model, originals, params, self._aggregator, ranks, options
         )
-        self.optimizer = like(optimizer, wrapped)
-        self._params = params
         self._known = set(map(id, [*params.values(), *self._alone]))
-        self._source.parameters = self._watch = ParameterWatch(model, params, left_alone)
+        self._source.parameters = self._watch = ParameterWatch(model, params, self._left_alone)
         self._source.leave_out(
             module.weight for module in model.modules()
             if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None
         )  # fmt: skip
-        self._optimizers = wrapped
-        self._after = AfterStep(self._aggregator, params, wrapped, self.model)
-        replaced = [before for before, after in zip(originals, wrapped, strict=True) if before is not after]
-        self._hooks = [each.register_step_pre_hook(partial(refuse, each)) for each in replaced]
-        self._hooks += [each.register_step_pre_hook(self._before_step) for each in wrapped]
-        self._closed = False
+        self._source.started = self._settle
+        self._after = AfterStep(self._aggregator, params, self._optimizers, self.model)
+        pairs = zip(originals, self._optimizers, strict=True)
+        self._hooks = [one.register_step_pre_hook(partial(refuse, one)) for one, other in pairs if one is not other]
+        self._hooks += [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
         self._norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
         for norm in self._norms:
             norm.communicator = communicator.split([range(communicator.size)])
             norm.synchronizer = self
         self._key = str(next(session.opened.setdefault("keys", itertools.count())))
-        self._source.started = self._settle
+        self._closed = False
         self._all.append(self)
         session.at_shutdown(self.close)
 
@@ -206,32 +202,6 @@ class GradientSynchronizer:
                 "again since. Use the last wrapper."
             )
 
-    @property
-    def weight(self) -> float | None:
-        """This rank's weight: samples, tokens, trust. Read at the first gradient of a synchronizing backward; applies
-        to all that was accumulated. The result is ``sum(w g) / sum(w)``; 0 excludes the rank."""
-        return self._aggregator.weight
-
-    @weight.setter
-    def weight(self, value: float | None) -> None:
-        self._aggregator.weight = None if value is None else float(value)
-
-    @property
-    def loss_scale(self) -> float:
-        """GradScaler's scale: residuals are rescaled when it changes. Set it before backward."""
-        return self._aggregator.loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        if not value > 0 or value == float("inf"):
-            raise ConfigurationError(f"loss_scale={value} must be positive and finite")
-        self._aggregator.loss_scale = float(value)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the weights of the last step added up to zero, so that nothing moves."""
-        return self._aggregator.skipped
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of forwards within accumulate locally; the next backward of one outside aggregates them. As in DDP
@@ -239,7 +209,7 @@ class GradientSynchronizer:
         before = self._source.synchronizing
         self._source.synchronizing = False
         try:
-            with getattr(self.model, "no_sync", nothing)():
+            with getattr(self.model, "no_sync", nullcontext)():
                 yield
         finally:
             self._source.synchronizing = before
@@ -338,40 +308,13 @@ class GradientSynchronizer:
                 parameter.grad.copy_(updates[name])
         return bool(updates)
 
-    def stats(self) -> dict[str, float]:
-        """Figures of the last step: ``step``, ``collectives``, ``bytes_sent`` (by this rank, see
-        :meth:`Collective.bytes_sent <hvdbridge.policy.collectives.Collective.bytes_sent>`), ``communication_seconds``,
-        ``compression_seconds`` (in which the policy computed); ``state_bytes``, what the policy keeps on this rank;
-        and whatever the policy reports of itself (:meth:`Policy.statistics <hvdbridge.Policy.statistics>`).
-        Waits for a step that runs in the background.
-        """
-        return self._aggregator.stats()
-
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """The policy's state: plain dicts of tensors, readable with ``torch.load(weights_only=True)``.
-
-        ``gather=False``: this rank's. ``gather=True``: collective; complete on rank 0 of the group, empty elsewhere.
-        Where replicas drift, ranks have parameters of their own between averages: save right after one, or save the
-        parameters of all ranks.
-        """
         if gather:
             self._after.catch_up()
-        return checkpoint.state_dict(self._aggregator, gather)
+        return super().state_dict(gather)
 
     def load_state_dict(self, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
-        """Take up what :meth:`state_dict` gave, of either form; local, so call it on every rank.
-
-        Args:
-            saved: the state; parameters and optimizer are the user's to load.
-            on_resize: what to do with a state of another number of ranks. ``"redistribute"``: what is local to ranks
-                keeps its sum (needs a gathered state); ``"reset"``: it begins anew; ``"raise"``: an error. What is
-                replicated is kept by either.
-
-        Raises:
-            ConfigurationError: the state is of another policy, other parameters or shapes, or of another number of
-                ranks where that is refused; or it is not what :meth:`state_dict` gives. Nothing is loaded.
-        """
-        checkpoint.load_state_dict(self._aggregator, saved, on_resize)
+        super().load_state_dict(saved, on_resize)
         self._after.forget()
 
     def close(self) -> None:
@@ -409,19 +352,16 @@ class GradientSynchronizer:
         self._after.before_closure()
         if getattr(closure, "checks_step", None) is self:  # Horovod's own step() calls this hook twice
             return None
-        checked = self._checked(closure, optimizer)
-        if len(args) > 1:
-            return (args[0], checked, *args[2:]), kwargs
-        return args, kwargs | {"closure": checked}
 
-    def _checked(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         def checked() -> Any:
             loss = closure()
             self._check_step(optimizer)
             return loss
 
         checked.checks_step = self  # type: ignore[attr-defined]
-        return checked
+        if len(args) > 1:
+            return (args[0], checked, *args[2:]), kwargs
+        return args, kwargs | {"closure": checked}
 
     def _check_step(self, optimizer: Optimizer) -> None:
         self.synchronize()
