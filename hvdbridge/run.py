@@ -28,45 +28,40 @@ import os
 import runpy
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 VERSION = "0.28.1"
 """Of the Horovod whose API this is."""
 
 STANDS_FOR = {
-    "horovod.torch": "hvdbridge.torch",
-    "horovod.torch.compression": "hvdbridge.torch.compression",
-    "horovod.torch.elastic": "hvdbridge.torch.elastic",
-    "horovod.torch.elastic.sampler": "hvdbridge.torch.elastic.sampler",
-    "horovod.torch.elastic.state": "hvdbridge.torch.elastic.state",
-    "horovod.torch.functions": "hvdbridge.torch.functions",
-    "horovod.torch.mpi_ops": "hvdbridge.torch.mpi_ops",
-    "horovod.torch.optimizer": "hvdbridge.torch.optimizer",
-    "horovod.torch.sync_batch_norm": "hvdbridge.torch.sync_batch_norm",
-    "horovod.common.basics": "hvdbridge.torch.basics",
+    **{f"horovod.torch{part}": f"hvdbridge.torch{part}" for part in (
+        "", ".compression", ".elastic", ".elastic.sampler", ".elastic.state", ".functions", ".mpi_ops", ".optimizer",
+        ".sync_batch_norm",
+    )},
+    **{f"horovod.common.{part}": f"hvdbridge.torch.{part}" for part in (
+        "basics", "exceptions", "process_sets", "util",
+    )},
     "horovod.common.elastic": "hvdbridge.torch.elastic.state",
-    "horovod.common.exceptions": "hvdbridge.torch.exceptions",
-    "horovod.common.process_sets": "hvdbridge.torch.process_sets",
-    "horovod.common.util": "hvdbridge.torch.util",
     "horovod.data.data_loader_base": "hvdbridge.torch.data_loader_base",
     "horovod.runner.launch": "hvdbridge.torch.launch",
-}
+}  # fmt: skip
 """Horovod's module -> ours."""
 
+LAUNCH = {"run": "hvdbridge.startup.launching:launch"}
 PACKAGES: Mapping[str, Mapping[str, str]] = {
-    "horovod": {"run": "hvdbridge.startup.launching:launch"},
+    "horovod": LAUNCH,
     "horovod.common": {},
     "horovod.data": {
-        "AsyncDataLoaderMixin": "hvdbridge.torch.data_loader_base:AsyncDataLoaderMixin",
-        "BaseDataLoader": "hvdbridge.torch.data_loader_base:BaseDataLoader",
+        name: f"hvdbridge.torch.data_loader_base:{name}" for name in ("AsyncDataLoaderMixin", "BaseDataLoader")
     },
-    "horovod.runner": {"run": "hvdbridge.startup.launching:launch"},
+    "horovod.runner": LAUNCH,
 }
 """Packages that are made up, with what they hold."""
 
@@ -134,46 +129,41 @@ class Imports:
 
     def __init__(self, finder: StandIn) -> None:
         self._finder = finder
-        self._import = builtins.__import__
+        self._import: Any = builtins.__import__
         self._real: dict[str, ModuleType] = {}
         self._lock = threading.RLock()
-        self._depth = 0
 
-    def __call__(
-        self,
-        name: str,
-        globals: Mapping[str, object] | None = None,
-        locals: Mapping[str, object] | None = None,
-        fromlist: Sequence[str] | None = (),
-        level: int = 0,
-    ) -> ModuleType:
+    def __call__(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         importer = str((globals or {}).get("__name__", ""))
-        if not (of_horovod(importer) if level else of_horovod(name)):
-            return self._import(name, globals, locals, fromlist or (), level)
+        given = name, globals, locals, fromlist or (), level
+        if not of_horovod(importer if level else name):
+            return self._import(*given)
         with self._lock:
-            if self._depth or not (of_horovod(importer) or importer.startswith("hvdbridge.")):
-                return self._import(name, globals, locals, fromlist or (), level)
-            ours = self._swap({})
-            try:
-                return self._import(name, globals, locals, fromlist or (), level)
-            finally:
-                self._swap(ours)
+            if not self._finder.on or not (of_horovod(importer) or importer.startswith("hvdbridge.")):
+                return self._import(*given)
+            with self._real_horovod():
+                return self._import(*given)
 
-    def _swap(self, ours: dict[str, ModuleType]) -> dict[str, ModuleType]:
-        """Exchange what stands under Horovod's names; returns what stood there."""
-        begins = self._depth == 0
-        self._depth = int(begins)
-        self._finder.on = not begins
-        there = {name: module for name, module in sys.modules.items() if of_horovod(name)}
-        for name in there:
-            del sys.modules[name]
-        if begins:
-            sys.modules.update({**{n: m for n, m in there.items() if n not in known()}, **self._real})
-            return {name: module for name, module in there.items() if name in known()}
-        self._real = there
-        runner = {name: m for name, m in there.items() if name.startswith("horovod.runner.") and name not in known()}
-        sys.modules.update({**runner, **ours})
-        return there
+    @contextmanager
+    def _real_horovod(self) -> Iterator[None]:
+        """Within, the real modules are under Horovod's names."""
+        self._finder.on = False
+        there = taken()
+        sys.modules.update({**{name: m for name, m in there.items() if name not in known()}, **self._real})
+        try:
+            yield
+        finally:
+            self._real = taken()
+            self._finder.on = True
+            sys.modules.update({
+                **{n: m for n, m in self._real.items() if n.startswith("horovod.runner.") and n not in known()},
+                **{n: m for n, m in there.items() if n in known()},
+            })  # fmt: skip
+
+
+def taken() -> dict[str, ModuleType]:
+    """The modules under Horovod's names, which stand there no more."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if of_horovod(name)}
 
 
 def known() -> set[str]:
@@ -243,23 +233,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     script = words[0]
+    try:
+        code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+    except OSError as error:
+        print(f"hvdbridge.run: cannot read {script}: {error.strerror}\n{USAGE}", file=sys.stderr)
+        raise SystemExit(2) from None
     sys.argv[:] = words
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     module = ModuleType("__main__")
     module.__file__ = script
     module.__builtins__ = builtins  # type: ignore[attr-defined]
-    code = compiled(script)
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
-
-
-def compiled(script: str) -> CodeType:
-    try:
-        with open(script, "rb") as file:
-            return compile(file.read(), script, "exec", dont_inherit=True)
-    except OSError as error:
-        print(f"hvdbridge.run: cannot read {script}: {error.strerror}\n{USAGE}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 Rules:
 
-1. One session per process. ``init`` again with the same arguments returns it; with others it raises.
-2. ``shutdown`` is collective; it closes only what hvdbridge opened, last opened first.
-3. A script that ends without ``shutdown`` is closed at exit, after all ranks said that they are leaving.
+1. A process has one session. ``init`` again with the same arguments returns it; with others ``init`` raises.
+2. ``shutdown`` is collective. It closes only what hvdbridge opened, last opened first.
+3. A script that ends without ``shutdown`` is closed at exit, after all ranks have said that they leave.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvdbridge.backends.communicator import Communicator
+import hvdbridge
+from hvdbridge.backends import registry
 from hvdbridge.backends.starting import Started, start
 from hvdbridge.config import LONGEST_SECONDS, Config
 from hvdbridge.errors import ConfigurationError, NotInitialized
 from hvdbridge.execution.scheduler import drive
+from hvdbridge.policies import from_spec, label
+from hvdbridge.policy.base import Policy
 from hvdbridge.reduction.replicate import broadcast_tensors
 from hvdbridge.reduction.session import Session
 from hvdbridge.startup import launchers
 from hvdbridge.startup.world import World
-
-if TYPE_CHECKING:
-    from hvdbridge.policy.base import Policy
 
 _session: Session | None = None
 _starts = 0
@@ -75,12 +74,15 @@ def init(
     _configure_log(config)
     if config.injected:
         logging.getLogger("hvdbridge").debug("Kubernetes' variables, ignored: %s", ", ".join(config.injected))
-    default, spelled = _policy(config.policy if policy is None else policy)
-    world = _world(rank, size)
+    default = config.policy if policy is None else policy
+    spelled = label(from_spec(default))
+    if (rank is None) != (size is None):
+        raise ConfigurationError(f"hb.init(rank={rank}, size={size}): give both, or neither")
+    world = launchers.detect() if rank is None or size is None else World(rank, size, launcher="bare")
     if _starts == 0:
         atexit.register(_close_at_exit)  # first, so that it runs last: after the monitor's goodbye
     _starts += 1
-    settings = f"hvdbridge {_version()}, policy {spelled}, "
+    settings = f"hvdbridge {hvdbridge.__version__}, policy {spelled}, "
     settings += f"timeouts {config.start_seconds:g} and {config.timeout_seconds:g} s"
     started = start(config, world, init_method, _starts, settings)
     try:
@@ -92,10 +94,10 @@ def init(
 
 
 def _open(started: Started, config: Config, policy: str | Policy, arguments: tuple[Any, ...]) -> Session:
-    from hvdbridge.backends import registry
-
-    meeting = started.meeting
-    device = _device(meeting.world)
+    meeting, device = started.meeting, torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", meeting.world.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     with meeting.monitor.phase("opening the communicators"):
         communicator = registry.load(started.backend, "communicator").world(meeting.monitor.watch, LONGEST_SECONDS)
         control = communicator.control()
@@ -188,11 +190,6 @@ def is_initialized() -> bool:
     return _session is not None
 
 
-def channel(name: str) -> Communicator:
-    """See :meth:`Session.channel`."""
-    return current().channel(name)
-
-
 def rank() -> int:
     """This process among all."""
     return current().world.rank
@@ -262,44 +259,19 @@ def _tensors(source: torch.nn.Module | Mapping[str, Any] | Iterable[Any]) -> lis
     if isinstance(source, torch.nn.Module):
         return [*source.parameters(), *source.buffers()]
     items = source.values() if isinstance(source, Mapping) else source
-    found = [item[1] if isinstance(item, tuple) else item for item in items]
-    tensors = [item for item in found if isinstance(item, Tensor)]
-    if len(tensors) < len(found):
-        strange = sorted({type(item).__name__ for item in found if not isinstance(item, Tensor)})
+    found: list[Any] = [item[1] if isinstance(item, tuple) else item for item in items]
+    if strange := sorted({type(item).__name__ for item in found if not isinstance(item, Tensor)}):
         raise ConfigurationError(
             f"broadcast_parameters takes tensors, got {', '.join(strange)} (an optimizer's state?). "
             "GradientSynchronizer(model, optimizer) broadcasts an optimizer's state."
         )
-    return tensors
+    return found
 
 
 def _root(root: int) -> int:
     if not 0 <= root < size():
         raise ConfigurationError(f"root={root} is no rank: there are {size()}, numbered from 0")
     return root
-
-
-def _world(rank: int | None, size: int | None) -> World:
-    if rank is None and size is None:
-        return launchers.detect()
-    if rank is None or size is None:
-        raise ConfigurationError(f"hb.init(rank={rank}, size={size}): give both, or neither")
-    return World(rank, size, launcher="bare")
-
-
-def _policy(policy: str | Policy) -> tuple[str | Policy, str]:
-    """The policy, checked, and the text by which ranks compare it."""
-    from hvdbridge import policies
-
-    return policy, policies.label(policies.from_spec(policy))
-
-
-def _device(world: World) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    found = torch.device("cuda", world.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(found)
-    return found
 
 
 def _configure_log(config: Config) -> None:
@@ -309,10 +281,3 @@ def _configure_log(config: Config) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("hvdbridge %(levelname)s: %(message)s"))
         log.addHandler(handler)
-
-
-def _version() -> str:
-    try:
-        return version("hvdbridge")
-    except PackageNotFoundError:  # run from the sources
-        return "unknown"

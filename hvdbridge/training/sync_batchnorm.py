@@ -47,7 +47,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         weight = None if self.synchronizer is None else self.synchronizer.weight
         share = 1.0 if weight is None else weight
-        communicator = self.communicator or runtime.channel("sync_batchnorm")
+        communicator = self.communicator or runtime.current().channel("sync_batchnorm")
         output, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, share, communicator
         )
