@@ -25,6 +25,7 @@ import builtins
 import importlib
 import importlib.util
 import os
+import pkgutil
 import runpy
 import sys
 import threading
@@ -83,8 +84,7 @@ class Package(ModuleType):
         target = PACKAGES[self.__name__].get(name)
         if target is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} under hvdbridge.run")
-        module, _, attribute = target.partition(":")
-        value = getattr(importlib.import_module(module), attribute)
+        value = pkgutil.resolve_name(target)
         setattr(self, name, value)
         return value
 

@@ -34,17 +34,15 @@ class _Fiber(threading.Thread):
 
     Attributes:
         work: functions to run, each with the stream on which it begins.
-        asked: what the function asks for, and its stream. None in place of a request: the function is over, and its
-            outcome is in ``outcomes``.
+        asked: what the function asks for, or its outcome at its end; with its stream.
         answers: outcomes of requests.
     """
 
     def __init__(self) -> None:
         super().__init__(name="fiber", daemon=True)
         self.work: SimpleQueue[tuple[Callable[[], Any], Any]] = SimpleQueue()
-        self.asked: SimpleQueue[tuple[Collective | None, Any]] = SimpleQueue()
+        self.asked: SimpleQueue[tuple[Collective | Outcome, Any]] = SimpleQueue()
         self.answers: SimpleQueue[Outcome] = SimpleQueue()
-        self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self.abandoned = False
         self.start()
 
@@ -57,11 +55,10 @@ class _Fiber(threading.Thread):
                 torch.cuda.set_device(stream.device)
                 torch.cuda.set_stream(stream)
             try:
-                self.outcomes.put((function(), None))
+                self.asked.put(((function(), None), stream))
             except BaseException as error:  # the flow raises it to its driver
-                self.outcomes.put((None, error))
+                self.asked.put(((None, error), stream))
             del function
-            self.asked.put((None, stream))
 
 
 def ask(request: Collective) -> Tensor:
@@ -93,10 +90,9 @@ def flow_of(function: Callable[[], T]) -> Generator[Collective, Tensor, T]:
     fiber.work.put((function, _stream()))
     while True:
         request, stream = fiber.asked.get()
-        if request is None:
-            outcome = fiber.outcomes.get()
+        if isinstance(request, tuple):
             _idle.append(fiber)
-            return _result(outcome)  # type: ignore[no-any-return]
+            return _result(request)  # type: ignore[no-any-return]
         current = _stream()
         if stream is not None and stream != current:
             current.wait_stream(stream)

@@ -195,12 +195,12 @@ def from_comm_hook(state: Any, hook: Hook, scope: Literal["bucket", "step"] | No
         raise ConfigurationError(f"hook={hook!r} cannot be called; pass from_comm_hook(state, hook), in this order")
     if scope not in (None, "bucket", "step"):
         raise ConfigurationError(f"scope={scope!r} must be 'bucket', 'step' or None")
-    for inner in _chain(hook):
-        why = REFUSED.get(getattr(inner, "__module__", ""))
-        if why:
-            raise Unsupported(f"{name_of(inner)} is no hook for hvdbridge: {why}. Step the optimizer after backward.")
-    elementwise = _path(_chain(hook)[-1]) in ELEMENTWISE
-    return ForeignHook(state, hook, scope or ("bucket" if elementwise else "step"))
+    last = inner = hook
+    while inner is not None:
+        last, inner = inner, _inner(inner)
+        if why := REFUSED.get(getattr(last, "__module__", "")):
+            raise Unsupported(f"{name_of(last)} is no hook for hvdbridge: {why}. Step the optimizer after backward.")
+    return ForeignHook(state, hook, scope or ("bucket" if _path(last) in ELEMENTWISE else "step"))
 
 
 def name_of(hook: Any) -> str:
@@ -210,29 +210,22 @@ def name_of(hook: Any) -> str:
     >>> name_of(fp16_compress_wrapper(allreduce_hook))
     'fp16_compress_wrapper(allreduce_hook)'
     """
-    *outer, last = _chain(hook)
-    shown: str = getattr(last, "__qualname__", type(last).__qualname__)
-    for wrapper in reversed(outer):
-        if not isinstance(wrapper, functools.partial):
-            shown = f"{wrapper.__qualname__.partition('.')[0]}({shown})"
-    return shown
+    inner = _inner(hook)
+    if inner is None:
+        return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    outer = "" if isinstance(hook, functools.partial) else hook.__qualname__.partition(".")[0]
+    return f"{outer}({name_of(inner)})" if outer else name_of(inner)
 
 
 def _path(hook: Any) -> str:
     return f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', '')}"
 
 
-def _chain(hook: Any) -> list[Any]:
-    """The hook, and what torch's wrappers and :class:`functools.partial` have inside."""
-    chain = [hook]
-    while True:
-        last = chain[-1]
-        if isinstance(last, functools.partial):
-            chain.append(last.func)
-        elif _path(last) in WRAPPERS:
-            chain.append(inspect.getclosurevars(last).nonlocals["hook"])
-        else:
-            return chain
+def _inner(hook: Any) -> Any:
+    """The hook that one of torch's wrappers, or a :class:`functools.partial`, has inside; None: ``hook`` is neither."""
+    if isinstance(hook, functools.partial):
+        return hook.func
+    return inspect.getclosurevars(hook).nonlocals["hook"] if _path(hook) in WRAPPERS else None
 
 
 def _call(hook: Hook, state: Any, bucket: GradBucket) -> Any:

@@ -20,20 +20,22 @@ from hvdbridge.execution.scheduler import drive
 from hvdbridge.execution.state_store import OnResize
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy.base import Policy
+from hvdbridge.reduction import parameters
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.agreement import agree, describe
 from hvdbridge.reduction.bucket_size import check_rehearses, fastest_bucket_mb
 from hvdbridge.reduction.context import ReductionContext
-from hvdbridge.reduction.parameters import Ignore, ParameterWatch, ignored, listed, trainable
+from hvdbridge.reduction.parameters import Ignore, ParameterWatch, listed
 from hvdbridge.reduction.post_step import AfterStep
 from hvdbridge.reduction.replicate import broadcast_optimizer, broadcast_tensors, shards_state
-from hvdbridge.reduction.source import Options, closure_of, usual_bucket_mb, views_pay
+from hvdbridge.reduction.source import Options, closure_of, refuse_compiled_autograd, usual_bucket_mb, views_pay
 from hvdbridge.reduction.sources import FRONT_ENDS
-from hvdbridge.reduction.wrapper import unwrapped
+from hvdbridge.reduction.wrapper import Wrapper, unwrapped
 from hvdbridge.training import runtime, stopping
 from hvdbridge.training.hook_state import Controls
 from hvdbridge.training.sync_batchnorm import SyncBatchNorm
-from hvdbridge.training.wrapping import Optimizers, as_list, frozen, like, refuse, refuse_model
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 class GradientSynchronizer(Controls):
@@ -107,15 +109,16 @@ class GradientSynchronizer(Controls):
         self._monitor.starting = True
         self.policy = from_spec(session.policy if policy is None else policy)
         self._bare = model = unwrapped(model)
-        self._left_alone = left_alone = ignored(model, ignore)
-        self._params = params = trainable(model, left_alone)
+        self._left_alone = left_alone = parameters.ignored(model, ignore)
+        self._params = params = parameters.trainable(model, left_alone)
         named = itertools.chain(model.named_parameters(), model.named_buffers())
         tensors = {name: tensor for name, tensor in named if name not in left_alone}
         refuse_model(model, params, tensors)
         if broadcast not in ("all", "trainable"):
             raise ConfigurationError(f"broadcast={broadcast!r} must be 'all' or 'trainable'")
         bucket_mb = session.config.bucket_mb if bucket_mb is None else bucket_mb
-        if not (bucket_mb is None or bucket_mb == "auto" or (not isinstance(bucket_mb, str) and bucket_mb > 0)):
+        said = None if bucket_mb == "auto" else bucket_mb
+        if said is not None and (isinstance(said, str) or not said > 0):
             raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
         self._wrapper, self._replaced = wrapper is not None, False
         self._all: list[GradientSynchronizer] = session.opened.setdefault("synchronizers", [])
@@ -124,10 +127,10 @@ class GradientSynchronizer(Controls):
         if bucket_mb == "auto":
             check_rehearses(self.policy)
         options = Options(
-            self._usual_mb(static_graph) if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
+            self._usual_mb(static_graph) if said is None else said,
             find_unused_parameters, static_graph, broadcast_buffers,
             views_pay(params.values()) if gradient_as_bucket_view is None else gradient_as_bucket_view,
-            said=bucket_mb not in (None, "auto"), whole=self.policy.scope == "step", ignored=tuple(left_alone),
+            said=said is not None, whole=self.policy.scope == "step", ignored=tuple(left_alone),
             wrapper=wrapper,
         )  # fmt: skip
         optimizers = as_list(optimizer)
@@ -242,9 +245,9 @@ class GradientSynchronizer(Controls):
             self._aggregator.settle()
             steps = self._context.control.all_gather_object(self._source.steps - before)
             last = max(rank for rank, count in enumerate(steps) if count == max(steps))  # as DDP
-            buffers = {name: buffer for name, buffer in self._bare.named_buffers() if name not in self._left_alone}
-            tensors = [*self._params.values(), *buffers.values()]
-            self._context.scheduler.run(broadcast_tensors(tensors, last), self._context.communicator)
+            buffers = [buffer for name, buffer in self._bare.named_buffers() if name not in self._left_alone]
+            flow = broadcast_tensors([*self._params.values(), *buffers], last)
+            self._context.scheduler.run(flow, self._context.communicator)
             for each in self._optimizers:
                 broadcast_optimizer(each, self._context.control, last, self._alone)
         finally:
@@ -388,9 +391,9 @@ class GradientSynchronizer(Controls):
             for parameter in held:
                 parameter.grad = None
 
-    def _names_of(self, parameters: Sequence[Tensor]) -> list[str]:
+    def _names_of(self, tensors: Sequence[Tensor]) -> list[str]:
         names = {p: name for name, p in self.model.named_parameters()} | self._source.names
-        return [names.get(p, f"of shape {list(p.shape)}, not in the model") for p in parameters]
+        return [names.get(p, f"of shape {list(p.shape)}, not in the model") for p in tensors]
 
 
 def replace_earlier(opened: list[GradientSynchronizer], model: Module, params: Mapping[str, Tensor]) -> None:
@@ -417,3 +420,54 @@ def device_of(params: Mapping[str, torch.Tensor]) -> torch.device:
     """Where the scheduler works: with what a GPU has in its order, if any of them is there."""
     devices = [p.device for p in params.values()]
     return next((device for device in devices if device.type == "cuda"), devices[0])
+
+
+def refuse(replaced: Optimizer, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Step pre-hook of an optimizer that was wrapped, and of what is around it, which has the same hooks."""
+    if optimizer is replaced:
+        raise StepError("step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated.")
+
+
+def refuse_model(model: Module, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """
+    Args:
+        params: what is to be aggregated.
+        tensors: the parameters and buffers that are to be synchronized.
+
+    Raises:
+        ConfigurationError: a DistributedDataParallel of torch's own is in the model.
+        Unsupported: tensors are sharded or without values, some of ``params`` have optimizers that step within
+            backward, or backwards are compiled.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel) and not isinstance(module, Wrapper):
+            raise ConfigurationError(
+                f"{name or 'the model'} is a DistributedDataParallel of torch's, which averages gradients by itself. "
+                "Give the bare module: ddp.module."
+            )
+    refuse_compiled_autograd()
+    parameters.refuse_sharded(tensors)
+    parameters.refuse_meta(tensors)
+    if held := [name for name, p in params.items() if hasattr(p, "_in_backward_optimizers")]:
+        raise Unsupported(
+            f"{listed(held)}: _apply_optimizer_in_backward makes optimizers step by gradients of this rank alone, "
+            "before they are aggregated. Let one optimizer step after backward()."
+        )
+
+
+def frozen(tensor: Tensor) -> bool:
+    """Whether it is a parameter that is not trained."""
+    return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+
+
+def as_list(optimizer: Optimizers) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def like(optimizer: Optimizers, wrapped: list[Optimizer]) -> Any:
+    """``wrapped`` in the structure that the user gave."""
+    if optimizer is None:
+        return None
+    return wrapped[0] if isinstance(optimizer, Optimizer) else type(optimizer)(wrapped)  # type: ignore[call-arg]
