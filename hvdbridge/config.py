@@ -15,19 +15,19 @@ from hvdbridge.errors import ConfigurationError, nearest
 
 PREFIX = "HVDBRIDGE_"
 LONGEST_SECONDS = 24 * 3600.0
-"""No ``hb.patience`` is longer. The limits that libraries keep themselves, and that nobody can move, come after it."""
+"""The longest ``hb.patience``. Limits that libraries keep themselves, and that cannot be moved, are as long."""
 
 BACKENDS = ("auto", "torch", "horovod", "mpi")
 KERNELS = ("auto", "native", "torch")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 INJECTED = re.compile(r"(?P<service>(\w+?_)??)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
-"""What Kubernetes sets in each pod for a service whose name begins with hvdbridge: HOST, and others beside it."""
+"""Variables that Kubernetes sets in each pod for a service named hvdbridge or hvdbridge-...: HOST, and others."""
 HOST = "SERVICE_HOST"
 
 
 @dataclass(frozen=True)
 class Config:
-    """What the environment says; arguments given in code beat it.
+    """The options that environment variables set. Arguments given in code replace them.
 
     Attributes:
         backend: ``auto``, ``torch``, ``horovod`` or ``mpi`` (``HVDBRIDGE_BACKEND``).
@@ -37,13 +37,13 @@ class Config:
         log_level: level of the ``hvdbridge`` logger (``HVDBRIDGE_LOG_LEVEL``).
         cache: directory for built wheels and kernels (``HVDBRIDGE_CACHE``).
         timeout_seconds: a collective that takes longer fails everywhere (``HVDBRIDGE_TIMEOUT_SECONDS``).
-        start: the same for the start, and for a synchronizer until its first step is through
+        start: the same for the start, and for a synchronizer until the end of its first step
             (``HVDBRIDGE_START_SECONDS``); None: as timeout_seconds.
         kernels: ``auto``, ``native`` or ``torch``: what computes codes (``HVDBRIDGE_KERNELS``).
-        stall_seconds: report who is missing after this time (``HVDBRIDGE_STALL_SECONDS``).
-        ports: where hvdbridge and MPI listen (``HVDBRIDGE_PORTS=25000-25999``); None: wherever the system says.
-        iface: the network interface by which hosts talk (``HVDBRIDGE_IFACE``); None: one that all reach.
-        injected: variables that are Kubernetes' and mean nothing here.
+        stall_seconds: report the missing ranks after this time (``HVDBRIDGE_STALL_SECONDS``).
+        ports: where hvdbridge and MPI listen (``HVDBRIDGE_PORTS=25000-25999``); None: any free port.
+        iface: the network interface by which hosts talk (``HVDBRIDGE_IFACE``); None: one that all hosts reach.
+        injected: Kubernetes' variables, which are ignored.
     """
 
     backend: str = "auto"
@@ -87,10 +87,10 @@ class Config:
         return self.start or self.timeout_seconds
 
     def fixed_bucket_mb(self, otherwise: float, where: str) -> float:
-        """The size of a bucket in MiB where none is measured; ``otherwise`` if nothing is said.
+        """The size of a bucket in MiB where none is measured; ``otherwise`` if the variable is not set.
 
         Raises:
-            ConfigurationError: it says "auto".
+            ConfigurationError: the variable is "auto".
         """
         if self.bucket_mb == "auto":
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""``python -m hvdbridge.run train.py ...``: an unmodified Horovod script, without Horovod.
+"""``python -m hvdbridge.run train.py ...`` runs an unmodified Horovod script, without Horovod.
 
 ::
 
@@ -9,14 +9,15 @@
 
 Rules:
 
-1. The script's ``import horovod.torch`` is :mod:`hvdbridge.torch`, with the submodules of :data:`STANDS_FOR`; other
-   frameworks' are refused by name.
-2. An installed Horovod is hidden from the script and from what it imports, but not from itself and from hvdbridge
-   (whose backend ``horovod`` it is): who imports, decides. Its modules leave ``sys.modules`` between their own imports.
-   Only ``horovod.runner.*`` below the launcher's API remains visible: it unpickles its own messages by name.
+1. The script's ``import horovod.torch`` is :mod:`hvdbridge.torch`, with the submodules of :data:`STANDS_FOR`. Modules
+   of other frameworks are refused by name.
+2. An installed Horovod is hidden from the script and from what the script imports, but not from itself and from
+   hvdbridge, whose backend ``horovod`` it is. The importing module decides. Horovod's modules leave ``sys.modules``
+   between their own imports. Only ``horovod.runner.*`` below the launcher's API remains: it unpickles its own messages
+   by name.
 3. The script runs as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``.
-4. Processes that it starts by ``multiprocessing``, as a DataLoader does, inherit this: forked ones as they are, others
-   (``spawn``, ``forkserver``) by what they are sent before they import the script.
+4. Processes that the script starts by ``multiprocessing``, as a DataLoader does, inherit this. Forked processes have it
+   already; others (``spawn``, ``forkserver``) get it with what they are sent before they import the script.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from types import ModuleType
 from typing import Any
 
 VERSION = "0.28.1"
-"""Of the Horovod whose API this is."""
+"""The version of Horovod that scripts see."""
 
 STANDS_FOR = {
     **{f"horovod.torch{part}": f"hvdbridge.torch{part}" for part in (
@@ -57,14 +58,14 @@ STANDS_FOR = {
 
 LAUNCH = {"run": "hvdbridge.startup.launching:launch"}
 PACKAGES: Mapping[str, Mapping[str, str]] = {
-    "horovod": LAUNCH,
+    "horovod": {**LAUNCH, "__version__": "hvdbridge.run:VERSION"},
     "horovod.common": {},
     "horovod.data": {
         name: f"hvdbridge.torch.data_loader_base:{name}" for name in ("AsyncDataLoaderMixin", "BaseDataLoader")
     },
     "horovod.runner": LAUNCH,
 }
-"""Packages that are made up, with what they hold."""
+"""Packages that consist of what they hold here: name -> ``module:attribute``."""
 
 USAGE = "usage: python -m hvdbridge.run [-m MODULE | SCRIPT] [ARGUMENTS ...]"
 
@@ -78,7 +79,7 @@ def of_horovod(name: str) -> bool:
 
 
 class Package(ModuleType):
-    """One of :data:`PACKAGES`; what it holds is imported on first use."""
+    """One of :data:`PACKAGES`; its contents are imported on first use."""
 
     def __getattr__(self, name: str) -> Any:
         target = PACKAGES[self.__name__].get(name)
@@ -93,9 +94,7 @@ class StandIn(MetaPathFinder, Loader):
     """Finds and loads our modules under Horovod's names, as long as it is ``on``."""
 
     stands_in = True
-
-    def __init__(self) -> None:
-        self.on = True
+    on = True
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if not (self.on and of_horovod(name)):
@@ -109,14 +108,11 @@ class StandIn(MetaPathFinder, Loader):
         )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        if spec.name not in PACKAGES:
-            module = importlib.import_module(STANDS_FOR[spec.name])
-            spec.loader_state = module.__spec__  # importlib puts its own in its place
-            return module
-        package = Package(spec.name)
-        if spec.name == "horovod":
-            package.__version__ = VERSION  # type: ignore[attr-defined]
-        return package
+        if spec.name in PACKAGES:
+            return Package(spec.name)
+        module = importlib.import_module(STANDS_FOR[spec.name])
+        spec.loader_state = module.__spec__  # importlib puts its own in its place
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
@@ -162,7 +158,7 @@ class Imports:
 
 
 def taken() -> dict[str, ModuleType]:
-    """The modules under Horovod's names, which stand there no more."""
+    """Remove all modules under Horovod's names, and return them."""
     return {name: sys.modules.pop(name) for name in list(sys.modules) if of_horovod(name)}
 
 
@@ -172,7 +168,7 @@ def known() -> set[str]:
 
 
 class Heritage:
-    """Is sent to a process that begins anew; unpickling it there stands in."""
+    """What a process that begins anew is sent; to unpickle it there calls :func:`stand_in`."""
 
     def __init__(self, path: Sequence[str]) -> None:
         self._path = [*path, str(Path(__file__).parents[1])]
@@ -248,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, not as the module __main__, whose place the script takes.
+    # Under its own name: the script becomes the module __main__.
     from hvdbridge.run import main as run
 
     run()

@@ -2,10 +2,10 @@
 
 Rules:
 
-1. Under torch it is a DistributedDataParallel; elsewhere a module around the user's, whose gradients our reducer
-   aggregates. Both are made by a :class:`~hvdbridge.training.synchronizer.GradientSynchronizer` without an optimizer.
+1. Under torch it is a DistributedDataParallel. Elsewhere it is a module around the user's, and our reducer aggregates
+   the gradients. A :class:`~hvdbridge.training.synchronizer.GradientSynchronizer` without an optimizer makes both.
 2. ``state_dict()`` has the bare module's keys, also as a part of another module's.
-3. An option of DDP's either does here what it does there, or is refused.
+3. An option of DDP either has the same effect here, or is refused.
 4. A copy (``copy.deepcopy``, ``AveragedModel``, ``torch.save``) is of the module alone: to evaluate, not to train.
 """
 
@@ -220,13 +220,12 @@ class DistributedDataParallel(Module):
         if throw_on_early_termination:
             raise Unsupported("join(throw_on_early_termination=True): ranks cannot be interrupted here. Leave it out.")
         aggregator = self.synchronizer._aggregator
-        before = aggregator.joined_weight
         aggregator.joined_weight = 1.0 if divide_by_initial_world_size else 0.0
         try:
             with self.synchronizer.join() if enable else nullcontext():
                 yield
         finally:
-            aggregator.joined_weight = before
+            aggregator.joined_weight = 0.0
 
 
 class _OnTorch(DistributedDataParallel, TorchDDP):
@@ -238,9 +237,9 @@ class _OnTorch(DistributedDataParallel, TorchDDP):
         """As torch's, which calls it itself while it is constructed."""
         if "synchronizer" in self.__dict__:
             super()._set_static_graph()
-            told: Any = self._get_ddp_logging_data
+            logged: Any = self._get_ddp_logging_data
             source: Any = self.synchronizer._source
-            source.unmarked = len(told()["bucket_sizes"].split(","))
+            source.unmarked = len(logged()["bucket_sizes"].split(","))
             self.find_unused_parameters = False  # the reducer finds them now, and join() goes by this
         TORCHS._set_static_graph(self)
 
@@ -272,7 +271,7 @@ class _Elsewhere(Wrapper, DistributedDataParallel):
 
     @property
     def closed(self) -> bool:
-        """Whether nobody aggregates its gradients."""
+        """Whether its gradients stay local."""
         return "synchronizer" not in self.__dict__ or self.synchronizer._closed
 
     @property
@@ -290,7 +289,7 @@ class _Elsewhere(Wrapper, DistributedDataParallel):
 
 
 class _Copy(_Elsewhere):
-    """What is copied or saved: nobody aggregates its gradients, so it makes none."""
+    """A copy, or what was saved. Its gradients would not be aggregated, so it makes none."""
 
     def __init__(self, module: Module) -> None:
         self.adopt(module)

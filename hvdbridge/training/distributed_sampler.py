@@ -1,4 +1,4 @@
-"""Which samples of a data set are this rank's."""
+"""The samples of a data set that belong to this rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DistributedSampler(Sampler[int]):
 
     Args:
         dataset: anything with a length.
-        rank, size: whose part, of how many; None = this job's.
+        rank, size: the rank that gets the samples, and the number of ranks; None: this job's.
         shuffle: a new order for each epoch, a function of ``seed`` and :meth:`set_epoch` alone.
         seed: equal on all ranks.
         pad: repeat the first samples until every rank has equally many.

@@ -74,7 +74,7 @@ def ask(request: Collective) -> Tensor:
             "order is the same on all ranks. Do not issue them from a thread of your own."
         )
     fiber.asked.put((request, _stream()))
-    del request  # a message, which whoever answers may free
+    del request  # a message, which the driver may free
     return _result(fiber.answers.get())  # type: ignore[no-any-return]
 
 

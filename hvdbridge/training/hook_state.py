@@ -170,7 +170,7 @@ def join_torch() -> None:
     """Open a session on the ``torch.distributed`` that runs, unless one is open.
 
     Raises:
-        ConfigurationError: nobody has started it.
+        ConfigurationError: it is not started.
     """
     if runtime.is_initialized():
         return

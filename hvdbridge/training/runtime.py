@@ -1,4 +1,4 @@
-"""The session of this process: ``init`` opens it, ``shutdown`` closes it, everything else reads it.
+"""The session of this process: ``init`` opens it, ``shutdown`` closes it, all other functions read it.
 
 Rules:
 
@@ -45,7 +45,7 @@ def init(
     size: int | None = None,
     init_method: str | None = None,
 ) -> Session:
-    """Meet the other ranks and start the backend; arguments beat the environment. Collective.
+    """Meet the other ranks and start the backend. Arguments replace the environment's. Collective.
 
     Args:
         backend: ``auto``, ``torch``, ``horovod`` or ``mpi`` (default: ``HVDBRIDGE_BACKEND``).
@@ -55,7 +55,7 @@ def init(
             (default: MASTER_ADDR and MASTER_PORT).
 
     Raises:
-        ConfigurationError: a name, option or variable that cannot be meant; or other arguments than last time.
+        ConfigurationError: a name, option or variable is not valid; or other arguments than last time.
         BackendUnavailable: the backend is not installed, or cannot run under this launcher.
         RendezvousError: the ranks did not find each other, or the library found another number of them.
         RankMismatch: ranks chose different backends, policies, timeouts or versions.
@@ -115,7 +115,7 @@ def shutdown() -> None:
 
     ``init`` works again afterwards. MPI stays up until the process ends, because it cannot start twice.
     While an exception is on its way (``finally: hb.shutdown()``) several ranks do not wait for each other, since
-    the others may never come: the session stays open until the script ends, which tells them the cause.
+    the others may never come. The session stays open until the script ends, and the others then learn the cause.
 
     Raises:
         RankFailed, CollectiveTimeout: another rank failed, or does not come.
@@ -134,7 +134,7 @@ def shutdown() -> None:
 
 
 def _close_at_exit() -> None:
-    """Rule 3. The monitor's hook ran before: all ranks are here, or this process has ended already."""
+    """Rule 3. The monitor's hook ran before: all ranks have come here, or this process has ended already."""
     global _session
     session, _session = _session, None
     if session is not None and session._pid == os.getpid():

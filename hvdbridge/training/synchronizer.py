@@ -1,4 +1,4 @@
-"""The GradientSynchronizer: joins a source of gradients, a policy, its state and a scheduler."""
+"""The GradientSynchronizer joins a source of gradients, a policy, its state and a scheduler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 class GradientSynchronizer(Controls):
     """Aggregates a model's gradients over the ranks with one policy, on whatever backend runs.
 
-    When ``backward()`` returns, the aggregated gradients stand in ``p.grad`` on every rank. All ranks of the job
+    When ``backward()`` returns, ``p.grad`` holds the aggregated gradients on every rank. All ranks of the job
     construct it alike; names, shapes, dtypes and options are compared, then rank 0's parameters, buffers and
     optimizer state are copied to all.
 
@@ -54,7 +54,7 @@ class GradientSynchronizer(Controls):
             not more than 10, or 5 where it is :attr:`bytewise <hvdbridge.Policy.bytewise>` (but where there is
             NCCL, with a static graph, or before torch 2.13). ``"auto"``: the best for this policy, model and network,
             by measurements of some seconds. Policies that are not dense may give other bits with another size: where
-            runs must be equal, take the number that :attr:`bucket_mb` says. Policies of the whole gradient
+            runs must be equal, take the number of :attr:`bucket_mb`. Policies of the whole gradient
             (:attr:`Policy.scope <hvdbridge.Policy.scope>` ``"step"``) have one bucket, whatever it is.
         group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
             Every rank of the job takes part in the construction, each with the group it belongs to.
@@ -71,7 +71,7 @@ class GradientSynchronizer(Controls):
             ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`` was told.
         broadcast: what is copied from rank 0: ``"all"`` parameters and buffers, or without parameters that are frozen
             (``"trainable"``), which every rank has loaded alike.
-        wrapper: of hvdbridge's own use.
+        wrapper: for hvdbridge's own use.
 
     Attributes:
         model: what the backend's users know: a DistributedDataParallel on torch, else ``model`` itself.
@@ -342,7 +342,7 @@ class GradientSynchronizer(Controls):
         self._context.close()
 
     def _settle(self) -> None:
-        """From now on waits may take as long as any step's."""
+        """The first step is over: from now on a wait may take as long as in any step."""
         self._monitor.starting = False
 
     def _before_step(
@@ -417,13 +417,13 @@ def replace_earlier(opened: list[GradientSynchronizer], model: Module, params: M
 
 
 def device_of(params: Mapping[str, torch.Tensor]) -> torch.device:
-    """Where the scheduler works: with what a GPU has in its order, if any of them is there."""
+    """The device of the scheduler: a GPU, if any of ``params`` is on one."""
     devices = [p.device for p in params.values()]
     return next((device for device in devices if device.type == "cuda"), devices[0])
 
 
 def refuse(replaced: Optimizer, optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Step pre-hook of an optimizer that was wrapped, and of what is around it, which has the same hooks."""
+    """Step pre-hook of an optimizer that was wrapped, and of its wrapper, which shares the hooks."""
     if optimizer is replaced:
         raise StepError("step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated.")
 
