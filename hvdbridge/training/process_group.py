@@ -229,8 +229,6 @@ class HookWorld:
     def run(self, function: Callable[[], Any]) -> Any:
         """``function()``, for which this is ``torch.distributed``'s world as long as it runs in this thread."""
         if not isinstance(c10d._world, _WorldByThread):
-            if BACKEND not in dist.Backend.backend_list:
-                dist.Backend.register_backend(BACKEND, _no_backend, devices=["cpu", "cuda"])
             c10d._world.__class__ = _WorldByThread
         _seen.books = self.books
         try:
@@ -248,7 +246,3 @@ class _WorldByThread(c10d._World):
     def __getattribute__(self, name: str) -> Any:
         books = getattr(_seen, "books", {})
         return books[name] if name in books else super().__getattribute__(name)
-
-
-def _no_backend(*args: Any) -> Any:
-    raise Unsupported(f"the backend {BACKEND!r} exists inside of a hook that hvdbridge runs; use backend='gloo'")
