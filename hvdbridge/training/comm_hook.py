@@ -112,7 +112,6 @@ class CommHookState(HookState):
     # -- the start ------------------------------------------------------------------------------------------------
 
     def _join_by_model(self, model: Any) -> None:
-        join_torch()
         group = None
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model, group = model.module, dist.get_process_group_ranks(model.process_group)
@@ -120,12 +119,12 @@ class CommHookState(HookState):
 
     def _join_by_position(self) -> Aggregator:
         """The first step's buckets are DDP's from last to first, each in registered order."""
-        join_torch()
         found = [p for parameters, _, _ in reversed(self._held) for p in parameters]
         self._join({f"parameter.{i}": p for i, p in enumerate(found)}, None)
         return super()._opened()
 
     def _join(self, params: Mapping[str, Tensor], group: Any) -> None:
+        join_torch()
         refuse_complex(params)
         self._layouts = HookLayouts({p: name for name, p in params.items()})
         self._open(params, group, next(iter(params.values())).device, {})

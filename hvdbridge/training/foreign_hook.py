@@ -106,7 +106,7 @@ class ForeignHook(Policy):
 
     state: Any
     hook: Hook
-    runs: Literal["bucket", "step"]
+    scope: Literal["bucket", "step"] = "step"
     _memory: _Memory = field(default_factory=_Memory, init=False)
 
     deterministic = False
@@ -116,21 +116,17 @@ class ForeignHook(Policy):
     def __post_init__(self) -> None:
         self._memory.spare = _copy(self.state)
 
-    @property
-    def scope(self) -> Literal["bucket", "step"]:
-        return self.runs
-
     def __repr__(self) -> str:
-        return f"from_comm_hook({name_of(self.hook)}, scope={self.runs!r})"
+        return f"from_comm_hook({name_of(self.hook)}, scope={self.scope!r})"
 
     def init(self, params: Mapping[str, Tensor]) -> State:
         self._memory.parameters.update(params)
         return {}
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        layout = bucket.layout if self.runs == "bucket" else _as_in_ddp(bucket)
+        layout = bucket.layout if self.scope == "bucket" else _as_in_ddp(bucket)
         flat = flatten(bucket.grads, layout)
-        if self.runs == "step" and layout is bucket.layout:  # in memory of its own: a hook may resize it
+        if self.scope == "step" and layout is bucket.layout:  # in memory of its own: a hook may resize it
             flat = flat.clone()
         _scale(flat, bucket)
         known = self._memory.parameters
