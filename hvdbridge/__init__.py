@@ -8,116 +8,37 @@
     sync = hb.GradientSynchronizer(model, optimizer, policy="bf16")
     model, optimizer = sync.model, sync.optimizer
 
-Names are imported on first use: ``import hvdbridge`` alone brings in neither torch, mpi4py nor Horovod.
+Names are imported on first use: ``import hvdbridge`` alone brings in neither torch, mpi4py nor Horovod. The stub
+``__init__.pyi`` lists them for type checkers, and this file reads there which module has each of them.
 """
 
-# ruff: noqa: I001
 from __future__ import annotations
 
+import ast
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from hvdbridge.deprecated import MovedModules
 
 __version__ = "0.1.0"
 
-HOME = {
-    "training.comm_hook": "to_comm_hook",
-    "training.horovod_compression": "from_horovod_compression to_horovod_compression",
-    "training.data_parallel": "DistributedDataParallel",
-    "training.foreign_hook": "from_comm_hook",
-    "training.fsdp": "set_all_reduce_hook",
-    "policy.bucket": "Bucket",
-    "policy.collectives": "AllGather AllReduce AllToAll Broadcast Collective ReduceScatter",
-    "errors": (
-        "BackendUnavailable CollectiveMismatch CollectiveTimeout ConfigurationError HvdbridgeError "
-        "NotInitialized RankFailed RankMismatch RendezvousError SpecError StepError Unsupported "
-        "WeightError"
-    ),
-    "startup.launching": "launch",
-    "policy.base": "Aggregated Early Flow Policy Slot State",
-    "training.groups": "Group Handle ReduceOp new_group",
-    "training.messages": "P2POp batch_isend_irecv irecv isend recv send",
-    "training.primitives": (
-        "all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast gather reduce "
-        "reduce_scatter reduce_scatter_tensor scatter"
-    ),
-    "training.runtime": (
-        "backend broadcast_object broadcast_parameters current device init "
-        "is_initialized launcher local_rank local_size node_rank num_nodes patience rank session shutdown size"
-    ),
-    "training.distributed_sampler": "DistributedSampler",
-    "reduction.session": "Session",
-    "execution.simulation": "Simulation simulate",
-    "training.stopping": "stop stop_on_signals",
-    "training.sync_batchnorm": "SyncBatchNorm",
-    "training.average": "average_gradients",
-    "training.synchronizer": "GradientSynchronizer",
+_HOME_OF = {
+    alias.name: node.module
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
 }
-"""The module of each public name."""
-
-if TYPE_CHECKING:
-    from hvdbridge import policies as policies
-    from hvdbridge.errors import (
-        BackendUnavailable as BackendUnavailable, CollectiveMismatch as CollectiveMismatch,
-        CollectiveTimeout as CollectiveTimeout, ConfigurationError as ConfigurationError,
-        HvdbridgeError as HvdbridgeError, NotInitialized as NotInitialized, RankFailed as RankFailed,
-        RankMismatch as RankMismatch, RendezvousError as RendezvousError, SpecError as SpecError,
-        StepError as StepError, Unsupported as Unsupported, WeightError as WeightError,
-    )
-    from hvdbridge.execution.simulation import Simulation as Simulation, simulate as simulate
-    from hvdbridge.policy.base import (
-        Aggregated as Aggregated, Early as Early, Flow as Flow, Policy as Policy, Slot as Slot, State as State,
-    )
-    from hvdbridge.policy.bucket import Bucket as Bucket
-    from hvdbridge.policy.collectives import (
-        AllGather as AllGather, AllReduce as AllReduce, AllToAll as AllToAll, Broadcast as Broadcast,
-        Collective as Collective, ReduceScatter as ReduceScatter,
-    )
-    from hvdbridge.reduction.session import Session as Session
-    from hvdbridge.startup.launching import launch as launch
-    from hvdbridge.training.comm_hook import to_comm_hook as to_comm_hook
-    from hvdbridge.training.data_parallel import DistributedDataParallel as DistributedDataParallel
-    from hvdbridge.training.distributed_sampler import DistributedSampler as DistributedSampler
-    from hvdbridge.training.foreign_hook import from_comm_hook as from_comm_hook
-    from hvdbridge.training.fsdp import set_all_reduce_hook as set_all_reduce_hook
-    from hvdbridge.training.groups import Group as Group, Handle as Handle, ReduceOp as ReduceOp, new_group as new_group
-    from hvdbridge.training.horovod_compression import (
-        from_horovod_compression as from_horovod_compression, to_horovod_compression as to_horovod_compression,
-    )
-    from hvdbridge.training.messages import (
-        P2POp as P2POp, batch_isend_irecv as batch_isend_irecv, irecv as irecv, isend as isend, recv as recv,
-        send as send,
-    )
-    from hvdbridge.training.primitives import (
-        all_gather as all_gather, all_gather_into_tensor as all_gather_into_tensor, all_reduce as all_reduce,
-        all_to_all as all_to_all, all_to_all_single as all_to_all_single, barrier as barrier, broadcast as broadcast,
-        gather as gather, reduce as reduce, reduce_scatter as reduce_scatter,
-        reduce_scatter_tensor as reduce_scatter_tensor, scatter as scatter,
-    )
-    from hvdbridge.training.runtime import (
-        backend as backend, broadcast_object as broadcast_object, broadcast_parameters as broadcast_parameters,
-        current as current, device as device, init as init, is_initialized as is_initialized, launcher as launcher,
-        local_rank as local_rank, local_size as local_size, node_rank as node_rank, num_nodes as num_nodes,
-        patience as patience, rank as rank, session as session, shutdown as shutdown, size as size,
-    )
-    from hvdbridge.training.stopping import stop as stop, stop_on_signals as stop_on_signals
-    from hvdbridge.training.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
-    from hvdbridge.training.synchronizer import GradientSynchronizer as GradientSynchronizer
-    from hvdbridge.training.average import average_gradients as average_gradients
-
+__all__ = list(_HOME_OF)
 sys.meta_path.append(MovedModules())
-_HOME_OF = {name: module for module, names in HOME.items() for name in names.split()}
-__all__ = ["policies", *_HOME_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "policies":
-        return import_module("hvdbridge.policies")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'hvdbridge' has no attribute {name!r}")
-    value = getattr(import_module(f"hvdbridge.{_HOME_OF[name]}"), name)
+    home = _HOME_OF[name]
+    value = import_module("hvdbridge.policies") if name == "policies" else getattr(import_module(home), name)
     globals()[name] = value
     return value
 

@@ -9,30 +9,25 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hvdbridge.errors import ConfigurationError, nearest
 
 PREFIX = "HVDBRIDGE_"
 LONGEST_SECONDS = 24 * 3600.0
-"""No ``hb.patience`` is longer. The limits that libraries keep themselves, and that nobody can move, come after it."""
+"""The longest ``hb.patience``. Limits that libraries keep themselves, and that cannot be moved, are as long."""
 
 BACKENDS = ("auto", "torch", "horovod", "mpi")
 KERNELS = ("auto", "native", "torch")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-KNOWN = (
-    "BACKEND", "POLICY", "BUCKET_MB", "DEBUG", "LOG_LEVEL", "CACHE", "TIMEOUT_SECONDS", "STALL_SECONDS", "KERNELS",
-    "START_SECONDS", "PORTS", "IFACE",
-)  # fmt: skip
 INJECTED = re.compile(r"(?P<service>(\w+?_)??)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
-"""What Kubernetes sets in each pod for a service whose name begins with hvdbridge: HOST, and others beside it."""
+"""Variables that Kubernetes sets in each pod for a service named hvdbridge or hvdbridge-...: HOST, and others."""
 HOST = "SERVICE_HOST"
-Fold = Callable[[str], str]
 
 
 @dataclass(frozen=True)
 class Config:
-    """What the environment says; arguments given in code beat it.
+    """The options that environment variables set. Arguments given in code replace them.
 
     Attributes:
         backend: ``auto``, ``torch``, ``horovod`` or ``mpi`` (``HVDBRIDGE_BACKEND``).
@@ -42,13 +37,13 @@ class Config:
         log_level: level of the ``hvdbridge`` logger (``HVDBRIDGE_LOG_LEVEL``).
         cache: directory for built wheels and kernels (``HVDBRIDGE_CACHE``).
         timeout_seconds: a collective that takes longer fails everywhere (``HVDBRIDGE_TIMEOUT_SECONDS``).
-        start: the same for the start, and for a synchronizer until its first step is through
+        start: the same for the start, and for a synchronizer until the end of its first step
             (``HVDBRIDGE_START_SECONDS``); None: as timeout_seconds.
         kernels: ``auto``, ``native`` or ``torch``: what computes codes (``HVDBRIDGE_KERNELS``).
-        stall_seconds: report who is missing after this time (``HVDBRIDGE_STALL_SECONDS``).
-        ports: where hvdbridge and MPI listen (``HVDBRIDGE_PORTS=25000-25999``); None: wherever the system says.
-        iface: the network interface by which hosts talk (``HVDBRIDGE_IFACE``); None: one that all reach.
-        injected: variables that are Kubernetes' and mean nothing here.
+        stall_seconds: report the missing ranks after this time (``HVDBRIDGE_STALL_SECONDS``).
+        ports: where hvdbridge and MPI listen (``HVDBRIDGE_PORTS=25000-25999``); None: any free port.
+        iface: the network interface by which hosts talk (``HVDBRIDGE_IFACE``); None: one that all hosts reach.
+        injected: Kubernetes' variables, which are ignored.
     """
 
     backend: str = "auto"
@@ -78,25 +73,13 @@ class Config:
         env = os.environ if environ is None else environ
         given = {k[len(PREFIX) :]: v.strip() for k, v in env.items() if k.startswith(PREFIX) and v.strip()}
         injected = {name for name in given if (found := INJECTED.fullmatch(name)) and found["service"] + HOST in given}
-        for name in given:
-            # INTERNAL_: from one of our processes to another
-            if name not in KNOWN and name not in injected and not name.startswith("INTERNAL_"):
+        values: dict[str, Any] = {"cache": _cache(given.pop("CACHE", None), env.get("XDG_CACHE_HOME"))}
+        for name, text in given.items():
+            if name in PARSERS:
+                values["start" if name == "START_SECONDS" else name.lower()] = PARSERS[name](name, text)
+            elif name not in injected and not name.startswith("INTERNAL_"):  # from one of our processes to another
                 raise ConfigurationError(f"Unknown environment variable {PREFIX}{name}. {nearest(name, KNOWN)}")
-        return cls(
-            backend=_choice(given, "BACKEND", "auto", BACKENDS),
-            policy=given.get("POLICY", "mean"),
-            bucket_mb=_bucket_mb(given),
-            debug=_flag(given, "DEBUG"),
-            log_level=_choice(given, "LOG_LEVEL", "WARNING", LOG_LEVELS, fold=str.upper),
-            cache=_cache(given.get("CACHE"), env.get("XDG_CACHE_HOME")),
-            timeout_seconds=_positive(given, "TIMEOUT_SECONDS", 300.0),
-            start=_positive(given, "START_SECONDS", 600.0) if "START_SECONDS" in given else None,
-            stall_seconds=_positive(given, "STALL_SECONDS", 30.0),
-            kernels=_choice(given, "KERNELS", "auto", KERNELS),
-            ports=_ports(given),
-            iface=given.get("IFACE"),
-            injected=tuple(sorted(PREFIX + name for name in injected)),
-        )
+        return cls(injected=tuple(sorted(PREFIX + name for name in injected)), **values)
 
     @property
     def start_seconds(self) -> float:
@@ -104,10 +87,10 @@ class Config:
         return self.start or self.timeout_seconds
 
     def fixed_bucket_mb(self, otherwise: float, where: str) -> float:
-        """The size of a bucket in MiB where none is measured; ``otherwise`` if nothing is said.
+        """The size of a bucket in MiB where none is measured; ``otherwise`` if the variable is not set.
 
         Raises:
-            ConfigurationError: it says "auto".
+            ConfigurationError: the variable is "auto".
         """
         if self.bucket_mb == "auto":
             raise ConfigurationError(
@@ -139,47 +122,50 @@ def _cache(given: str | None, home: str | None) -> Path:
         return own_directory()
 
 
-def _ports(given: Mapping[str, str]) -> range | None:
-    if "PORTS" not in given:
-        return None
-    found = re.fullmatch(r"(\d+)-(\d+)", given["PORTS"])
-    low, high = map(int, found.groups()) if found else (0, 0)
-    if not 0 < low <= high <= 65535:
-        text = f"{PREFIX}PORTS={given['PORTS']}"
-        raise ConfigurationError(f"{text} must be a range of ports, as in {PREFIX}PORTS=25000-25999")
-    return range(low, high + 1)
+def _text(name: str, text: str) -> str:
+    return text
 
 
-def _bucket_mb(given: Mapping[str, str]) -> float | Literal["auto"] | None:
-    if "BUCKET_MB" not in given:
-        return None
-    return "auto" if given["BUCKET_MB"].lower() == "auto" else _positive(given, "BUCKET_MB", 25.0)
-
-
-def _choice(given: Mapping[str, str], name: str, default: str, known: tuple[str, ...], fold: Fold = str.lower) -> str:
-    value = fold(given.get(name, default))
+def _choice(name: str, text: str) -> str:
+    known = {"BACKEND": BACKENDS, "KERNELS": KERNELS, "LOG_LEVEL": LOG_LEVELS}[name]
+    value = text.upper() if name == "LOG_LEVEL" else text.lower()
     if value not in known:
-        raise ConfigurationError(f"{PREFIX}{name}={given[name]} is not known. {nearest(value, known)}")
+        raise ConfigurationError(f"{PREFIX}{name}={text} is not known. {nearest(value, known)}")
     return value
 
 
-def _positive(given: Mapping[str, str], name: str, default: float) -> float:
-    text = given.get(name)
-    if text is None:
-        return default
+def _flag(name: str, text: str) -> bool:
+    if text.lower() not in FLAGS:
+        raise ConfigurationError(f"{PREFIX}{name}={text} must be 0 or 1")
+    return FLAGS[text.lower()]
+
+
+def _positive(name: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise ConfigurationError(f"{PREFIX}{name}={text} must be a positive number, as in {PREFIX}{name}={default:g}")
+        raise ConfigurationError(f"{PREFIX}{name}={text} must be a positive number, as in {PREFIX}{name}=25")
     return value
 
 
-def _flag(given: Mapping[str, str], name: str) -> bool:
-    text = given.get(name, "0").lower()
-    if text in ("1", "true", "yes", "on"):
-        return True
-    if text in ("0", "false", "no", "off"):
-        return False
-    raise ConfigurationError(f"{PREFIX}{name}={given[name]} must be 0 or 1")
+def _bucket_mb(name: str, text: str) -> float | Literal["auto"]:
+    return "auto" if text.lower() == "auto" else _positive(name, text)
+
+
+def _ports(name: str, text: str) -> range:
+    found = re.fullmatch(r"(\d+)-(\d+)", text)
+    low, high = map(int, found.groups()) if found else (0, 0)
+    if not 0 < low <= high <= 65535:
+        raise ConfigurationError(f"{PREFIX}{name}={text} must be a range of ports, as in {PREFIX}{name}=25000-25999")
+    return range(low, high + 1)
+
+
+FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+PARSERS: dict[str, Callable[[str, str], object]] = {
+    "BACKEND": _choice, "POLICY": _text, "BUCKET_MB": _bucket_mb, "DEBUG": _flag, "LOG_LEVEL": _choice,
+    "TIMEOUT_SECONDS": _positive, "START_SECONDS": _positive, "STALL_SECONDS": _positive, "KERNELS": _choice,
+    "PORTS": _ports, "IFACE": _text,
+}  # fmt: skip
+KNOWN = ("CACHE", *PARSERS)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import groupby
 
 
 class HvdbridgeError(RuntimeError):
@@ -94,11 +95,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     ('ranks 0-3, 5', 'rank 4')
     """
     numbers = sorted(ranks)
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and runs[-1][1] == n - 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    steady = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])  # of neighbours all have one difference
+    runs = [[number for _, number in run] for _, run in steady]
+    text = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"

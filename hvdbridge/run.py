@@ -1,4 +1,4 @@
-"""``python -m hvdbridge.run train.py ...``: an unmodified Horovod script, without Horovod.
+"""``python -m hvdbridge.run train.py ...`` runs an unmodified Horovod script, without Horovod.
 
 ::
 
@@ -9,14 +9,15 @@
 
 Rules:
 
-1. The script's ``import horovod.torch`` is :mod:`hvdbridge.torch`, with the submodules of :data:`STANDS_FOR`; other
-   frameworks' are refused by name.
-2. An installed Horovod is hidden from the script and from what it imports, but not from itself and from hvdbridge
-   (whose backend ``horovod`` it is): who imports, decides. Its modules leave ``sys.modules`` between their own imports.
-   Only ``horovod.runner.*`` below the launcher's API remains visible: it unpickles its own messages by name.
+1. The script's ``import horovod.torch`` is :mod:`hvdbridge.torch`, with the submodules of :data:`STANDS_FOR`. Modules
+   of other frameworks are refused by name.
+2. An installed Horovod is hidden from the script and from what the script imports, but not from itself and from
+   hvdbridge, whose backend ``horovod`` it is. The importing module decides. Horovod's modules leave ``sys.modules``
+   between their own imports. Only ``horovod.runner.*`` below the launcher's API remains: it unpickles its own messages
+   by name.
 3. The script runs as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``.
-4. Processes that it starts by ``multiprocessing``, as a DataLoader does, inherit this: forked ones as they are, others
-   (``spawn``, ``forkserver``) by what they are sent before they import the script.
+4. Processes that the script starts by ``multiprocessing``, as a DataLoader does, inherit this. Forked processes have it
+   already; others (``spawn``, ``forkserver``) get it with what they are sent before they import the script.
 """
 
 from __future__ import annotations
@@ -25,50 +26,46 @@ import builtins
 import importlib
 import importlib.util
 import os
+import pkgutil
 import runpy
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 VERSION = "0.28.1"
-"""Of the Horovod whose API this is."""
+"""The version of Horovod that scripts see."""
 
 STANDS_FOR = {
-    "horovod.torch": "hvdbridge.torch",
-    "horovod.torch.compression": "hvdbridge.torch.compression",
-    "horovod.torch.elastic": "hvdbridge.torch.elastic",
-    "horovod.torch.elastic.sampler": "hvdbridge.torch.elastic.sampler",
-    "horovod.torch.elastic.state": "hvdbridge.torch.elastic.state",
-    "horovod.torch.functions": "hvdbridge.torch.functions",
-    "horovod.torch.mpi_ops": "hvdbridge.torch.mpi_ops",
-    "horovod.torch.optimizer": "hvdbridge.torch.optimizer",
-    "horovod.torch.sync_batch_norm": "hvdbridge.torch.sync_batch_norm",
-    "horovod.common.basics": "hvdbridge.torch.basics",
+    **{f"horovod.torch{part}": f"hvdbridge.torch{part}" for part in (
+        "", ".compression", ".elastic", ".elastic.sampler", ".elastic.state", ".functions", ".mpi_ops", ".optimizer",
+        ".sync_batch_norm",
+    )},
+    **{f"horovod.common.{part}": f"hvdbridge.torch.{part}" for part in (
+        "basics", "exceptions", "process_sets", "util",
+    )},
     "horovod.common.elastic": "hvdbridge.torch.elastic.state",
-    "horovod.common.exceptions": "hvdbridge.torch.exceptions",
-    "horovod.common.process_sets": "hvdbridge.torch.process_sets",
-    "horovod.common.util": "hvdbridge.torch.util",
     "horovod.data.data_loader_base": "hvdbridge.torch.data_loader_base",
     "horovod.runner.launch": "hvdbridge.torch.launch",
-}
+}  # fmt: skip
 """Horovod's module -> ours."""
 
+LAUNCH = {"run": "hvdbridge.startup.launching:launch"}
 PACKAGES: Mapping[str, Mapping[str, str]] = {
-    "horovod": {"run": "hvdbridge.startup.launching:launch"},
+    "horovod": {**LAUNCH, "__version__": "hvdbridge.run:VERSION"},
     "horovod.common": {},
     "horovod.data": {
-        "AsyncDataLoaderMixin": "hvdbridge.torch.data_loader_base:AsyncDataLoaderMixin",
-        "BaseDataLoader": "hvdbridge.torch.data_loader_base:BaseDataLoader",
+        name: f"hvdbridge.torch.data_loader_base:{name}" for name in ("AsyncDataLoaderMixin", "BaseDataLoader")
     },
-    "horovod.runner": {"run": "hvdbridge.startup.launching:launch"},
+    "horovod.runner": LAUNCH,
 }
-"""Packages that are made up, with what they hold."""
+"""Packages that consist of what they hold here: name -> ``module:attribute``."""
 
 USAGE = "usage: python -m hvdbridge.run [-m MODULE | SCRIPT] [ARGUMENTS ...]"
 
@@ -82,14 +79,13 @@ def of_horovod(name: str) -> bool:
 
 
 class Package(ModuleType):
-    """One of :data:`PACKAGES`; what it holds is imported on first use."""
+    """One of :data:`PACKAGES`; its contents are imported on first use."""
 
     def __getattr__(self, name: str) -> Any:
         target = PACKAGES[self.__name__].get(name)
         if target is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} under hvdbridge.run")
-        module, _, attribute = target.partition(":")
-        value = getattr(importlib.import_module(module), attribute)
+        value = pkgutil.resolve_name(target)
         setattr(self, name, value)
         return value
 
@@ -98,9 +94,7 @@ class StandIn(MetaPathFinder, Loader):
     """Finds and loads our modules under Horovod's names, as long as it is ``on``."""
 
     stands_in = True
-
-    def __init__(self) -> None:
-        self.on = True
+    on = True
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if not (self.on and of_horovod(name)):
@@ -114,14 +108,11 @@ class StandIn(MetaPathFinder, Loader):
         )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        if spec.name not in PACKAGES:
-            module = importlib.import_module(STANDS_FOR[spec.name])
-            spec.loader_state = module.__spec__  # importlib puts its own in its place
-            return module
-        package = Package(spec.name)
-        if spec.name == "horovod":
-            package.__version__ = VERSION  # type: ignore[attr-defined]
-        return package
+        if spec.name in PACKAGES:
+            return Package(spec.name)
+        module = importlib.import_module(STANDS_FOR[spec.name])
+        spec.loader_state = module.__spec__  # importlib puts its own in its place
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
@@ -134,46 +125,41 @@ class Imports:
 
     def __init__(self, finder: StandIn) -> None:
         self._finder = finder
-        self._import = builtins.__import__
+        self._import: Any = builtins.__import__
         self._real: dict[str, ModuleType] = {}
         self._lock = threading.RLock()
-        self._depth = 0
 
-    def __call__(
-        self,
-        name: str,
-        globals: Mapping[str, object] | None = None,
-        locals: Mapping[str, object] | None = None,
-        fromlist: Sequence[str] | None = (),
-        level: int = 0,
-    ) -> ModuleType:
+    def __call__(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         importer = str((globals or {}).get("__name__", ""))
-        if not (of_horovod(importer) if level else of_horovod(name)):
-            return self._import(name, globals, locals, fromlist or (), level)
+        given = name, globals, locals, fromlist or (), level
+        if not of_horovod(importer if level else name):
+            return self._import(*given)
         with self._lock:
-            if self._depth or not (of_horovod(importer) or importer.startswith("hvdbridge.")):
-                return self._import(name, globals, locals, fromlist or (), level)
-            ours = self._swap({})
-            try:
-                return self._import(name, globals, locals, fromlist or (), level)
-            finally:
-                self._swap(ours)
+            if not self._finder.on or not (of_horovod(importer) or importer.startswith("hvdbridge.")):
+                return self._import(*given)
+            with self._real_horovod():
+                return self._import(*given)
 
-    def _swap(self, ours: dict[str, ModuleType]) -> dict[str, ModuleType]:
-        """Exchange what stands under Horovod's names; returns what stood there."""
-        begins = self._depth == 0
-        self._depth = int(begins)
-        self._finder.on = not begins
-        there = {name: module for name, module in sys.modules.items() if of_horovod(name)}
-        for name in there:
-            del sys.modules[name]
-        if begins:
-            sys.modules.update({**{n: m for n, m in there.items() if n not in known()}, **self._real})
-            return {name: module for name, module in there.items() if name in known()}
-        self._real = there
-        runner = {name: m for name, m in there.items() if name.startswith("horovod.runner.") and name not in known()}
-        sys.modules.update({**runner, **ours})
-        return there
+    @contextmanager
+    def _real_horovod(self) -> Iterator[None]:
+        """Within, the real modules are under Horovod's names."""
+        self._finder.on = False
+        there = taken()
+        sys.modules.update({**{name: m for name, m in there.items() if name not in known()}, **self._real})
+        try:
+            yield
+        finally:
+            self._real = taken()
+            self._finder.on = True
+            sys.modules.update({
+                **{n: m for n, m in self._real.items() if n.startswith("horovod.runner.") and n not in known()},
+                **{n: m for n, m in there.items() if n in known()},
+            })  # fmt: skip
+
+
+def taken() -> dict[str, ModuleType]:
+    """Remove all modules under Horovod's names, and return them."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if of_horovod(name)}
 
 
 def known() -> set[str]:
@@ -182,7 +168,7 @@ def known() -> set[str]:
 
 
 class Heritage:
-    """Is sent to a process that begins anew; unpickling it there stands in."""
+    """What a process that begins anew is sent; to unpickle it there calls :func:`stand_in`."""
 
     def __init__(self, path: Sequence[str]) -> None:
         self._path = [*path, str(Path(__file__).parents[1])]
@@ -243,27 +229,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     script = words[0]
+    try:
+        code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+    except OSError as error:
+        print(f"hvdbridge.run: cannot read {script}: {error.strerror}\n{USAGE}", file=sys.stderr)
+        raise SystemExit(2) from None
     sys.argv[:] = words
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     module = ModuleType("__main__")
     module.__file__ = script
     module.__builtins__ = builtins  # type: ignore[attr-defined]
-    code = compiled(script)
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
 
 
-def compiled(script: str) -> CodeType:
-    try:
-        with open(script, "rb") as file:
-            return compile(file.read(), script, "exec", dont_inherit=True)
-    except OSError as error:
-        print(f"hvdbridge.run: cannot read {script}: {error.strerror}\n{USAGE}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
 if __name__ == "__main__":
-    # Under its own name, not as the module __main__, whose place the script takes.
+    # Under its own name: the script becomes the module __main__.
     from hvdbridge.run import main as run
 
     run()

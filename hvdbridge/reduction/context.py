@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from hvdbridge.backends.communicator import Communicator
-from hvdbridge.errors import RankMismatch
+from hvdbridge.errors import ConfigurationError, RankMismatch
 from hvdbridge.execution.scheduler import Check, open_scheduler
+from hvdbridge.policy.base import Policy
 from hvdbridge.reduction.parameters import bare_name
 from hvdbridge.reduction.session import Session
 
@@ -81,12 +82,22 @@ class ReductionContext:
         made.ranks = ranks
         return made
 
-    def agree(self, lines: list[str]) -> None:
-        """Compare ``lines`` over the ranks. Collective.
+    def agree(self, policy: Policy, lines: list[str]) -> None:
+        """Compare ``lines`` over the ranks, and check that ``policy`` is defined for so many. Collective; an error closes
+        the context.
 
         Raises:
             RankMismatch: on every rank, naming the first difference and which ranks have what.
+            ConfigurationError: see :meth:`Policy.check_size <hvdbridge.Policy.check_size>`.
         """
+        try:
+            self._compare(lines)
+            policy.check_size(self.communicator.size, len(set(self.communicator.nodes)) or None)
+        except (ConfigurationError, RankMismatch):
+            self.close()
+            raise
+
+    def _compare(self, lines: list[str]) -> None:
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         if len(set(self.control.all_gather_object(digest))) == 1:
             return

@@ -2,12 +2,12 @@
 
 Rules:
 
-1. Nothing is started before the first bucket comes: whoever sits on DDP (Lightning, Accelerate) starts
-   ``torch.distributed`` himself, and later than the hook is named. hvdbridge then joins what runs.
-2. Without a model parameters are named by their position in it, which the first step tells: its buckets are held
-   until the last is there. State then fits models that register the same parameters in the same order.
-3. DDP calls hooks in bucket order; the end of a step is the end of backward. Where DDP calls hooks outside of it
-   (``join()``) it is the next step's first bucket, or whatever asks the state for something.
+1. Nothing is started before the first bucket comes. What wraps DDP (Lightning, Accelerate) starts
+   ``torch.distributed`` itself, after the user has named the hook. hvdbridge then joins what runs.
+2. Without a model parameters are named by their position in it. The first step shows the positions: the hook holds its
+   buckets until the last one comes. State then fits models that register the same parameters in the same order.
+3. DDP calls hooks in bucket order, and a step ends with its backward. Where DDP calls hooks outside of a backward
+   (``join()``), the next step's first bucket ends the step, or whatever asks the state for something.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from hvdbridge.reduction.parameters import ignored, trainable
 from hvdbridge.training import runtime
 from hvdbridge.training.hook_state import HookState, join_torch
 
+Bucket = tuple[Sequence[Tensor], Tensor, "torch.futures.Future[Tensor]"]
+"""Parameters, flat gradients, and the future of the update."""
+
 
 class HookLayouts(Layouts):
     """Those of a model that the user names."""
 
     def look(self, parameters: Sequence[Tensor]) -> tuple[Layout, list[Strided]]:
-        unknown = [list(p.shape) for p in parameters if p not in self.names]
-        if unknown:
+        if unknown := [list(p.shape) for p in parameters if p not in self.names]:
             raise ConfigurationError(
                 f"rank {runtime.rank()}: DDP's bucket has parameters of shapes {unknown} that the hook does not "
                 "know. Give to_comm_hook the model that DDP wraps; one hook serves one model."
@@ -52,10 +54,8 @@ class CommHookState(HookState):
         super().__init__(policy, weighted, seed)
         self._model = model
         self._layouts = HookLayouts({})
-        self._held: list[tuple[Any, torch.futures.Future[Tensor]]] = []
+        self._held: list[Bucket] = []
         self._running = self._outside = False  # a step is open; it began outside of a backward
-
-    # -- buckets --------------------------------------------------------------------------------------------------
 
     def bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """The hook."""
@@ -65,28 +65,27 @@ class CommHookState(HookState):
             if not self._outside:
                 at_end_of_backward(self._finish)
             self._running = True
-            if self._model is not None:
-                self._open_by_model(self._model)
+            if self._aggregator is None and self._model is not None:
+                self._join_by_model(self._model)
             if self._aggregator is not None:
-                self._begin(self._aggregator)
+                self._aggregator.begin()
         buffer = bucket.buffer()
         if buffer.layout != torch.strided:
             raise Unsupported("to_comm_hook: no policy takes sparse gradients. Use sparse=False in the Embedding.")
         future = future_of(buffer)
+        self._held.append((bucket.parameters(), buffer, future))
+        if self._aggregator is None and bucket.is_last():
+            self._join_by_position().begin()
         if self._aggregator is not None:
-            self._submit(self._aggregator, bucket.parameters(), buffer, future, bucket.is_last())
-            return future
-        self._held.append(((bucket.parameters(), buffer), future))
-        if bucket.is_last():
-            self._open_by_position()
+            self._submit(self._aggregator, bucket.is_last())
         return future
 
-    def _submit(
-        self, aggregator: Aggregator, parameters: list[Tensor], buffer: Tensor, future: torch.futures.Future[Tensor],
-        last: bool,
-    ) -> None:  # fmt: skip
-        aggregator.submit(self._layouts.piece(parameters, buffer, future, aggregator.policy), last)
-        if last:  # where DDP waits within backward (static_graph, Join), nobody comes to end the step
+    def _submit(self, aggregator: Aggregator, last: bool) -> None:
+        held, self._held = self._held, []
+        for i, (parameters, buffer, future) in enumerate(held, 1):
+            piece = self._layouts.piece(parameters, buffer, future, aggregator.policy)
+            aggregator.submit(piece, last and i == len(held))
+        if last:  # where DDP waits within backward (static_graph, Join), nothing else flushes
             aggregator.scheduler.flush()
             if self._outside:
                 aggregator.end_ahead()
@@ -106,37 +105,27 @@ class CommHookState(HookState):
             self._finish()
 
     def _finish(self) -> None:
-        try:
-            if self._aggregator is not None:
-                self._aggregator.end()
-        finally:
-            self._running = False
+        self._running = False
+        if self._aggregator is not None:
+            self._aggregator.end()
 
     # -- the start ------------------------------------------------------------------------------------------------
 
-    def _open_by_model(self, model: Module) -> None:
-        if self._aggregator is None:
-            bare = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
-            self._join(trainable(bare, ignored(bare)), model)
-
-    def _open_by_position(self) -> None:
-        """The first step's buckets are DDP's from last to first, each in registered order."""
-        inverse = [parameters for (parameters, _), _ in reversed(self._held)]
-        params = {f"parameter.{i}": p for i, p in enumerate(p for parameters in inverse for p in parameters)}
-        self._join(params, None)
-        aggregator = super()._opened()
-        self._begin(aggregator)
-        held, self._held = self._held, []
-        for i, ((parameters, buffer), future) in enumerate(held):
-            self._submit(aggregator, parameters, buffer, future, i == len(held) - 1)
-
-    def _join(self, params: Mapping[str, Tensor], model: Module | None) -> None:
-        join_torch()
-        refuse_complex(params)
+    def _join_by_model(self, model: Any) -> None:
         group = None
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            ranks = dist.get_process_group_ranks(model.process_group)
-            group = None if len(ranks) == runtime.size() else ranks
+            model, group = model.module, dist.get_process_group_ranks(model.process_group)
+        self._join(trainable(model, ignored(model)), group)
+
+    def _join_by_position(self) -> Aggregator:
+        """The first step's buckets are DDP's from last to first, each in registered order."""
+        found = [p for parameters, _, _ in reversed(self._held) for p in parameters]
+        self._join({f"parameter.{i}": p for i, p in enumerate(found)}, None)
+        return super()._opened()
+
+    def _join(self, params: Mapping[str, Tensor], group: Any) -> None:
+        join_torch()
+        refuse_complex(params)
         self._layouts = HookLayouts({p: name for name, p in params.items()})
         self._open(params, group, next(iter(params.values())).device, {})
 
@@ -146,7 +135,7 @@ def to_comm_hook(
 ) -> tuple[CommHookState, Any]:
     """``(state, hook)`` for ``DistributedDataParallel.register_comm_hook(state, hook)``, and for all that call it.
 
-    hvdbridge need not be initialized: it joins ``torch.distributed`` when the first bucket comes.
+    hvdbridge need not be initialized: the hook joins ``torch.distributed`` when the first bucket comes.
 
     Args:
         policy: a spec string or a policy.

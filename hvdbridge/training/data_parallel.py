@@ -2,10 +2,10 @@
 
 Rules:
 
-1. Under torch it is a DistributedDataParallel; elsewhere a module around the user's, whose gradients our reducer
-   aggregates. Both are made by a :class:`~hvdbridge.training.synchronizer.GradientSynchronizer` without an optimizer.
+1. Under torch it is a DistributedDataParallel. Elsewhere it is a module around the user's, and our reducer aggregates
+   the gradients. A :class:`~hvdbridge.training.synchronizer.GradientSynchronizer` without an optimizer makes both.
 2. ``state_dict()`` has the bare module's keys, also as a part of another module's.
-3. An option of DDP's either does here what it does there, or is refused.
+3. An option of DDP either has the same effect here, or is refused.
 4. A copy (``copy.deepcopy``, ``AveragedModel``, ``torch.save``) is of the module alone: to evaluate, not to train.
 """
 
@@ -84,7 +84,7 @@ class DistributedDataParallel(Module):
     def __new__(cls: Any, *args: Any, **options: Any) -> Any:
         if issubclass(cls, Wrapper):
             return super().__new__(cls)
-        kind = KINDS.get(runtime.current().backend, _Elsewhere)
+        kind = _OnTorch if runtime.current().backend == "torch" else _Elsewhere
         return super().__new__(kind if cls is DistributedDataParallel else _subclass(cls, kind))
 
     def __init__(
@@ -115,6 +115,7 @@ class DistributedDataParallel(Module):
         ignore: Ignore = None,
         broadcast: Literal["all", "trainable"] = "all",
     ) -> None:
+        arguments = locals()
         if not isinstance(module, Module):
             raise Unsupported(f"DistributedDataParallel wraps a module, got {type(module).__name__}")
         if dim != 0 or not init_sync:
@@ -122,23 +123,16 @@ class DistributedDataParallel(Module):
                 f"DistributedDataParallel(dim={dim}, init_sync={init_sync}): only dim=0 and init_sync=True"
             )
         check_devices(module, device_ids, output_device)
-        given = {
-            "bucket_cap_mb_list": bucket_cap_mb_list,
-            "delay_all_reduce_named_params": delay_all_reduce_named_params,
-            "mixed_precision": mixed_precision,
-            "param_to_hook_all_reduce": param_to_hook_all_reduce,
-            "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
-        }
-        for name, value in given.items():
-            if value is not None and value is not False:
-                raise Unsupported(f"DistributedDataParallel({name}=...) has no meaning here. {REFUSED[name]}")
+        for name, remedy in REFUSED.items():
+            if arguments[name] is not None and arguments[name] is not False:
+                raise Unsupported(f"DistributedDataParallel({name}=...) has no meaning here. {remedy}")
         if device_mesh is not None and process_group is not None:
             raise Unsupported("DistributedDataParallel(process_group=..., device_mesh=...): give one of the two")
-        process_group = process_group if device_mesh is None else device_mesh
-        wanted = next(value for value in (forward_sync_buffers, broadcast_buffers, True) if value is not None)
+        buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.__dict__["synchronizer"] = GradientSynchronizer(
-            module, None, policy, bucket_cap_mb, process_group, find_unused_parameters, weighted, static_graph, wanted,
-            gradient_as_bucket_view, ignore=ignore, broadcast=broadcast, wrapper=self,
+            module, None, policy, bucket_cap_mb, process_group if device_mesh is None else device_mesh,
+            find_unused_parameters, weighted, static_graph, buffers is None or buffers, gradient_as_bucket_view,
+            ignore=ignore, broadcast=broadcast, wrapper=self,
         )  # fmt: skip
         self.__dict__["device_mesh"] = device_mesh
 
@@ -226,13 +220,12 @@ class DistributedDataParallel(Module):
         if throw_on_early_termination:
             raise Unsupported("join(throw_on_early_termination=True): ranks cannot be interrupted here. Leave it out.")
         aggregator = self.synchronizer._aggregator
-        before = aggregator.joined_weight
         aggregator.joined_weight = 1.0 if divide_by_initial_world_size else 0.0
         try:
             with self.synchronizer.join() if enable else nullcontext():
                 yield
         finally:
-            aggregator.joined_weight = before
+            aggregator.joined_weight = 0.0
 
 
 class _OnTorch(DistributedDataParallel, TorchDDP):
@@ -244,9 +237,9 @@ class _OnTorch(DistributedDataParallel, TorchDDP):
         """As torch's, which calls it itself while it is constructed."""
         if "synchronizer" in self.__dict__:
             super()._set_static_graph()
-            told: Any = self._get_ddp_logging_data
+            logged: Any = self._get_ddp_logging_data
             source: Any = self.synchronizer._source
-            source.unmarked = len(told()["bucket_sizes"].split(","))
+            source.unmarked = len(logged()["bucket_sizes"].split(","))
             self.find_unused_parameters = False  # the reducer finds them now, and join() goes by this
         TORCHS._set_static_graph(self)
 
@@ -278,7 +271,7 @@ class _Elsewhere(Wrapper, DistributedDataParallel):
 
     @property
     def closed(self) -> bool:
-        """Whether nobody aggregates its gradients."""
+        """Whether its gradients stay local."""
         return "synchronizer" not in self.__dict__ or self.synchronizer._closed
 
     @property
@@ -295,16 +288,11 @@ class _Elsewhere(Wrapper, DistributedDataParallel):
         return self.synchronizer.no_sync()
 
 
-KINDS: dict[str, Any] = {"torch": _OnTorch}
-"""By backend, what a wrapper is; elsewhere a module around the user's."""
-
-
 class _Copy(_Elsewhere):
-    """What is copied or saved: nobody aggregates its gradients, so it makes none."""
+    """A copy, or what was saved. Its gradients would not be aggregated, so it makes none."""
 
     def __init__(self, module: Module) -> None:
-        Module.__init__(self)
-        self.module = module
+        self.adopt(module)
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

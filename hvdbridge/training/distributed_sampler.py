@@ -1,4 +1,4 @@
-"""Which samples of a data set are this rank's."""
+"""The samples of a data set that belong to this rank."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import torch
 from torch.utils.data import Sampler
 
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.training import runtime
 
 
 class DistributedSampler(Sampler[int]):
     """Deals a data set out to the ranks, one sample each in turn.
 
-    ``torch.utils.data.DistributedSampler`` repeats samples until all ranks have equally many, which counts
-    those twice, in training and in evaluation. Here every sample is used exactly once per epoch, so the
-    lengths may differ by one. Then the last batches differ too, and even their number where the shorter part
-    fills whole batches: ``sync.weight = len(x)`` makes the result that of one process on the union of the
-    batches, and ``sync.join()`` lets a rank end earlier. ``pad=True`` is torch's way, in torch's order.
+    ``torch.utils.data.DistributedSampler`` repeats samples until all ranks have equally many, which counts those twice,
+    in training and in evaluation. Here every sample is used exactly once per epoch, so the lengths may differ by one.
+    Then the last batches differ too, and even their number where the shorter part fills whole batches. With
+    ``sync.weight = len(x)`` the result is that of one process on the union of the batches, and ``sync.join()`` lets a
+    rank end earlier. ``pad=True`` is torch's way, in torch's order.
 
     Args:
         dataset: anything with a length.
-        rank, size: whose part, of how many; None = this job's.
+        rank, size: the rank that gets the samples, and the number of ranks; None: this job's.
         shuffle: a new order for each epoch, a function of ``seed`` and :meth:`set_epoch` alone.
         seed: equal on all ranks.
         pad: repeat the first samples until every rank has equally many.
@@ -41,33 +42,28 @@ class DistributedSampler(Sampler[int]):
         seed: int = 0,
         pad: bool = False,
     ) -> None:
-        if rank is None or size is None:
-            from hvdbridge.training import runtime  # here, so that a sampler with both needs no session
-
-            rank = runtime.rank() if rank is None else rank
-            size = runtime.size() if size is None else size
-        if not 0 <= rank < size:
-            raise ConfigurationError(f"DistributedSampler: rank {rank} is not in 0..{size - 1}")
-        self.dataset, self.rank, self.size = dataset, rank, size
-        self.shuffle, self.seed, self.pad = shuffle, seed, pad
+        self.rank = runtime.rank() if rank is None else rank
+        self.size = runtime.size() if size is None else size
+        if not 0 <= self.rank < self.size:
+            raise ConfigurationError(f"DistributedSampler: rank {self.rank} is not in 0..{self.size - 1}")
+        self.dataset, self.shuffle, self.seed, self.pad = dataset, shuffle, seed, pad
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration; call it with the same number on all ranks."""
         self.epoch = epoch
 
+    def _own(self) -> range:
+        """This rank's numbers in the order of an epoch; those beyond its end begin it again."""
+        count = len(self.dataset)
+        return range(self.rank, -(-count // self.size) * self.size if self.pad else count, self.size)
+
     def __len__(self) -> int:
-        most = -(-len(self.dataset) // self.size)
-        short = not self.pad and self.rank >= len(self.dataset) - (most - 1) * self.size
-        return most - short if len(self.dataset) else 0
+        return len(self._own())
 
     def __iter__(self) -> Iterator[int]:
-        count = len(self.dataset)
+        order = list(range(len(self.dataset)))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(count, generator=generator, device="cpu")
-        else:
-            order = torch.arange(count, device="cpu")
-        if self.pad and count:
-            order = order[torch.arange(-(-count // self.size) * self.size, device="cpu") % count]
-        return iter(order[self.rank :: self.size].tolist())
+            order = torch.randperm(len(order), generator=generator, device="cpu").tolist()
+        return iter([order[i % len(order)] for i in self._own()])

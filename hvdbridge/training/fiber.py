@@ -1,18 +1,19 @@
-"""Blocking code as a flow: it runs in a thread of its own, and only while whoever drives the flow waits for it.
+"""Blocking code as a flow: the code runs in a thread of its own, and only while the flow's driver waits for it.
 
 Rules:
 
-1. One of the two runs at a time, so the code's requests come in the order of its lines: canonical where the code is.
-2. Threads are used again: starting one costs more than handing over (some 30 us each way).
-3. Gradient mode, CUDA device and stream belong to a thread: the code begins on the scheduler's. A callback of a future
-   has a stream of its own: what it asks for waits for that, and it waits for the answer.
+1. The code and the flow take turns. Requests come in the order of the code's lines, the same on all ranks.
+2. Threads are used again, because starting a thread costs more than handing over to one.
+3. Gradient mode, CUDA device and stream belong to a thread. The code begins on the scheduler's stream. A callback of
+   a future runs on another stream: the scheduler's stream waits for it before the collective, and it waits for the
+   answer.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Generator
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -22,16 +23,26 @@ from hvdbridge.errors import Unsupported
 from hvdbridge.policy.collectives import Collective
 
 T = TypeVar("T")
+Outcome = tuple[Any, BaseException | None]
 
 _here = threading.local()
 _idle: list[_Fiber] = []
 
 
 class _Fiber(threading.Thread):
+    """Runs one function at a time.
+
+    Attributes:
+        work: functions to run, each with the stream on which it begins.
+        asked: what the function asks for, or its outcome at its end; with its stream.
+        answers: outcomes of requests.
+    """
+
     def __init__(self) -> None:
         super().__init__(name="fiber", daemon=True)
-        self.inbox: queue.SimpleQueue[tuple[Callable[[], Any] | None, Any]] = queue.SimpleQueue()
-        self.outbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.work: SimpleQueue[tuple[Callable[[], Any], Any]] = SimpleQueue()
+        self.asked: SimpleQueue[tuple[Collective | Outcome, Any]] = SimpleQueue()
+        self.answers: SimpleQueue[Outcome] = SimpleQueue()
         self.abandoned = False
         self.start()
 
@@ -39,28 +50,15 @@ class _Fiber(threading.Thread):
     def run(self) -> None:
         _here.fiber = self
         while not self.abandoned:
-            function, stream = self.inbox.get()
-            assert function is not None, "a fiber begins with a function"
-            _enter(stream)
+            function, stream = self.work.get()
+            if stream is not None:
+                torch.cuda.set_device(stream.device)
+                torch.cuda.set_stream(stream)
             try:
-                ended = ("end", function())
-            except BaseException as error:  # it belongs to whoever drives the flow
-                ended = ("error", error)
+                self.asked.put(((function(), None), stream))
+            except BaseException as error:  # the flow raises it to its driver
+                self.asked.put(((None, error), stream))
             del function
-            self.outbox.put(ended)
-            del ended
-
-    def ask(self, request: Collective) -> Tensor:
-        own = _stream()
-        self.outbox.put(("ask", (request, None if own is None else own.record_event())))
-        error, (answer, stream) = self.inbox.get()
-        if own is not None and stream is not None and own != stream:
-            own.wait_stream(stream)
-            if answer is not None and answer.is_cuda:
-                answer.record_stream(own)
-        if error is not None:
-            error()
-        return answer  # type: ignore[no-any-return]
 
 
 def ask(request: Collective) -> Tensor:
@@ -75,11 +73,13 @@ def ask(request: Collective) -> Tensor:
             f"{request.signature()}: a hook's collectives are issued in the thread that called the hook, so that their "
             "order is the same on all ranks. Do not issue them from a thread of your own."
         )
-    return fiber.ask(request)
+    fiber.asked.put((request, _stream()))
+    del request  # a message, which the driver may free
+    return _result(fiber.answers.get())  # type: ignore[no-any-return]
 
 
 def flow_of(function: Callable[[], T]) -> Generator[Collective, Tensor, T]:
-    """``function()`` as a flow that yields what it asks for by :func:`ask`.
+    """``function()`` as a flow that yields what the function asks for by :func:`ask`.
 
     >>> from hvdbridge.policy.collectives import AllReduce
     >>> from hvdbridge.execution.scheduler import drive
@@ -87,44 +87,42 @@ def flow_of(function: Callable[[], T]) -> Generator[Collective, Tensor, T]:
     tensor([5., 5.])
     """
     fiber = _idle.pop() if _idle else _Fiber()
-    fiber.inbox.put((function, _stream()))
-    try:
-        while True:
-            kind, value = fiber.outbox.get()
-            if kind == "end":
-                _idle.append(fiber)
-                return value  # type: ignore[no-any-return]
-            if kind == "error":
-                _idle.append(fiber)
-                raise value
-            request, event = value
-            if event is not None:
-                torch.cuda.current_stream().wait_event(event)
-            try:
-                answer = yield request
-            except Exception as error:
-                fiber.inbox.put((_raising(error), (None, _stream())))
-            else:
-                fiber.inbox.put((None, (answer, _stream())))
-            del value, request
-    except GeneratorExit as end:
-        fiber.abandoned = True
-        fiber.inbox.put((_raising(end), (None, None)))
-        raise
+    fiber.work.put((function, _stream()))
+    while True:
+        request, stream = fiber.asked.get()
+        if isinstance(request, tuple):
+            _idle.append(fiber)
+            return _result(request)  # type: ignore[no-any-return]
+        current = _stream()
+        if stream is not None and stream != current:
+            current.wait_stream(stream)
+        try:
+            tensor = yield request
+        except GeneratorExit as end:
+            fiber.abandoned = True
+            fiber.answers.put((None, end))
+            raise
+        except Exception as error:
+            fiber.answers.put((None, error))
+            continue
+        finally:
+            del request
+        current = _stream()
+        if stream is not None and stream != current:
+            stream.wait_stream(current)
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+        fiber.answers.put((tensor, None))
+        del tensor
 
 
-def _raising(error: BaseException) -> Callable[[], Any]:
-    def throw() -> None:
+def _result(outcome: Outcome) -> Any:
+    value, error = outcome
+    if error is not None:
         raise error
-
-    return throw
+    return value
 
 
 def _stream() -> Any:
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
-
-def _enter(stream: Any) -> None:
-    if stream is not None:
-        torch.cuda.set_device(stream.device)
-        torch.cuda.set_stream(stream)

@@ -3,12 +3,13 @@
 Rules:
 
 1. The hook gets a look-alike of torch's GradBucket, and a ``torch.distributed`` whose collectives are the flow's.
-2. A hook that treats each element by itself runs per bucket, while backward goes on. One whose result depends on
+2. A hook that treats each element by itself runs per bucket, while backward goes on. A hook whose result depends on
    what else is in the bucket (a scale, a matrix of all gradients, random numbers drawn in sequence) runs once per
-   step, on one bucket of all gradients in the order in which DDP holds them: registered order in the first step,
-   the reverse of it from then on. So the result does not depend on buckets, and is that of DDP with one.
-3. A hook's state is its own: it changes in place, is keyed as the hook likes, and is the user's to save.
-4. Hooks divide by the number of ranks themselves; a weight multiplies what they see by its ratio to the mean weight.
+   step, on one bucket of all gradients. The order is that of DDP: registered order in the first step, the reverse of
+   it from then on. So the result does not depend on buckets, and is that of DDP with one bucket.
+3. A hook's state is its own. The hook changes it in place and keys it as it likes; the user saves it.
+4. Hooks divide by the number of ranks themselves. A rank's gradients are multiplied by the ratio of its weight to the
+   mean weight.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from weakref import ref
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,16 +31,16 @@ from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policy.base import Aggregated, Flow, Policy, State
 from hvdbridge.policy.bucket import Bucket, Layout, Views, flatten
 from hvdbridge.training.fiber import flow_of
-from hvdbridge.training.process_group import FlowGroup, HookWorld, inside
+from hvdbridge.training.groups import Group
+from hvdbridge.training.process_group import FlowGroup, HookWorld
 
 Hook = Callable[[Any, Any], Any]
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
-ELEMENTWISE = {
-    f"{HOOKS}.default_hooks.allreduce_hook", f"{HOOKS}.default_hooks.fp16_compress_hook",
-    f"{HOOKS}.default_hooks.bf16_compress_hook", f"{HOOKS}.debugging_hooks.noop_hook",
-    f"{HOOKS}.post_localSGD_hook.post_localSGD_hook",
-}  # fmt: skip
+ELEMENTWISE = {f"{HOOKS}.{name}" for name in (
+    "default_hooks.allreduce_hook", "default_hooks.fp16_compress_hook", "default_hooks.bf16_compress_hook",
+    "debugging_hooks.noop_hook", "post_localSGD_hook.post_localSGD_hook",
+)}  # fmt: skip
 """Hooks whose result for an element depends on that element alone."""
 
 WRAPPERS = {
@@ -53,14 +54,11 @@ REFUSED = {
 
 
 class GradBucket:
-    """What a hook sees of a bucket: the methods of torch's GradBucket, which nobody else can make."""
+    """What a hook sees of a bucket: the methods of torch's GradBucket, which Python cannot construct."""
 
     def __init__(self, buffer: Tensor, layout: Layout, parameters: list[Tensor], index: int, last: bool) -> None:
-        self._buffer = buffer
-        self._layout = layout
-        self._parameters = parameters
-        self._index = index
-        self._last = last
+        self._buffer, self._layout, self._parameters = buffer, layout, parameters
+        self._index, self._last = index, last
 
     def index(self) -> int:
         """The number of the bucket in this step."""
@@ -89,10 +87,16 @@ class GradBucket:
 
 @dataclass(eq=False)
 class _Memory:
-    """What belongs to one model: its parameters, and the hook's state and groups by rank."""
+    """What belongs to one model.
 
-    parameters: dict[str, ref[Tensor]] = field(default_factory=dict)
-    worlds: dict[int, tuple[HookWorld, Any]] = field(default_factory=dict)
+    Attributes:
+        parameters: by name.
+        ranks: the groups and the hook's state, by rank and number of ranks.
+        spare: a copy of the state before the first step.
+    """
+
+    parameters: WeakValueDictionary[str, Tensor] = field(default_factory=WeakValueDictionary)
+    ranks: dict[tuple[int, int], tuple[HookWorld, Any]] = field(default_factory=dict)
     spare: Any = None
 
 
@@ -102,7 +106,7 @@ class ForeignHook(Policy):
 
     state: Any
     hook: Hook
-    runs: Literal["bucket", "step"]
+    scope: Literal["bucket", "step"] = "step"
     _memory: _Memory = field(default_factory=_Memory, init=False)
 
     deterministic = False
@@ -112,34 +116,24 @@ class ForeignHook(Policy):
     def __post_init__(self) -> None:
         self._memory.spare = _copy(self.state)
 
-    @property
-    def scope(self) -> Literal["bucket", "step"]:
-        return self.runs
-
-    def inners(self) -> Mapping[str, Policy]:
-        return {}
-
     def __repr__(self) -> str:
-        return f"from_comm_hook({name_of(self.hook)}, scope={self.runs!r})"
+        return f"from_comm_hook({name_of(self.hook)}, scope={self.scope!r})"
 
     def init(self, params: Mapping[str, Tensor]) -> State:
-        self._memory.parameters.update({name: ref(p) for name, p in params.items()})
+        self._memory.parameters.update(params)
         return {}
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        layout = bucket.layout if self.runs == "bucket" else _as_in_ddp(bucket)
-        flat = bucket.buffer
-        if self.runs == "step":  # in memory of its own: a hook may resize it
-            flat = flat.clone() if layout is bucket.layout else flatten(bucket.grads, layout)
+        layout = bucket.layout if self.scope == "bucket" else _as_in_ddp(bucket)
+        flat = flatten(bucket.grads, layout)
+        if self.scope == "step" and layout is bucket.layout:  # in memory of its own: a hook may resize it
+            flat = flat.clone()
         _scale(flat, bucket)
-        found = [self._memory.parameters.get(name, _nobody)() for name in layout.names]
-        parameters = [p for p in found if p is not None]
-        world, mine = self._world(bucket)
+        known = self._memory.parameters
+        parameters = [known[name] for name in layout.names if name in known]
         seen = GradBucket(flat, layout, parameters, bucket.index, bucket.last)
-        if isinstance(mine, PostLocalSGDState) and mine.subgroup is None:  # a host's ranks; torch asks CUDA for them
-            mine.subgroup = FlowGroup.named("node", bucket.place("node"))
-        _mend_batched_power()
-        result = yield from flow_of(lambda: inside(world, lambda: _call(self.hook, _adopted(mine, world), seen)))
+        world, mine = self._world(bucket)
+        result = yield from flow_of(lambda: world.run(lambda: _call(self.hook, mine, seen)))
         if not isinstance(result, Tensor) or result.numel() != layout.numel:
             what = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise Unsupported(
@@ -150,16 +144,21 @@ class ForeignHook(Policy):
         return Aggregated(result if layout is bucket.layout else flatten(Views(layout, result), bucket.layout))
 
     def _world(self, bucket: Bucket) -> tuple[HookWorld, Any]:
-        """The hook's groups and state of this rank; several ranks in one process are a simulation, and get copies."""
-        worlds = self._memory.worlds
-        known = worlds.get(bucket.rank)
-        if known is None or known[0].default_pg.whole != (bucket.rank, bucket.size):
-            first = not worlds or known is not None
-            if not first and self._memory.spare is _NO_COPY:
-                raise Unsupported(f"{self!r}: its state cannot be copied, which a simulation of several ranks needs")
-            mine = self.state if first else _copy(self._memory.spare)
-            worlds[bucket.rank] = known = HookWorld(FlowGroup(bucket.rank, bucket.size)), mine
-        return known
+        """The groups and the hook's state of this rank. Several ranks in one process are a simulation: all but the
+        first get copies of the state."""
+        ranks, key = self._memory.ranks, (bucket.rank, bucket.size)
+        if key not in ranks:
+            _mend_batched_power()
+            owner, _ = next(iter(ranks), key)
+            mine = self.state if bucket.rank == owner else _copy(self._memory.spare)
+            if isinstance(mine, Unsupported):
+                raise mine
+            world = HookWorld(FlowGroup(*key))
+            mine = _adopted(mine, world)
+            if isinstance(mine, PostLocalSGDState) and mine.subgroup is None:  # torch asks CUDA for a host's ranks
+                mine.subgroup = FlowGroup(*bucket.place("node"), label="node")
+            ranks[key] = world, mine
+        return ranks[key]
 
 
 def from_comm_hook(state: Any, hook: Hook, scope: Literal["bucket", "step"] | None = None) -> Policy:
@@ -192,12 +191,12 @@ def from_comm_hook(state: Any, hook: Hook, scope: Literal["bucket", "step"] | No
         raise ConfigurationError(f"hook={hook!r} cannot be called; pass from_comm_hook(state, hook), in this order")
     if scope not in (None, "bucket", "step"):
         raise ConfigurationError(f"scope={scope!r} must be 'bucket', 'step' or None")
-    for inner in _chain(hook):
-        why = REFUSED.get(getattr(inner, "__module__", ""))
-        if why:
-            raise Unsupported(f"{name_of(inner)} is no hook for hvdbridge: {why}. Step the optimizer after backward.")
-    elementwise = _path(_chain(hook)[-1]) in ELEMENTWISE
-    return ForeignHook(state, hook, scope or ("bucket" if elementwise else "step"))
+    last = inner = hook
+    while inner is not None:
+        last, inner = inner, _inner(inner)
+        if why := REFUSED.get(getattr(last, "__module__", "")):
+            raise Unsupported(f"{name_of(last)} is no hook for hvdbridge: {why}. Step the optimizer after backward.")
+    return ForeignHook(state, hook, scope or ("bucket" if _path(last) in ELEMENTWISE else "step"))
 
 
 def name_of(hook: Any) -> str:
@@ -207,29 +206,22 @@ def name_of(hook: Any) -> str:
     >>> name_of(fp16_compress_wrapper(allreduce_hook))
     'fp16_compress_wrapper(allreduce_hook)'
     """
-    *outer, last = _chain(hook)
-    shown: str = getattr(last, "__qualname__", type(last).__qualname__)
-    for wrapper in reversed(outer):
-        if not isinstance(wrapper, functools.partial):
-            shown = f"{wrapper.__qualname__.partition('.')[0]}({shown})"
-    return shown
+    inner = _inner(hook)
+    if inner is None:
+        return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    outer = "" if isinstance(hook, functools.partial) else hook.__qualname__.partition(".")[0]
+    return f"{outer}({name_of(inner)})" if outer else name_of(inner)
 
 
 def _path(hook: Any) -> str:
     return f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', '')}"
 
 
-def _chain(hook: Any) -> list[Any]:
-    """The hook, and what torch's wrappers and :class:`functools.partial` have inside."""
-    chain = [hook]
-    while True:
-        last = chain[-1]
-        if isinstance(last, functools.partial):
-            chain.append(last.func)
-        elif _path(last) in WRAPPERS:
-            chain.append(inspect.getclosurevars(last).nonlocals["hook"])
-        else:
-            return chain
+def _inner(hook: Any) -> Any:
+    """The hook that one of torch's wrappers, or a :class:`functools.partial`, has inside; None: ``hook`` is neither."""
+    if isinstance(hook, functools.partial):
+        return hook.func
+    return inspect.getclosurevars(hook).nonlocals["hook"] if _path(hook) in WRAPPERS else None
 
 
 def _call(hook: Hook, state: Any, bucket: GradBucket) -> Any:
@@ -247,80 +239,65 @@ def _call(hook: Hook, state: Any, bucket: GradBucket) -> Any:
 
 @functools.cache
 def _mend_batched_power() -> None:
-    """Let torch's batched PowerSGD run in our hooks: in torch 2.13 it hands matrices to a function that takes stacks.
+    """Let torch's batched PowerSGD run in our hooks: torch 2.13 hands matrices to a function that takes stacks of them.
 
-    That function is tried first, so nothing changes where torch is mended; nor for hooks that torch itself runs.
+    Nothing changes for hooks that torch itself runs.
     """
-    original = getattr(power_hooks, "_orthogonalize", None)
-    if original is None:
-        return
+    original: Any = power_hooks._orthogonalize
 
     @functools.wraps(original)
     def orthogonalize(matrices: Tensor, *args: Any, **options: Any) -> None:
-        try:
-            original(matrices, *args, **options)
-        except AssertionError:
-            if matrices.dim() != 2 or not isinstance(dist.group.WORLD, FlowGroup):
-                raise
-            original(matrices.unsqueeze(0), *args, **options)  # a view: it works in place
+        alone = matrices.dim() == 2 and isinstance(dist.group.WORLD, FlowGroup)
+        original(matrices.unsqueeze(0) if alone else matrices, *args, **options)  # a view: it works in place
 
     power_hooks._orthogonalize = orthogonalize
 
 
 def _as_in_ddp(bucket: Bucket) -> Layout:
     """The bucket's parameters in the order of rule 2."""
-    layout, blocks, first = bucket.layout, bucket.blocks, bucket.step == 0
-    if not blocks:
-        return layout
+    layout, later = bucket.layout, bucket.step > 0
 
     def make() -> Layout:
-        names = sorted(layout.names, key=lambda name: blocks[name])
-        names = names if first else names[::-1]
+        names = sorted(layout.names, key=bucket.blocks.__getitem__, reverse=later)
         return layout if tuple(names) == layout.names else Layout({name: layout.shapes[name] for name in names})
 
-    return layout.derive(("as in DDP", first), make)
+    return layout.derive(("as in DDP", later), make) if bucket.blocks else layout
 
 
 def _scale(flat: Tensor, bucket: Bucket) -> None:
+    """Rule 4, where the gradients are not weighted yet; where they are, take the mean back to a sum."""
     if bucket.scaled:
-        factor = float(bucket.size)
-    elif bucket.weights is None or len(set(bucket.weights)) == 1:
-        factor = 1.0
-    else:
-        factor = bucket.size * bucket.factor
-    if factor == 0.0:
-        flat.zero_()  # never a product: NaN * 0 is NaN
-    elif factor != 1.0:
-        flat.mul_(factor)
+        flat.mul_(bucket.size)
+    elif bucket.weights is not None and len(set(bucket.weights)) > 1:
+        if bucket.factor == 0.0:
+            flat.zero_()  # never a product: NaN * 0 is NaN
+        else:
+            flat.mul_(bucket.size * bucket.factor)
 
 
 # -- The hook's state -------------------------------------------------------------------------------------------------
 
-_NO_COPY = object()
-
-
-def _nobody() -> None:
-    return None
-
 
 def _copy(state: Any) -> Any:
-    """A state of its own for another rank; torch's PowerSGDState copies itself only where a default group is."""
+    """A state of its own for another rank, or the error where there is none. torch's PowerSGDState copies itself only
+    where a default group is."""
     try:
-        if not hasattr(state, "process_group"):
+        if not isinstance(state, power_hooks.PowerSGDState):
             return copy.deepcopy(state)
         new = object.__new__(type(state))
         for name in _attributes(state):
-            if hasattr(state, name):
-                value = getattr(state, name)
-                setattr(new, name, value if isinstance(value, dist.ProcessGroup) else copy.deepcopy(value))
+            setattr(new, name, copy.deepcopy(getattr(state, name)))
         return new
-    except Exception:  # whatever a state may hold; only simulations need the copy, and say so
-        return _NO_COPY
+    except Exception as error:  # whatever a state may hold
+        return Unsupported(
+            f"from_comm_hook: the state of type {type(state).__name__} cannot be copied ({error}), which a simulation "
+            "of several ranks needs"
+        )
 
 
 def _attributes(state: Any) -> set[str]:
     slots = (name for cls in type(state).__mro__ for name in getattr(cls, "__slots__", ()))
-    return {*getattr(state, "__dict__", ()), *slots}
+    return {name for name in (*getattr(state, "__dict__", ()), *slots) if hasattr(state, name)}
 
 
 def _adopted(state: Any, world: HookWorld) -> Any:
@@ -328,34 +305,21 @@ def _adopted(state: Any, world: HookWorld) -> Any:
     if (group := _stand_in(state, world)) is not None:
         return group
     for name in _attributes(state):
-        if (group := _stand_in(getattr(state, name, None), world)) is not None:
+        if (group := _stand_in(getattr(state, name), world)) is not None:
             setattr(state, name, group)
     return state
 
 
 def _stand_in(value: Any, world: HookWorld) -> FlowGroup | None:
-    if isinstance(value, FlowGroup):
+    """The group of ours for a group of torch's or of :func:`hvdbridge.new_group`; None for anything else."""
+    if not isinstance(value, dist.ProcessGroup | Group) or isinstance(value, FlowGroup):
         return None
-    if isinstance(value, dist.ProcessGroup):
-        ranks = _ranks_of(value)
-    elif hasattr(value, "ranks") and hasattr(value, "communicator"):  # hvdbridge.new_group()
-        ranks = list(value.ranks)
-    else:
-        return None
-    whole = world.default_pg
-    if len(ranks) == whole.size():
-        return whole
-    if whole.whole[0] not in ranks or max(ranks) >= whole.size():
+    ranks = list(value.ranks) if isinstance(value, Group) else dist.get_process_group_ranks(value)
+    rank, size = world.group.whole
+    if len(ranks) == size:
+        return world.group
+    if rank not in ranks or max(ranks) >= size:
         raise ConfigurationError(
-            f"rank {whole.rank()}: the hook's state holds a group of the ranks {ranks}, which this rank is not in"
+            f"rank {rank}: the hook's state holds a group of the ranks {ranks}, which this rank is not in"
         )
-    return next((g for g in world.pg_map if g.ranks == ranks), None) or world.add(FlowGroup(*whole.whole, ranks))
-
-
-def _ranks_of(group: Any) -> list[int]:
-    """The ranks of a group of ``torch.distributed``, read from its own books: this thread sees others."""
-    from torch.distributed.distributed_c10d import _pg_group_ranks
-
-    if group not in _pg_group_ranks:
-        raise ConfigurationError(f"the hook's state holds {group!r}, which torch.distributed does not know any more")
-    return sorted(_pg_group_ranks[group], key=_pg_group_ranks[group].__getitem__)
+    return world.add(FlowGroup(rank, size, ranks))

@@ -3,17 +3,16 @@
 Rules:
 
 1. FSDP averages a group's gradients over the shards (reduce-scatter), calls the hook with this rank's part of the
-   result, and goes on with what it finds there when the hook returns. So each group is waited for (on NCCL, by the
-   stream alone); the order is that of FSDP's backward, the same on all ranks.
-2. That part is the concatenation of the group's parameters: those of child modules before a module's own, rows (or
-   what else is sharded) evenly cut, the last ranks padded with zeros. Every rank has equal shapes. The length is
-   compared in each call, and the order once, with the gradients that FSDP makes of it in the first step.
+   result, and goes on with what it finds there when the hook returns. So each hook waits for its group (on NCCL, by the
+   stream alone). The order is that of FSDP's backward, the same on all ranks.
+2. That part is the concatenation of the parameters in FSDP's own list of the group. Rows (or what else is sharded) are
+   evenly cut, and the last ranks padded with zeros, so every rank has equal shapes. Each call of the hook compares the
+   length.
 3. A step is a backward. State is kept by parameter name and is that of this rank's shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -52,13 +51,14 @@ class AllReduceHookState(HookState):
             )
         params = trainable(model)
         shapes = {name: shard_shape(name, p) for name, p in params.items()}
-        groups: dict[int, list[Module]] = {}
-        for module in model.modules():
-            if isinstance(module, FSDPModule):  # fully_shard([a, b]) makes one group of several modules
-                groups.setdefault(id(fully_shard.state(module)), []).append(module)  # type: ignore[attr-defined]
         names = {p: name for name, p in params.items()}
+        # fully_shard([a, b]) makes one group, with one state, of several modules
+        groups: dict[Any, FSDPModule] = {
+            fully_shard.state(module): module  # type: ignore[attr-defined]
+            for module in model.modules() if isinstance(module, FSDPModule)
+        }  # fmt: skip
         self._layouts = [
-            Layout({names[p]: shapes[names[p]] for p in managed(modules) if p in names}) for modules in groups.values()
+            Layout({names[p]: shapes[names[p]] for p in parameters_of(state) if p in names}) for state in groups
         ]
         if strange := params.keys() - {name for layout in self._layouts for name in layout.names}:
             raise Unsupported(f"no FSDPModule in this model shards {', '.join(sorted(strange))}: nobody aggregates it")
@@ -74,15 +74,13 @@ class AllReduceHookState(HookState):
         # Of a gradient's shape and type, and without memory: parameters may be on another device, or on none yet.
         like = {n: torch.zeros((), dtype=p.dtype, device=device).expand(shapes[n]) for n, p in params.items()}
         shards = sorted({f"{mesh.get_local_rank()} of {mesh.size()}" for mesh in meshes})
-        self._open(like, ranks_of(group), device, {"shard": " and ".join(shards)})
-        self._params = params
+        if isinstance(group, dist.ProcessGroup):  # hvdbridge may run on another backend
+            group = dist.get_process_group_ranks(group)
+        self._open(like, group, device, {"shard": " and ".join(shards)})
         self._backward = -1
         self._left: set[int] = set()
-        self._first: dict[int, Tensor] | None = {}
-        for index, modules in enumerate(groups.values()):
-            for module in modules:
-                assert isinstance(module, FSDPModule)
-                module.set_all_reduce_hook(partial(self._reduce, index))
+        for index, module in enumerate(groups.values()):
+            module.set_all_reduce_hook(partial(self._reduce, index))
 
     def _reduce(self, index: int, output: Tensor) -> None:
         """The hook of group ``index``: ``output`` (flat) becomes what the policy makes of all replicas' outputs."""
@@ -98,42 +96,27 @@ class AllReduceHookState(HookState):
                 )
             at_end_of_backward(self._finish)
             self._backward, self._left = backward, {i for i, each in enumerate(self._layouts) if each.numel}
-            self._begin(aggregator)
+            aggregator.begin()
         if output.numel() != layout.numel:
             raise Unsupported(
                 f"rank {runtime.rank()}: FSDP gives {output.numel()} elements for {layout.numel} of {layout.names}: "
                 "some have no gradient, or were frozen or unfrozen since. Call set_reduce_scatter_unused_params(True) "
                 "on the model, or set_all_reduce_hook anew."
             )
-        if self._first is not None:
-            self._first[index] = output
         used_here(output)  # of another stream, where FSDP may free it as soon as the hook has returned
         self._left.discard(index)
-        ready: torch.futures.Future[None] = torch.futures.Future(devices=[output.device] if output.is_cuda else None)
 
         def deliver(update: Tensor | None) -> None:
             if update is not None:
                 used_here(output)
                 output.copy_(update)
-            ready.set_result(None)
 
         aggregator.submit(Piece(layout, output, deliver), last=not self._left)
         aggregator.wait()
-        ready.wait()
 
     def _finish(self) -> None:
         self._backward = -1
         self._opened().end()
-        first, self._first = self._first, None
-        for index, output in (first or {}).items():
-            layout = self._layouts[index]
-            for name, offset in layout.offsets.items():
-                grad = self._params[name].grad
-                local = grad.to_local() if isinstance(grad, DTensor) else None
-                if local is None or local.untyped_storage().data_ptr() != output.untyped_storage().data_ptr():
-                    continue  # FSDP cast, added or moved it
-                if local.storage_offset() != output.storage_offset() + offset:
-                    raise Unsupported(f"this version of FSDP lines up {layout.names} in another order")
 
 
 def shard_shape(name: str, parameter: Tensor) -> torch.Size:
@@ -150,7 +133,7 @@ def shard_shape(name: str, parameter: Tensor) -> torch.Size:
     mesh, placement = parameter.device_mesh, parameter.placements[0]
     if mesh.ndim > 1 or not isinstance(placement, Shard):
         raise Unsupported(
-            f"{name} lies on a mesh of {mesh.ndim} dimensions as {parameter.placements}. Give fully_shard the one "
+            f"{name} is on a mesh of {mesh.ndim} dimensions as {parameter.placements}. Give fully_shard the one "
             "dimension of shards (in native HSDP the replicas have been averaged before a hook is called), and "
             "set_all_reduce_hook that of replicas. Tensor parallelism is not supported."
         )
@@ -159,25 +142,11 @@ def shard_shape(name: str, parameter: Tensor) -> torch.Size:
     return torch.Size(shape)
 
 
-def managed(modules: Iterable[Module]) -> Iterator[Parameter]:
-    """The parameters of a group of FSDP's in its order: children first, without what another group holds."""
-    roots, seen = list(modules), set()
-
-    def visit(module: Module) -> Iterator[Parameter]:
-        seen.add(module)
-        for child in module.children():
-            if child not in seen and (child in roots or not isinstance(child, FSDPModule)):
-                yield from visit(child)
-        yield from module.parameters(recurse=False)
-
-    for root in roots:
-        if root not in seen:
-            yield from visit(root)
-
-
-def ranks_of(group: Any) -> Any:
-    """The ranks of a process group, also where hvdbridge runs on another backend; anything else as it is."""
-    return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else group
+def parameters_of(state: Any) -> list[Parameter]:
+    """The parameters of a group of FSDP's, in the order of its reduce-scatter."""
+    group = state._fsdp_param_group
+    held = [] if group is None else [parameter._module_info for parameter in group.fsdp_params]
+    return [getattr(info.module, info.param_name) for info in held]
 
 
 def set_all_reduce_hook(

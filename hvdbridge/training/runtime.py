@@ -1,10 +1,10 @@
-"""The session of this process: ``init`` opens it, ``shutdown`` closes it, everything else reads it.
+"""The session of this process: ``init`` opens it, ``shutdown`` closes it, all other functions read it.
 
 Rules:
 
-1. One session per process. ``init`` again with the same arguments returns it; with others it raises.
-2. ``shutdown`` is collective; it closes only what hvdbridge opened, last opened first.
-3. A script that ends without ``shutdown`` is closed at exit, after all ranks said that they are leaving.
+1. A process has one session. ``init`` again with the same arguments returns it; with others ``init`` raises.
+2. ``shutdown`` is collective. It closes only what hvdbridge opened, last opened first.
+3. A script that ends without ``shutdown`` is closed at exit, after all ranks have said that they leave.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvdbridge.backends.communicator import Communicator
+import hvdbridge
+from hvdbridge.backends import registry
 from hvdbridge.backends.starting import Started, start
 from hvdbridge.config import LONGEST_SECONDS, Config
 from hvdbridge.errors import ConfigurationError, NotInitialized
 from hvdbridge.execution.scheduler import drive
+from hvdbridge.policies import from_spec, label
+from hvdbridge.policy.base import Policy
 from hvdbridge.reduction.replicate import broadcast_tensors
 from hvdbridge.reduction.session import Session
 from hvdbridge.startup import launchers
 from hvdbridge.startup.world import World
-
-if TYPE_CHECKING:
-    from hvdbridge.policy.base import Policy
 
 _session: Session | None = None
 _starts = 0
@@ -46,7 +45,7 @@ def init(
     size: int | None = None,
     init_method: str | None = None,
 ) -> Session:
-    """Meet the other ranks and start the backend; arguments beat the environment. Collective.
+    """Meet the other ranks and start the backend. Arguments replace the environment's. Collective.
 
     Args:
         backend: ``auto``, ``torch``, ``horovod`` or ``mpi`` (default: ``HVDBRIDGE_BACKEND``).
@@ -56,7 +55,7 @@ def init(
             (default: MASTER_ADDR and MASTER_PORT).
 
     Raises:
-        ConfigurationError: a name, option or variable that cannot be meant; or other arguments than last time.
+        ConfigurationError: a name, option or variable is not valid; or other arguments than last time.
         BackendUnavailable: the backend is not installed, or cannot run under this launcher.
         RendezvousError: the ranks did not find each other, or the library found another number of them.
         RankMismatch: ranks chose different backends, policies, timeouts or versions.
@@ -75,12 +74,15 @@ def init(
     _configure_log(config)
     if config.injected:
         logging.getLogger("hvdbridge").debug("Kubernetes' variables, ignored: %s", ", ".join(config.injected))
-    default, spelled = _policy(config.policy if policy is None else policy)
-    world = _world(rank, size)
+    default = config.policy if policy is None else policy
+    spelled = label(from_spec(default))
+    if (rank is None) != (size is None):
+        raise ConfigurationError(f"hb.init(rank={rank}, size={size}): give both, or neither")
+    world = launchers.detect() if rank is None or size is None else World(rank, size, launcher="bare")
     if _starts == 0:
         atexit.register(_close_at_exit)  # first, so that it runs last: after the monitor's goodbye
     _starts += 1
-    settings = f"hvdbridge {_version()}, policy {spelled}, "
+    settings = f"hvdbridge {hvdbridge.__version__}, policy {spelled}, "
     settings += f"timeouts {config.start_seconds:g} and {config.timeout_seconds:g} s"
     started = start(config, world, init_method, _starts, settings)
     try:
@@ -92,10 +94,10 @@ def init(
 
 
 def _open(started: Started, config: Config, policy: str | Policy, arguments: tuple[Any, ...]) -> Session:
-    from hvdbridge.backends import registry
-
-    meeting = started.meeting
-    device = _device(meeting.world)
+    meeting, device = started.meeting, torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", meeting.world.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     with meeting.monitor.phase("opening the communicators"):
         communicator = registry.load(started.backend, "communicator").world(meeting.monitor.watch, LONGEST_SECONDS)
         control = communicator.control()
@@ -113,7 +115,7 @@ def shutdown() -> None:
 
     ``init`` works again afterwards. MPI stays up until the process ends, because it cannot start twice.
     While an exception is on its way (``finally: hb.shutdown()``) several ranks do not wait for each other, since
-    the others may never come: the session stays open until the script ends, which tells them the cause.
+    the others may never come. The session stays open until the script ends, and the others then learn the cause.
 
     Raises:
         RankFailed, CollectiveTimeout: another rank failed, or does not come.
@@ -132,7 +134,7 @@ def shutdown() -> None:
 
 
 def _close_at_exit() -> None:
-    """Rule 3. The monitor's hook ran before: all ranks are here, or this process has ended already."""
+    """Rule 3. The monitor's hook ran before: all ranks have come here, or this process has ended already."""
     global _session
     session, _session = _session, None
     if session is not None and session._pid == os.getpid():
@@ -186,11 +188,6 @@ def current() -> Session:
 def is_initialized() -> bool:
     """Whether a session is open."""
     return _session is not None
-
-
-def channel(name: str) -> Communicator:
-    """See :meth:`Session.channel`."""
-    return current().channel(name)
 
 
 def rank() -> int:
@@ -262,44 +259,19 @@ def _tensors(source: torch.nn.Module | Mapping[str, Any] | Iterable[Any]) -> lis
     if isinstance(source, torch.nn.Module):
         return [*source.parameters(), *source.buffers()]
     items = source.values() if isinstance(source, Mapping) else source
-    found = [item[1] if isinstance(item, tuple) else item for item in items]
-    tensors = [item for item in found if isinstance(item, Tensor)]
-    if len(tensors) < len(found):
-        strange = sorted({type(item).__name__ for item in found if not isinstance(item, Tensor)})
+    found: list[Any] = [item[1] if isinstance(item, tuple) else item for item in items]
+    if strange := sorted({type(item).__name__ for item in found if not isinstance(item, Tensor)}):
         raise ConfigurationError(
             f"broadcast_parameters takes tensors, got {', '.join(strange)} (an optimizer's state?). "
             "GradientSynchronizer(model, optimizer) broadcasts an optimizer's state."
         )
-    return tensors
+    return found
 
 
 def _root(root: int) -> int:
     if not 0 <= root < size():
         raise ConfigurationError(f"root={root} is no rank: there are {size()}, numbered from 0")
     return root
-
-
-def _world(rank: int | None, size: int | None) -> World:
-    if rank is None and size is None:
-        return launchers.detect()
-    if rank is None or size is None:
-        raise ConfigurationError(f"hb.init(rank={rank}, size={size}): give both, or neither")
-    return World(rank, size, launcher="bare")
-
-
-def _policy(policy: str | Policy) -> tuple[str | Policy, str]:
-    """The policy, checked, and the text by which ranks compare it."""
-    from hvdbridge import policies
-
-    return policy, policies.label(policies.from_spec(policy))
-
-
-def _device(world: World) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    found = torch.device("cuda", world.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(found)
-    return found
 
 
 def _configure_log(config: Config) -> None:
@@ -309,10 +281,3 @@ def _configure_log(config: Config) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("hvdbridge %(levelname)s: %(message)s"))
         log.addHandler(handler)
-
-
-def _version() -> str:
-    try:
-        return version("hvdbridge")
-    except PackageNotFoundError:  # run from the sources
-        return "unknown"

@@ -1,13 +1,12 @@
-"""A stop on which all ranks agree: what asks for it. ``sync.stop_requested`` says when it is time.
+"""Requests for a stop on which all ranks agree. ``sync.stop_requested`` is True after the last step.
 
 Rules:
 
-1. A handler makes one assignment; the monitor's thread tells the helper within a tenth of a second.
-2. Handlers are chained: what was there is called, too. A second signal does what it would have done without them; one
-   that follows at once is the same one by another way, as when a launcher passes on what its group got, too.
-3. A process that was forked (a DataLoader's worker) does what it would have done without them, and so does the whole
-   process once the session is closed.
-4. A signal that faulthandler was given (``faulthandler.register(SIGUSR1)``) is left to it: it cannot be chained to.
+1. A handler makes one assignment. The monitor's thread informs the helper process within a tenth of a second.
+2. Handlers are chained: each calls the handler that it replaced. A second signal acts as it would without ours. One
+   that follows at once counts as the first: a launcher passes on a signal that the whole process group got, too.
+3. In a forked process (a DataLoader's worker), and after the session is closed, signals act as they would without ours.
+4. A signal of faulthandler's (``faulthandler.register(SIGUSR1)``) is left alone, because it cannot be chained to.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class Handlers:
             self._found[number] = signal.signal(number, self._handle) or signal.SIG_DFL
 
     def remove(self) -> None:
-        """At the session's end. Where somebody chained to a handler, or in another thread, it stays, and only passes
-        on."""
+        """Put the earlier handlers back, at the session's end. A handler that another one has replaced stays, and only
+        calls the earlier one; in other threads than the main one all stay."""
         self._closed = True
         if threading.current_thread() is threading.main_thread():
             for number, found in self._found.items():
@@ -76,7 +75,7 @@ class Handlers:
 
 
 class _Place(ctypes.Structure):
-    """Dl_info of dladdr(3): in which file an address lies."""
+    """Dl_info of dladdr(3): the file that holds an address."""
 
     _fields_ = [
         ("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("at", ctypes.c_void_p),
@@ -84,8 +83,8 @@ class _Place(ctypes.Structure):
 
 
 def dumps_stacks(number: int) -> bool:
-    """Whether ``faulthandler`` answers the signal, of which the module ``signal`` knows nothing: a handler of Python's
-    own, in C. MPICH's, for SIGUSR1, serves to tell of ranks that died, which the monitor does.
+    """Whether ``faulthandler`` handles the signal: its handler is Python's own, in C, so the module ``signal`` does not
+    show it. MPICH's handler for SIGUSR1 reports ranks that died, which the monitor does, and may be replaced.
     """
     if signal.getsignal(number) != signal.SIG_DFL or not sys.platform.startswith("linux"):
         return False

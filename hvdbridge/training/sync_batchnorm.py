@@ -46,7 +46,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         weight = None if self.synchronizer is None else self.synchronizer.weight
-        communicator = self.communicator or runtime.channel("sync_batchnorm")
+        communicator = self.communicator or runtime.current().channel("sync_batchnorm")
         output, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, 1.0 if weight is None else weight, communicator
         )

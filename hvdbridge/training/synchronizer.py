@@ -1,10 +1,10 @@
-"""The GradientSynchronizer: joins a source of gradients, a policy, its state and a scheduler."""
+"""The GradientSynchronizer joins a source of gradients, a policy, its state and a scheduler."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -19,31 +19,27 @@ from hvdbridge.errors import ConfigurationError, StepError, Unsupported
 from hvdbridge.execution.state_store import OnResize
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy.base import Policy
-from hvdbridge.reduction import checkpoint
+from hvdbridge.reduction import parameters
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.autograd import refuse_compiled_autograd
 from hvdbridge.reduction.bucket_size import check_rehearses, fastest_bucket_mb
 from hvdbridge.reduction.context import ReductionContext, describe
-from hvdbridge.reduction.parameters import (
-    Ignore,
-    ignored,
-    listed,
-    refuse_untouchable,
-    trainable,
-)
+from hvdbridge.reduction.parameters import Ignore, listed
 from hvdbridge.reduction.post_step import AfterStep
 from hvdbridge.reduction.replicate import broadcast_optimizer, broadcast_tensors, shards_state
 from hvdbridge.reduction.source import Options, closure_of, front_end, usual_bucket_mb, views_pay
-from hvdbridge.reduction.wrapper import unwrapped
+from hvdbridge.reduction.wrapper import Wrapper, unwrapped
 from hvdbridge.training import runtime, stopping
+from hvdbridge.training.hook_state import Controls
 from hvdbridge.training.sync_batchnorm import SyncBatchNorm
-from hvdbridge.training.wrapping import Optimizers, as_list, like, nothing, refuse, refuse_ddp, refuse_optimizers_within
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
-class GradientSynchronizer:
+class GradientSynchronizer(Controls):
     """Aggregates a model's gradients over the ranks with one policy, on whatever backend runs.
 
-    When ``backward()`` returns, the aggregated gradients stand in ``p.grad`` on every rank. All ranks of the job
+    When ``backward()`` returns, ``p.grad`` holds the aggregated gradients on every rank. All ranks of the job
     construct it alike; names, shapes, dtypes and options are compared, then rank 0's parameters, buffers and
     optimizer state are copied to all.
 
@@ -56,7 +52,7 @@ class GradientSynchronizer:
             not more than 10, or 5 where it is :attr:`bytewise <hvdbridge.Policy.bytewise>` (but where there is
             NCCL, with a static graph, or before torch 2.13). ``"auto"``: the best for this policy, model and network,
             by measurements of some seconds. Policies that are not dense may give other bits with another size: where
-            runs must be equal, take the number that :attr:`bucket_mb` says. Policies of the whole gradient
+            runs must be equal, take the number of :attr:`bucket_mb`. Policies of the whole gradient
             (:attr:`Policy.scope <hvdbridge.Policy.scope>` ``"step"``) have one bucket, whatever it is.
         group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
             Every rank of the job takes part in the construction, each with the group it belongs to.
@@ -73,7 +69,7 @@ class GradientSynchronizer:
             ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`` was told.
         broadcast: what is copied from rank 0: ``"all"`` parameters and buffers, or without parameters that are frozen
             (``"trainable"``), which every rank has loaded alike.
-        wrapper: of hvdbridge's own use.
+        wrapper: for hvdbridge's own use.
 
     Attributes:
         model: what the backend's users know: a DistributedDataParallel on torch, else ``model`` itself.
@@ -110,76 +106,75 @@ class GradientSynchronizer:
         self._monitor = session.monitor
         self._monitor.starting = True
         self.policy = from_spec(session.policy if policy is None else policy)
-        originals = as_list(optimizer)
-        model = unwrapped(model)
-        refuse_ddp(model)
-        refuse_compiled_autograd()
-        left_alone = ignored(model, ignore)
-        params = trainable(model, left_alone)
-        tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-        synchronized = {name: tensor for name, tensor in tensors if name not in left_alone}
-        refuse_untouchable(synchronized)
-        refuse_optimizers_within(params)
+        self._bare = model = unwrapped(model)
+        self._left_alone = left_alone = parameters.ignored(model, ignore)
+        self._params = params = parameters.trainable(model, left_alone)
+        named = itertools.chain(model.named_parameters(), model.named_buffers())
+        tensors = {name: tensor for name, tensor in named if name not in left_alone}
+        refuse_model(model, params, tensors)
         if broadcast not in ("all", "trainable"):
             raise ConfigurationError(f"broadcast={broadcast!r} must be 'all' or 'trainable'")
         bucket_mb = session.config.bucket_mb if bucket_mb is None else bucket_mb
-        if not (bucket_mb is None or bucket_mb == "auto" or (not isinstance(bucket_mb, str) and bucket_mb > 0)):
+        said = None if bucket_mb == "auto" else bucket_mb
+        if said is not None and (isinstance(said, str) or not said > 0):
             raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
         if bucket_mb == "auto":
             check_rehearses(self.policy)
         self._wrapper, self._replaced = wrapper is not None, False
         self._all: list[GradientSynchronizer] = session.opened.setdefault("synchronizers", [])
         replace_earlier(self._all, model, params)
-        self._context = context = ReductionContext.among(session, group, device_of(params))
-        communicator, control = context.communicator, context.control
-        usual = usual_bucket_mb(
-            self.policy, communicator.nodes, communicator.capabilities.blocks_host, static_graph
-        )
+        self._context = ReductionContext.among(session, group, device_of(params))
         options = Options(
-            usual if bucket_mb is None or bucket_mb == "auto" else bucket_mb,
+            self._usual_mb(static_graph) if said is None else said,
             find_unused_parameters, static_graph, broadcast_buffers,
             views_pay(params.values()) if gradient_as_bucket_view is None else gradient_as_bucket_view,
-            said=bucket_mb not in (None, "auto"), whole=self.policy.scope == "step", ignored=tuple(left_alone),
+            said=said is not None, whole=self.policy.scope == "step", ignored=tuple(left_alone),
             wrapper=wrapper,
         )  # fmt: skip
+        optimizers = as_list(optimizer)
         given = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}
-        given |= {"bucket_mb": bucket_mb, "optimizers": len(originals), "broadcast": broadcast}
-        context.agree(describe(model, params, given, left_alone))
-        self.policy.check_size(communicator.size, len(set(communicator.nodes)) or None)
-        self._bare, self._left_alone = model, left_alone
-        named = itertools.chain(model.named_parameters(), model.named_buffers())
-        shared = [
-            tensor for name, tensor in named
-            if name not in left_alone
-            and (broadcast == "all" or tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter))
-        ]  # fmt: skip
-        self._alone = [p for name, p in model.named_parameters() if name in left_alone]
-        context.scheduler.run(broadcast_tensors(shared), communicator)
-        for each in originals:
-            broadcast_optimizer(each, control, left_alone=self._alone)
-        if bucket_mb == "auto":
-            options = replace(options, bucket_mb=fastest_bucket_mb(self.policy, params, context, usual))
+        given |= {"bucket_mb": bucket_mb, "optimizers": len(optimizers), "broadcast": broadcast}
+        self._context.agree(self.policy, describe(model, params, given, left_alone))
+        self._share([t for t in tensors.values() if broadcast == "all" or not frozen(t)], optimizers)
+        self._attach(optimizers, bucket_mb == "auto", options, seed, weighted)
+        self.optimizer = like(optimizer, self._optimizers)
+
+    def _usual_mb(self, static_graph: bool) -> float:
+        channel = self._context.communicator
+        return usual_bucket_mb(self.policy, channel.nodes, channel.capabilities.blocks_host, static_graph)
+
+    def _share(self, tensors: list[Tensor], optimizers: list[Optimizer]) -> None:
+        """Copy rank 0's parameters, buffers and optimizer state to all."""
+        self._alone = [p for name, p in self._bare.named_parameters() if name in self._left_alone]
+        self._context.scheduler.run(broadcast_tensors(tensors), self._context.communicator)
+        for each in optimizers:
+            broadcast_optimizer(each, self._context.control, left_alone=self._alone)
+
+    def _attach(
+        self, originals: list[Optimizer], measure: bool, options: Options, seed: int, weighted: bool | None
+    ) -> None:
+        """Make what aggregates, and put hooks on model and optimizers."""
+        context, model, params = self._context, self._bare, self._params
+        session, communicator = context.session, context.communicator
+        if measure:
+            options = replace(options, bucket_mb=fastest_bucket_mb(self.policy, params, context, options.bucket_mb))
         self.bucket_mb = options.bucket_mb
-        self._aggregator = Aggregator(self.policy, params, context, seed, weighted)
+        self._settings = self._aggregator = Aggregator(self.policy, params, context, seed, weighted)
         make = front_end(registry.entry(session.backend).front_end)
-        self._source = source = make(model, originals, params, self._aggregator, options)
-        self.model = source.model
-        wrapped = source.optimizers
-        self.optimizer = like(optimizer, wrapped)
-        self._params = params
+        self._source = make(model, originals, params, self._aggregator, options)
+        self.model, self._optimizers = self._source.model, self._source.optimizers
         self._known = set(map(id, [*params.values(), *self._alone]))
-        self._optimizers = wrapped
-        self._after = AfterStep(self._aggregator, params, wrapped, self.model)
-        replaced = [before for before, after in zip(originals, wrapped, strict=True) if before is not after]
-        self._hooks = [each.register_step_pre_hook(partial(refuse, each)) for each in replaced]
-        self._hooks += [each.register_step_pre_hook(self._before_step) for each in wrapped]
-        self._closed = False
+        self._source.started = self._settle
+        self._after = AfterStep(self._aggregator, params, self._optimizers, self.model)
+        pairs = zip(originals, self._optimizers, strict=True)
+        self._hooks = [one.register_step_pre_hook(partial(refuse, one)) for one, other in pairs if one is not other]
+        self._hooks += [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
         self._norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
         for norm in self._norms:
             norm.communicator = communicator.split([range(communicator.size)])
             norm.synchronizer = self
         self._key = str(next(session.opened.setdefault("keys", itertools.count())))
-        self._source.started = self._settle
+        self._closed = False
         self._all.append(self)
         session.at_shutdown(self.close)
 
@@ -194,32 +189,6 @@ class GradientSynchronizer:
                 "again since. Use the last wrapper."
             )
 
-    @property
-    def weight(self) -> float | None:
-        """This rank's weight: samples, tokens, trust. Read at the first gradient of a synchronizing backward; applies
-        to all that was accumulated. The result is ``sum(w g) / sum(w)``; 0 excludes the rank."""
-        return self._aggregator.weight
-
-    @weight.setter
-    def weight(self, value: float | None) -> None:
-        self._aggregator.weight = None if value is None else float(value)
-
-    @property
-    def loss_scale(self) -> float:
-        """GradScaler's scale: residuals are rescaled when it changes. Set it before backward."""
-        return self._aggregator.loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        if not value > 0 or value == float("inf"):
-            raise ConfigurationError(f"loss_scale={value} must be positive and finite")
-        self._aggregator.loss_scale = float(value)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the weights of the last step added up to zero, so that nothing moves."""
-        return self._aggregator.skipped
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of forwards within accumulate locally; the next backward of one outside aggregates them. As in DDP
@@ -227,7 +196,7 @@ class GradientSynchronizer:
         before = self._source.synchronizing
         self._source.synchronizing = False
         try:
-            with getattr(self.model, "no_sync", nothing)():
+            with getattr(self.model, "no_sync", nullcontext)():
                 yield
         finally:
             self._source.synchronizing = before
@@ -260,9 +229,9 @@ class GradientSynchronizer:
             self._aggregator.settle()
             steps = self._context.control.all_gather_object(self._source.steps - before)
             last = max(rank for rank, count in enumerate(steps) if count == max(steps))  # as DDP
-            buffers = {name: buffer for name, buffer in self._bare.named_buffers() if name not in self._left_alone}
-            tensors = [*self._params.values(), *buffers.values()]
-            self._context.scheduler.run(broadcast_tensors(tensors, last), self._context.communicator)
+            buffers = [buffer for name, buffer in self._bare.named_buffers() if name not in self._left_alone]
+            flow = broadcast_tensors([*self._params.values(), *buffers], last)
+            self._context.scheduler.run(flow, self._context.communicator)
             for each in self._optimizers:
                 broadcast_optimizer(each, self._context.control, last, self._alone)
         finally:
@@ -325,40 +294,13 @@ class GradientSynchronizer:
                 parameter.grad.copy_(updates[name])
         return bool(updates)
 
-    def stats(self) -> dict[str, float]:
-        """Figures of the last step: ``step``, ``collectives``, ``bytes_sent`` (by this rank, see
-        :meth:`Collective.bytes_sent <hvdbridge.policy.collectives.Collective.bytes_sent>`), ``communication_seconds``,
-        ``compression_seconds`` (in which the policy computed); ``state_bytes``, what the policy keeps on this rank;
-        and whatever the policy reports of itself (:meth:`Policy.statistics <hvdbridge.Policy.statistics>`).
-        Waits for a step that runs in the background.
-        """
-        return self._aggregator.stats()
-
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """The policy's state: plain dicts of tensors, readable with ``torch.load(weights_only=True)``.
-
-        ``gather=False``: this rank's. ``gather=True``: collective; complete on rank 0 of the group, empty elsewhere.
-        Where replicas drift, ranks have parameters of their own between averages: save right after one, or save the
-        parameters of all ranks.
-        """
         if gather:
             self._after.catch_up()
-        return checkpoint.state_dict(self._aggregator, gather)
+        return super().state_dict(gather)
 
     def load_state_dict(self, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
-        """Take up what :meth:`state_dict` gave, of either form; local, so call it on every rank.
-
-        Args:
-            saved: the state; parameters and optimizer are the user's to load.
-            on_resize: what to do with a state of another number of ranks. ``"redistribute"``: what is local to ranks
-                keeps its sum (needs a gathered state); ``"reset"``: it begins anew; ``"raise"``: an error. What is
-                replicated is kept by either.
-
-        Raises:
-            ConfigurationError: the state is of another policy, other parameters or shapes, or of another number of
-                ranks where that is refused; or it is not what :meth:`state_dict` gives. Nothing is loaded.
-        """
-        checkpoint.load_state_dict(self._aggregator, saved, on_resize)
+        super().load_state_dict(saved, on_resize)
         self._after.forget()
 
     def close(self) -> None:
@@ -382,7 +324,7 @@ class GradientSynchronizer:
         self._context.close()
 
     def _settle(self) -> None:
-        """From now on waits may take as long as any step's."""
+        """The first step is over: from now on a wait may take as long as in any step."""
         self._monitor.starting = False
 
     def _before_step(
@@ -395,19 +337,16 @@ class GradientSynchronizer:
         self._after.before_closure()
         if getattr(closure, "checks_step", None) is self:  # Horovod's own step() calls this hook twice
             return None
-        checked = self._checked(closure, optimizer)
-        if len(args) > 1:
-            return (args[0], checked, *args[2:]), kwargs
-        return args, kwargs | {"closure": checked}
 
-    def _checked(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         def checked() -> Any:
             loss = closure()
             self._check_step(optimizer)
             return loss
 
         checked.checks_step = self  # type: ignore[attr-defined]
-        return checked
+        if len(args) > 1:
+            return (args[0], checked, *args[2:]), kwargs
+        return args, kwargs | {"closure": checked}
 
     def _check_step(self, optimizer: Optimizer) -> None:
         self.synchronize()
@@ -434,9 +373,9 @@ class GradientSynchronizer:
             for parameter in held:
                 parameter.grad = None
 
-    def _names_of(self, parameters: Sequence[Tensor]) -> list[str]:
+    def _names_of(self, tensors: Sequence[Tensor]) -> list[str]:
         names = {p: name for name, p in self.model.named_parameters()} | self._source.names
-        return [names.get(p, f"of shape {list(p.shape)}, not in the model") for p in parameters]
+        return [names.get(p, f"of shape {list(p.shape)}, not in the model") for p in tensors]
 
 
 def replace_earlier(opened: list[GradientSynchronizer], model: Module, params: Mapping[str, Tensor]) -> None:
@@ -460,6 +399,56 @@ def replace_earlier(opened: list[GradientSynchronizer], model: Module, params: M
 
 
 def device_of(params: Mapping[str, torch.Tensor]) -> torch.device:
-    """Where the scheduler works: with what a GPU has in its order, if any of them is there."""
+    """The device of the scheduler: a GPU, if any of ``params`` is on one."""
     devices = [p.device for p in params.values()]
     return next((device for device in devices if device.type == "cuda"), devices[0])
+
+
+def refuse(replaced: Optimizer, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Step pre-hook of an optimizer that was wrapped, and of its wrapper, which shares the hooks."""
+    if optimizer is replaced:
+        raise StepError("step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated.")
+
+
+def refuse_model(model: Module, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """
+    Args:
+        params: what is to be aggregated.
+        tensors: the parameters and buffers that are to be synchronized.
+
+    Raises:
+        ConfigurationError: a DistributedDataParallel of torch's own is in the model.
+        Unsupported: tensors are sharded or without values, some of ``params`` have optimizers that step within
+            backward, or backwards are compiled.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel) and not isinstance(module, Wrapper):
+            raise ConfigurationError(
+                f"{name or 'the model'} is a DistributedDataParallel of torch's, which averages gradients by itself. "
+                "Give the bare module: ddp.module."
+            )
+    refuse_compiled_autograd()
+    parameters.refuse_untouchable(tensors)
+    if held := [name for name, p in params.items() if hasattr(p, "_in_backward_optimizers")]:
+        raise Unsupported(
+            f"{listed(held)}: _apply_optimizer_in_backward makes optimizers step by gradients of this rank alone, "
+            "before they are aggregated. Let one optimizer step after backward()."
+        )
+
+
+def frozen(tensor: Tensor) -> bool:
+    """Whether it is a parameter that is not trained."""
+    return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+
+
+def as_list(optimizer: Optimizers) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def like(optimizer: Optimizers, wrapped: list[Optimizer]) -> Any:
+    """``wrapped`` in the structure that the user gave."""
+    if optimizer is None:
+        return None
+    return wrapped[0] if isinstance(optimizer, Optimizer) else type(optimizer)(wrapped)  # type: ignore[call-arg]
