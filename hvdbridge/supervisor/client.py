@@ -42,7 +42,7 @@ from hvdbridge.supervisor.causes import _describe, secondary
 from hvdbridge.supervisor.clock import Clock
 from hvdbridge.supervisor.exits import ExitHooks, end_process
 from hvdbridge.supervisor.last_step import LastStep, latest
-from hvdbridge.supervisor.link import Link, LocalLink, SocketLink, join
+from hvdbridge.supervisor.link import Link, SocketLink, join
 from hvdbridge.supervisor.processes import identity
 from hvdbridge.supervisor.spawn import HelperAddress
 from hvdbridge.supervisor.waits import _Wait
@@ -89,7 +89,7 @@ class Monitor:
         self.last_step = LastStep()
         self._stop_told = False
         self._clock = Clock()
-        self._link: Link = LocalLink(config.timeout_seconds, config.stall_seconds)
+        self._link = Link(config.timeout_seconds, config.stall_seconds)
         self._closed = False
         self._waits: set[_Wait] = set()
         self._tokens = itertools.count(1)
@@ -161,21 +161,9 @@ class Monitor:
             raise RendezvousError(f"no rank stored {key!r}, for which rank {self.rank} waits at most {limit:g} s")
         return value
 
-    def store_add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter that starts at 0; returns its new value. Counters and values do not share names."""
-        return int(self._link.ask({"op": "add", "key": key, "amount": amount})[0]["value"])
-
-    def store_delete(self, prefix: str) -> None:
-        """Forget all keys and counters that start with ``prefix``."""
-        self._link.ask({"op": "delete", "prefix": prefix})
-
     def own_address(self) -> str:
         """An address of this host by which the other ranks reach it: where it talks to the job's helper from."""
         return self._link.own_address()
-
-    @property
-    def _variable(self) -> str:
-        return "HVDBRIDGE_START_SECONDS" if self.starting else "HVDBRIDGE_TIMEOUT_SECONDS"
 
     def agree(self, name: str, value: str, timeout: float | None = None, remedy: str = "") -> None:
         """Return when every rank posted the same ``value`` under ``name``; a barrier, too.
@@ -187,9 +175,10 @@ class Monitor:
         limit = self.limit if timeout is None else timeout
         groups, missing = self._gather(name, value, limit)
         if missing:
+            variable = "HVDBRIDGE_START_SECONDS" if self.starting else "HVDBRIDGE_TIMEOUT_SECONDS"
             raise RendezvousError(
                 f"{name}: not all {self.size} ranks came within {limit:g} s. Missing: {missing}. "
-                f"Look for an earlier error of theirs; if they are only slow, raise {self._variable}. {remedy}".rstrip()
+                f"Look for an earlier error of theirs; if they are only slow, raise {variable}. {remedy}".rstrip()
             )
         if groups:
             raise RankMismatch(f"the ranks disagree about {name}: {groups}. Give every rank the same.")
