@@ -25,7 +25,7 @@ from hvdbridge.backends.starter import Meeting, Starter
 from hvdbridge.config import BACKENDS, Config
 from hvdbridge.errors import BackendUnavailable, ConfigurationError, RendezvousError
 from hvdbridge.startup import channels, launchers, network
-from hvdbridge.startup.channels import Channel
+from hvdbridge.startup.channels import Channel, ObjectChannel
 from hvdbridge.startup.world import World
 from hvdbridge.supervisor.client import Monitor
 from hvdbridge.supervisor.spawn import HelperAddress, start_helper
@@ -68,10 +68,11 @@ def start(config: Config, world: World, init_method: str | None, number: int, se
     numbers = chosen.running() if adopted else None
     if numbers is not None and world.launcher == "none":
         world = World(*numbers, launcher="none")
-    key = f"hvdbridge/{_attempt()}/{number}"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun restarts the ranks, but not its store
+    key = f"hvdbridge/{attempt}/{number}"
     if adopted:
-        _compare(chosen, world)
-        channel = chosen.own_channel() if world.size > 1 else channels.Alone()
+        chosen.compare(world)
+        channel: Channel = ObjectChannel(chosen.all_gather) if world.size > 1 else ObjectChannel()
     else:
         chosen.check(world)
         channel = chosen.native_channel(world, config) or open_channel(world, init_method, key, config)
@@ -80,14 +81,15 @@ def start(config: Config, world: World, init_method: str | None, number: int, se
     meeting = meet(config, world, channel, key)
     monitor = meeting.monitor
     try:
-        _limit_threads(meeting.worlds)
+        if any(each.local_size > 1 for each in meeting.worlds) and not os.environ.get("OMP_NUM_THREADS"):
+            torch.set_num_threads(1)  # as torchrun does where ranks share a host: the last bits depend on it
         threads = f"{torch.get_num_threads()} threads (OMP_NUM_THREADS)"
         if world.size > 1:
             monitor.agree("the job's settings", f"{settings}, backend {name}, {threads}")
         if not adopted:
             _warn_of_gloo(name, meeting)
             chosen.start(meeting)
-            _compare(chosen, meeting.world)
+            chosen.compare(meeting.world)
     except Exception as error:
         monitor.report(error)
         raise
@@ -115,21 +117,17 @@ def open_channel(world: World, init_method: str | None, key: str, config: Config
         RendezvousError, ConfigurationError: the launcher's variables are incomplete, or nobody answers there.
     """
     if world.size == 1:
-        return channels.Alone()
+        return ObjectChannel()
     if init_method is not None:
         return channels.from_url(init_method, world, key, config)
-    launcher = launchers.named(world.launcher)
-    return _mpi_channel(world, key, config) if launcher.by_mpi else launcher.channel(world, key, config)
-
-
-def _mpi_channel(world: World, key: str, config: Config) -> Channel:
-    installed = registry.installed("mpi")
-    found = starter("mpi")().native_channel(world, config) if installed else None
-    if found is not None:
+    launcher, installed = launchers.named(world.launcher), registry.installed("mpi")
+    if launcher.by_mpi and installed and (found := starter("mpi")().native_channel(world, config)) is not None:
         return found
     try:
-        return launchers.named(world.launcher).channel(world, key, config)
+        return launcher.channel(world, key, config)
     except RendezvousError as error:
+        if not launcher.by_mpi:
+            raise
         why = misfit(world) if installed else "mpi4py is not installed. " + registry.entry("mpi").remedy
         raise BackendUnavailable(
             f"Under {world.launcher} the ranks meet by MPI, but {why}, or set MASTER_ADDR and MASTER_PORT to the host "
@@ -221,28 +219,7 @@ def _devices() -> list[str]:
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
 
 
-def _limit_threads(worlds: Sequence[World]) -> None:
-    """One thread per rank where ranks share a host, as torchrun does: the last bits depend on it."""
-    if any(world.local_size > 1 for world in worlds) and not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(1)
-
-
 def _warn_of_gloo(backend: str, meeting: Meeting) -> None:
     text = network.gloo_leaves(meeting.config.ports)
     if text and backend != "mpi" and meeting.world.rank == 0 and not network.is_loopback(meeting.address):
         log.warning("%s", text)
-
-
-def _attempt() -> str:
-    """torchrun restarts the ranks, but not its store."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def _compare(chosen: Starter, world: World) -> None:
-    found = chosen.numbers()
-    if found != (world.rank, world.size):
-        title = registry.entry(chosen.name).title
-        raise RendezvousError(
-            f"{world.launcher} started rank {world.rank} of {world.size}, but {title} "
-            f"found rank {found[0]} of {found[1]}. {chosen.hint(world)}".rstrip()
-        )

@@ -6,7 +6,7 @@ Rules:
    From then on the job's helper is the channel.
 2. Every rank that waits, waits no longer than the start-up timeout, and then names who did not come.
 3. Keys are unique per start (restart of the launcher, number of the ``init``), so leftovers are never read.
-4. What the user started already is its own channel (:mod:`hvdbridge.rendezvous.adopted`).
+4. A library that the user has started is the channel (:class:`ObjectChannel`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from torch.distributed import DistStoreError
@@ -64,16 +64,6 @@ class Channel(ABC):
 
     def close(self) -> None:  # noqa: B027  (most have nothing to close)
         """All ranks have met."""
-
-
-class Alone(Channel):
-    """One process."""
-
-    def gather(self, value: str) -> list[str]:
-        return [value]
-
-    def broadcast(self, value: str) -> str:
-        return value
 
 
 class KeyValueChannel(Channel):
@@ -198,20 +188,26 @@ class HorovodChannel(KeyValueChannel):
             time.sleep(POLL_SECONDS)
 
 
-class ObjectChannel(Channel):
-    """Over a library that runs already and moves objects: an ``all_gather`` of its own, and nothing else."""
+def _alone(value: str) -> list[str]:
+    return [value]
 
-    def __init__(self, all_gather: Callable[[str], list[Any]], close: Callable[[], None] = lambda: None) -> None:
-        self._all_gather, self._close = all_gather, close
+
+class ObjectChannel(Channel):
+    """Over an ``all_gather`` of a library that runs already; by default over that of a job of one.
+
+    ``release`` is called when all ranks have met.
+    """
+
+    def __init__(
+        self, all_gather: Callable[[str], list[str]] = _alone, release: Callable[[], None] = lambda: None
+    ) -> None:
+        self._all_gather, self.close = all_gather, release  # type: ignore[method-assign]
 
     def gather(self, value: str) -> list[str]:
-        return list(self._all_gather(value))
+        return self._all_gather(value)
 
     def broadcast(self, value: str) -> str:
-        return str(self._all_gather(value)[0])
-
-    def close(self) -> None:
-        self._close()
+        return self._all_gather(value)[0]
 
 
 def tcp_store(host: str, port: int, serve: bool, config: Config, who: str, shared: bool = True) -> TCPStore:

@@ -19,7 +19,6 @@ from hvdbridge.backends.starter import Meeting, Numbers, Starter, Variables
 from hvdbridge.config import LONGEST_SECONDS
 from hvdbridge.errors import BackendUnavailable, RendezvousError
 from hvdbridge.startup import network
-from hvdbridge.startup.channels import Channel, ObjectChannel
 from hvdbridge.startup.ports import first_free
 from hvdbridge.startup.world import World
 
@@ -41,13 +40,10 @@ class HorovodStarter(Starter):
         hvd = sys.modules.get("horovod.torch")
         return (hvd.rank(), hvd.size()) if hvd is not None and hvd.is_initialized() else None
 
-    def own_channel(self) -> Channel:
+    def all_gather(self, value: str) -> list[Any]:
         import horovod.torch as hvd
 
-        def all_gather(value: str) -> list[Any]:
-            return list(hvd.allgather_object(value, name="hvdbridge.start"))
-
-        return ObjectChannel(all_gather)
+        return list(hvd.allgather_object(value, name="hvdbridge.start"))
 
     def start(self, meeting: Meeting) -> None:
         import horovod.torch as hvd
@@ -95,11 +91,6 @@ class HorovodStarter(Starter):
         })  # fmt: skip
         interface = meeting.config.iface or network.interface_towards(meeting.address)
         self._variables.default({"HOROVOD_GLOO_IFACE": interface})
-
-    def numbers(self) -> Numbers:
-        import horovod.torch as hvd
-
-        return hvd.rank(), hvd.size()
 
     def hint(self, world: World) -> str:
         return "If hvd.init() ran before hb.init(), leave it out: hb.init() starts Horovod under every launcher."

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,24 +41,13 @@ class MpiStarter(Starter):
         if _started_here or "mpi4py.MPI" not in sys.modules:
             return None
         mpi = _library()
-        if not mpi.Is_initialized() or mpi.Is_finalized():
-            return None
-        return mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+        return _numbers() if mpi.Is_initialized() and not mpi.Is_finalized() else None
 
-    def own_channel(self) -> Channel:
-        return self._channel()
-
-    def _channel(self, release: Callable[[], None] = lambda: None) -> Channel:
+    def all_gather(self, value: str) -> list[Any]:
         duplicate = _library().COMM_WORLD.Dup()
-
-        def all_gather(value: str) -> list[Any]:
-            return list(duplicate.allgather(value))
-
-        def close() -> None:
-            duplicate.Free()
-            release()
-
-        return ObjectChannel(all_gather, close)
+        found = list(duplicate.allgather(value))
+        duplicate.Free()
+        return found
 
     def native_channel(self, world: World, config: Config) -> Channel | None:
         if not offers_mpi(world) or misfit(world):
@@ -70,14 +58,9 @@ class MpiStarter(Starter):
         guard = Guard(config.start_seconds, who, world.local_size)
         _initialize()
         guard.started()
-        found = self.numbers()
         # An MPI that is not this launcher's own finds one rank of one, which would be a channel to nobody.
-        if found != (world.rank, world.size):
-            raise BackendUnavailable(
-                f"{world.launcher} started rank {world.rank} of {world.size}, but MPI found rank {found[0]} of "
-                f"{found[1]}. {self.hint(world)}"
-            )
-        return self._channel(guard.release)
+        self.compare(world)
+        return ObjectChannel(self.all_gather, guard.release)
 
     def check(self, world: World) -> None:
         super().check(world)
@@ -113,8 +96,7 @@ class MpiStarter(Starter):
             variables.restore()
 
     def numbers(self) -> Numbers:
-        world = _library().COMM_WORLD
-        return world.Get_rank(), world.Get_size()
+        return _numbers()
 
     def hint(self, world: World) -> str:
         return (
@@ -186,6 +168,11 @@ def _library() -> Any:
             f"mpi4py is installed but finds no MPI library: {error}. {registry.entry('mpi').remedy}"
         ) from error
     return MPI
+
+
+def _numbers() -> Numbers:
+    world = _library().COMM_WORLD
+    return world.Get_rank(), world.Get_size()
 
 
 def _version() -> str:
