@@ -16,7 +16,7 @@ Rules:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -67,6 +67,7 @@ class Bridged(Communicator):
     """A communicator over a library; a backend writes the methods at the end and nothing else."""
 
     failures: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)
+    reduced_dtypes: ClassVar[Collection[torch.dtype]] = ()  # that it adds and multiplies rightly
     piece: int = PIECE
     reduced_piece: ClassVar[int] = PIECE  # bytes that it reduces best at once
 
@@ -164,9 +165,9 @@ class Bridged(Communicator):
         flat = _flat(tensor)
         if self._reduces(flat, op):
             limit = min(self.piece, self.reduced_piece)
-            parts = (flat,) if flat.nbytes <= limit else flat.split(limit // flat.element_size())
-            for number, part in enumerate(parts, start=1):
-                yield from _run(self._reduce_in_place, part, op, last=number == len(parts))
+            parts: Sequence[Tensor] = [flat] if flat.nbytes <= limit else flat.split(limit // flat.element_size())
+            for part in parts:
+                yield from _run(self._reduce_in_place, part, op, last=part is parts[-1])
                 self._reduced(part)
             return tensor
         if flat.nbytes <= SMALL:
@@ -210,9 +211,9 @@ class Bridged(Communicator):
 
     def _broadcast(self, tensor: Tensor, root: int) -> Answer:
         if not self.alone:
-            parts = _flat(tensor).view(torch.uint8).split(self.piece) if tensor.numel() else ()
-            for number, part in enumerate(parts, start=1):
-                yield from _run(self._send_to_all, part, root, last=number == len(parts))
+            parts = _flat(tensor).view(torch.uint8).split(self.piece)
+            for part in parts if tensor.numel() else ():
+                yield from _run(self._send_to_all, part, root, last=part is parts[-1])
         return tensor
 
     # -- groups ------------------------------------------------------------------------------------------
@@ -245,9 +246,10 @@ class Bridged(Communicator):
 
     # -- what a backend writes ---------------------------------------------------------------------------
 
-    @abstractmethod
     def _reduces(self, flat: Tensor, op: str) -> bool:
         """Whether the library reduces such a tensor rightly, NaN and overflow included."""
+        loses_nan = flat.is_floating_point() and op in ("min", "max")
+        return flat.dtype in self.reduced_dtypes and not loses_nan
 
     @abstractmethod
     def _reduce_in_place(self, flat: Tensor, op: str) -> Work:

@@ -162,25 +162,23 @@ class Communicator(ABC):
         if len(nodes) != self.size:
             raise ConfigurationError(f"one node for each of {self.size} ranks is needed, got {list(nodes)}")
         self.nodes = tuple(nodes)
-        for name, divide in (("node", node_groups), ("cross", cross_groups)):
+        for name, divide in DIVISIONS.items():
             ranks = next(ranks for ranks in divide(self.nodes) if self.rank in ranks)
             self._among_nodes[name] = (ranks.index(self.rank), len(ranks))
 
     def _named(self, group: str) -> Communicator:
-        if group not in self.groups and group.startswith("ranks:"):
-            made = self.split([[int(rank) for rank in part.split(",")] for part in group[6:].split("|")])
+        if group not in self.groups:  # made on first use: all ranks execute the same requests, so all ranks are here
+            if group.startswith("ranks:"):
+                parts = [[int(rank) for rank in part.split(",")] for part in group[6:].split("|")]
+            else:
+                parts = DIVISIONS[group](self.nodes) if group in DIVISIONS else []
+            if not parts:
+                known = ", ".join(["world", *sorted(self.groups)])
+                raise ConfigurationError(f"rank {self.rank} is in no group named {group!r}; it knows: {known}")
+            made = self.split(parts)
             assert made is not None, "every rank is in a part"
             self.groups[group] = made
-        if group not in self.groups and group in ("node", "cross") and self.nodes:
-            # Made on first use: all ranks execute the same requests, so all ranks are here.
-            made = self.split(node_groups(self.nodes) if group == "node" else cross_groups(self.nodes))
-            assert made is not None, "every rank is on a node"
-            self.groups[group] = made
-        try:
-            return self.groups[group]
-        except KeyError:
-            known = ", ".join(["world", *sorted(self.groups)])
-            raise ConfigurationError(f"rank {self.rank} is in no group named {group!r}; it knows: {known}") from None
+        return self.groups[group]
 
     @abstractmethod
     def _answer(self, request: Collective) -> Answer:
@@ -268,3 +266,7 @@ def cross_groups(nodes: Sequence[int]) -> list[list[int]]:
     """The first rank of each node, then the second of each node that has one, and so on."""
     rows = node_groups(nodes)
     return [[row[i] for row in rows if i < len(row)] for i in range(max(map(len, rows), default=0))]
+
+
+DIVISIONS = {"node": node_groups, "cross": cross_groups}
+"""How a named group divides the ranks, by their nodes."""

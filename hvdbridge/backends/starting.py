@@ -135,7 +135,6 @@ def open_channel(world: World, init_method: str | None, key: str, config: Config
         ) from error
 
 
-
 def meet(config: Config, world: World, channel: Channel, key: str) -> Meeting:
     """Exchange places over ``channel``, start the job's helper on rank 0, and connect to it.
 

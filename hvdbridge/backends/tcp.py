@@ -28,7 +28,7 @@ from torch import Tensor
 from hvdbridge.backends.communicator import Communicator, Work
 from hvdbridge.backends.point_to_point import Messages, Receipt, wrong_size
 from hvdbridge.errors import HvdbridgeError, RankFailed
-from hvdbridge.startup.ports import first_free, listening
+from hvdbridge.startup.network import first_free, listening
 from hvdbridge.supervisor.wire import exactly, fill
 
 HEADER = struct.Struct("<IIQ")  # group, tag, bytes

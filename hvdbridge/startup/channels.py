@@ -28,7 +28,7 @@ from torch.distributed import DistStoreError
 from hvdbridge.config import Config
 from hvdbridge.errors import ConfigurationError, RendezvousError, ranks_text
 from hvdbridge.startup import network
-from hvdbridge.startup.ports import first_free, listening, resolves
+from hvdbridge.startup.network import first_free, listening, resolves
 from hvdbridge.startup.world import World, first_host
 
 if TYPE_CHECKING:  # torch.distributed has these, but does not say so

@@ -16,7 +16,7 @@ import socket
 import sys
 from typing import Any
 
-from hvdbridge.startup.ports import first_free, listening
+from hvdbridge.startup.network import first_free, listening
 from hvdbridge.supervisor.server import BACKLOG, Server
 
 

@@ -25,19 +25,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from types import TracebackType
 from typing import Protocol
 
 from hvdbridge import errors
 from hvdbridge.config import Config
-from hvdbridge.errors import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    HvdbridgeError,
-    RankFailed,
-    RankMismatch,
-    RendezvousError,
-    ranks_text,
-)
+from hvdbridge.errors import HvdbridgeError, RendezvousError, ranks_text
 from hvdbridge.supervisor.causes import _describe, secondary
 from hvdbridge.supervisor.clock import Clock
 from hvdbridge.supervisor.exits import ExitHooks, end_process
@@ -45,7 +38,6 @@ from hvdbridge.supervisor.last_step import LastStep, latest
 from hvdbridge.supervisor.link import Link, SocketLink, join
 from hvdbridge.supervisor.processes import identity
 from hvdbridge.supervisor.spawn import HelperAddress
-from hvdbridge.supervisor.waits import _Wait
 from hvdbridge.supervisor.wire import VALUE, Message, pack
 
 UNWIND = 2.0
@@ -64,6 +56,35 @@ class Guarded(Protocol):
 
     def settle(self) -> None:
         """Return when all that was started is over."""
+
+
+class _Wait:
+    """One ``with monitor.watch(label)``. Slots and no locks: it stands around every collective."""
+
+    __slots__ = ("label", "limit", "monitor", "phase", "since", "stall", "token")
+
+    def __init__(
+        self, monitor: Monitor, label: object, limit: float = 0.0, phase: bool = False, stall: float = 0.0
+    ) -> None:
+        self.monitor, self.label, self.limit, self.phase, self.token = monitor, label, limit, phase, 0
+        self.stall = stall
+
+    def __enter__(self) -> None:
+        monitor = self.monitor
+        if monitor.failure is not None:
+            raise monitor._copy_of_failure()
+        self.since = time.monotonic()
+        monitor._waits.add(self)
+        if self.phase:
+            monitor._announce(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        monitor = self.monitor
+        monitor._waits.discard(self)
+        if self.token:
+            monitor._withdraw(self)
+        if error is not None and monitor.cause_of(error) is not error:
+            raise monitor._copy_of_failure() from error
 
 
 class Monitor:
@@ -181,7 +202,7 @@ class Monitor:
                 f"Look for an earlier error of theirs; if they are only slow, raise {variable}. {remedy}".rstrip()
             )
         if groups:
-            raise RankMismatch(f"the ranks disagree about {name}: {groups}. Give every rank the same.")
+            raise errors.RankMismatch(f"the ranks disagree about {name}: {groups}. Give every rank the same.")
 
     def check(self, number: int, signature: str) -> None:
         """HVDBRIDGE_DEBUG=1: return when every rank is about to start collective ``number`` with this signature.
@@ -193,10 +214,10 @@ class Monitor:
         limit = self.limit
         groups, missing = self._gather(f"collective {number}", signature, limit)
         if groups:
-            raise CollectiveMismatch(f"the ranks start different collectives as their number {number}: {groups}")
+            raise errors.CollectiveMismatch(f"the ranks start different collectives as their number {number}: {groups}")
         if missing:
             text = f"collective {number}, {signature}, was not started within {limit:g} s"
-            raise CollectiveTimeout(f"{text} by: {missing}")
+            raise errors.CollectiveTimeout(f"{text} by: {missing}")
 
     def _gather(self, name: str, value: str, limit: float) -> tuple[str, str]:
         """Post and wait for the verdict: who has which value (if they differ), and who is missing."""
@@ -415,7 +436,9 @@ class Monitor:
 
     def _helper_gone(self) -> None:
         self._origin_gone.set()
-        self._fail(RankFailed("hvdbridge's helper process, on rank 0's host, ended before the job did (killed?)"))
+        self._fail(
+            errors.RankFailed("hvdbridge's helper process, on rank 0's host, ended before the job did (killed?)")
+        )
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -470,5 +493,3 @@ class Monitor:
         if self._hooks is not None:
             self._hooks.remove()
         self._link.close()
-
-

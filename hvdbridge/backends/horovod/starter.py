@@ -19,7 +19,7 @@ from hvdbridge.backends.starter import Meeting, Numbers, Starter, Variables
 from hvdbridge.config import LONGEST_SECONDS
 from hvdbridge.errors import BackendUnavailable, RendezvousError
 from hvdbridge.startup import network
-from hvdbridge.startup.ports import first_free
+from hvdbridge.startup.network import first_free
 from hvdbridge.startup.world import World
 
 LARGEST_VALUE = 2**20  # addresses of a full mesh are far smaller

@@ -19,13 +19,15 @@ import ctypes
 import math
 import os
 import time
+from collections.abc import Generator
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hvdbridge.backends.bridge import Bridged
+from hvdbridge.backends.bridge import PIECE, Bridged
 from hvdbridge.backends.communicator import Capabilities, Communicator, Watch, Work, unwatched
+from hvdbridge.backends.point_to_point import Messages, Receipt, wrong_size
 from hvdbridge.errors import NotInitialized
 
 TYPES = {
@@ -61,7 +63,7 @@ class Polled(Work):
 
     def over_within(self, seconds: float) -> bool:
         started = time.perf_counter()
-        while not self._request.Test():
+        while not self.done():
             waited = time.perf_counter() - started
             if waited > seconds:
                 return False
@@ -77,6 +79,7 @@ class MpiCommunicator(Bridged):
     """Executes requests on an MPI communicator of its own."""
 
     failures = (MPI.Exception,)
+    reduced_dtypes = TYPES.keys()
     reduced_piece = REDUCED
 
     def __init__(self, name: str, comm: MPI.Intracomm, timeout_seconds: float, watch: Watch = unwatched) -> None:
@@ -95,10 +98,6 @@ class MpiCommunicator(Bridged):
             theirs, ours = group.Get_group(), self._comm.Get_group()
             group = MPI.Group.Translate_ranks(theirs, None, ours)
         return super().ranks_of(group)
-
-    def _reduces(self, flat: Tensor, op: str) -> bool:
-        loses_nan = flat.is_floating_point() and op in ("min", "max")
-        return flat.dtype in TYPES and not loses_nan
 
     def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
         return Polled(self._comm.Iallreduce(MPI.IN_PLACE, [_memory(flat), flat.numel(), TYPES[flat.dtype]], OPS[op]))
@@ -126,6 +125,67 @@ class MpiCommunicator(Bridged):
     def _close(self) -> None:
         if not MPI.Is_finalized():
             self._comm.Free()
+
+
+class _InPieces(Polled, Receipt):
+    """Requests one after the other, for tensors whose size no 32-bit count can tell."""
+
+    def __init__(self, steps: Generator[MPI.Request, MPI.Status, int], data: Tensor, tag: int = 0) -> None:
+        self._steps = steps
+        self.too_long = wrong_size(None, tag, None, data.numel())
+        self._data = data  # MPI has its address only
+        self.source = -1
+        self._error: Exception | None = None
+        self._next: MPI.Request | None = next(steps)
+
+    def done(self) -> bool:
+        while self._next is not None:
+            status = MPI.Status()
+            try:
+                if not self._next.Test(status):
+                    return False
+                self._next = self._steps.send(status)
+            except StopIteration as end:
+                self._next, self.source = None, end.value
+            except Exception as error:  # for wait(), however often it is called
+                self._next, self._error = None, error
+                if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
+                    self._error = self.too_long
+                    self._error.__cause__ = error
+        return True
+
+    def wait(self) -> None:
+        super().wait()
+        if self._error is not None:
+            raise self._error
+
+
+class MpiMessages(Messages):
+    """Sends and receives of MPI on the communicator's duplicate: MPI keeps them apart from collectives."""
+
+    def __init__(self, communicator: Communicator, number: int, tcp: object) -> None:
+        assert isinstance(communicator, MpiCommunicator)
+        self._comm = communicator._comm
+
+    def send(self, data: Tensor, to: int, tag: int) -> Work:
+        return _InPieces(self._send(data, to, tag), data)
+
+    def receive(self, data: Tensor, source: int | None, tag: int) -> Receipt:
+        return _InPieces(self._receive(data, source, tag), data, tag)
+
+    def _send(self, data: Tensor, to: int, tag: int) -> Generator[MPI.Request, MPI.Status, int]:
+        for part in data.split(PIECE):
+            yield self._comm.Isend(_bytes(part), to, tag)
+        return to
+
+    def _receive(self, data: Tensor, source: int | None, tag: int) -> Generator[MPI.Request, MPI.Status, int]:
+        found = MPI.ANY_SOURCE if source is None else source
+        for part in data.split(PIECE):
+            status = yield self._comm.Irecv(_bytes(part), found, tag)
+            found = status.Get_source()
+            if status.Get_count(MPI.BYTE) != part.numel():
+                raise wrong_size(found, tag, status.Get_count(MPI.BYTE), part.numel())
+        return found
 
 
 def cuda_aware() -> bool:

@@ -26,23 +26,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from hvdbridge.backends.bridge import Bridged
-from hvdbridge.backends.communicator import Capabilities, Communicator, Watch, Work, unwatched
+from hvdbridge.backends.communicator import DTYPES, Capabilities, Communicator, Watch, Work, unwatched
+from hvdbridge.backends.point_to_point import Messages, Receipt
 from hvdbridge.errors import NotInitialized
 
 log = logging.getLogger("hvdbridge")
 
-def _reducing(op: Any) -> Any:
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = op
-    return options
-
-
-OPS = {
-    "sum": _reducing(dist.ReduceOp.SUM),
-    "product": _reducing(dist.ReduceOp.PRODUCT),
-    "min": _reducing(dist.ReduceOp.MIN),
-    "max": _reducing(dist.ReduceOp.MAX),
-}
+OPS: dict[str, Any] = {op: dist.AllreduceOptions() for op in ("sum", "product", "min", "max")}
+for _op, _options in OPS.items():
+    _options.reduceOp = getattr(dist.ReduceOp, _op.upper())
 
 SHORTEST_SECONDS = 1e-3
 """Torch takes less for no limit."""
@@ -92,6 +84,7 @@ class Works(Work):
 class TorchCommunicator(Bridged):
     """Executes requests on process groups of its own."""
 
+    reduced_dtypes = frozenset(DTYPES) - {torch.bool}
     even_alone: ClassVar[bool] = False
     """Whether a group of one rank has the library do its work, too: to check and to time NCCL on one GPU."""
 
@@ -138,10 +131,6 @@ class TorchCommunicator(Bridged):
             f"{self.name}.{self._children}", self._store, self.rank, self.size, self._timeout, False, self.watch
         )
 
-    def _reduces(self, flat: Tensor, op: str) -> bool:
-        loses_nan = flat.is_floating_point() and op in ("min", "max")
-        return flat.dtype != torch.bool and not loses_nan
-
     def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
         return Works((self._cuda if flat.is_cuda else self._host).allreduce([flat], OPS[op]))
 
@@ -182,6 +171,66 @@ class TorchCommunicator(Bridged):
         if self._cuda is not None:
             self._cuda.shutdown()  # waits for what was enqueued; abort() would cut it off
         self._host = self._cuda = self._store = None
+
+
+class _Waited(Receipt):
+    """Gloo tells that a message is over to who waits for it only, and a wait that times out breaks its connections. So
+    where somebody asks, or waits for a while, a thread waits."""
+
+    def __init__(self, work: Any, data: Tensor, source: int | None) -> None:
+        self._work = work
+        self._data = data  # Gloo has its address only
+        self._any = source is None
+        self.source = -1 if source is None else source
+        self._thread: threading.Thread | None = None
+        self._over = False
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        if self._over:
+            return True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, name="hvdbridge-messages wait", daemon=True)
+            self._thread.start()
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        if self._thread is None:
+            self._wait()
+        else:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        if self._over:  # Gloo would wait for another message
+            return
+        try:
+            self._work.wait()
+            if self._any:
+                self.source = self._work._source_rank()
+        except RuntimeError as error:
+            self._error = error
+        self._over = True
+
+
+class TorchMessages(Messages):
+    """Gloo's own sends and receives on the communicator's process group.
+
+    Collectives of that group use other slots. The communicator's exchanges use tag 0, and messages begin at 1.
+    """
+
+    def __init__(self, communicator: Communicator, number: int, tcp: object) -> None:
+        assert isinstance(communicator, TorchCommunicator)
+        self._group = communicator._host
+
+    def send(self, data: Tensor, to: int, tag: int) -> Work:
+        return _Waited(self._group.send([data], to, tag + 1), data, to)
+
+    def receive(self, data: Tensor, source: int | None, tag: int) -> Receipt:
+        if source is None:
+            return _Waited(self._group.recv_anysource([data], tag + 1), data, None)
+        return _Waited(self._group.recv([data], source, tag + 1), data, source)
 
 
 def _default_uses_nccl() -> bool:
