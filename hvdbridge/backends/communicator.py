@@ -53,6 +53,7 @@ class Work(ABC):
 
     last = False
     shared: ClassVar[bool] = False
+    _error: Exception | None = None  # what wait() raises
 
     @abstractmethod
     def done(self) -> bool:

@@ -87,7 +87,9 @@ def start(config: Config, world: World, init_method: str | None, number: int, se
         if world.size > 1:
             monitor.agree("the job's settings", f"{settings}, backend {name}, {threads}")
         if not adopted:
-            _warn_of_gloo(name, meeting)
+            left = network.gloo_leaves(config.ports)
+            if left and name != "mpi" and world.rank == 0 and not network.is_loopback(meeting.address):
+                log.warning("%s", left)
             chosen.start(meeting)
             chosen.compare(meeting.world)
     except Exception as error:
@@ -142,10 +144,14 @@ def meet(config: Config, world: World, channel: Channel, key: str) -> Meeting:
         RendezvousError: ranks do not come, or the helper cannot be started or reached.
     """
     identity = network.host_identity()
-    place = {
-        "world": asdict(world), "identity": identity, "network": network.network_identity(), "devices": _devices(),
-        "host": _host_name(world), **_addresses(config.iface),
+    place: dict[str, Any] = {
+        "world": asdict(world), "network": network.network_identity(), "devices": _devices(), "host": _host_name(world),
     }  # fmt: skip
+    try:
+        found = [network.chosen_interface(config.iface)] if config.iface else network.interfaces().values()
+        place["addresses"] = [str(each) for each in found]
+    except ConfigurationError as error:
+        place["error"] = str(error)
     places = [json.loads(text) for text in channel.gather(json.dumps(place))]
     answer = json.loads(channel.broadcast(_answer(config, places, channel.address) if world.rank == 0 else ""))
     if "error" in answer:
@@ -172,8 +178,15 @@ def _answer(config: Config, places: Sequence[Any], asked: str | None) -> str:
         wrong = [place["error"] for place in places if "error" in place]
         if wrong:
             raise RendezvousError(wrong[0])
+        own = mine["addresses"]
         others = [place["addresses"] for place in places if place["network"] != mine["network"]]
-        address = _address(mine["addresses"], others, None if config.iface else asked) if others else network.LOOPBACK
+        address = network.common_address(own, others, None if config.iface else asked) if others else network.LOOPBACK
+        if address is None:
+            raise RendezvousError(
+                f"rank 0's host has no IPv4 address that other hosts reach: it has {', '.join(own) or 'none'}, another "
+                f"has {', '.join(others[0]) or 'none'}. IPv6 alone, and addresses that several hosts have, do not "
+                "serve; HVDBRIDGE_IFACE names an interface"
+            )
         helper = str(start_helper(address, len(places), config)) if len(places) > 1 else ""
     except RendezvousError as error:
         return json.dumps({"error": str(error)})
@@ -183,26 +196,6 @@ def _answer(config: Config, places: Sequence[Any], asked: str | None) -> str:
         "worlds": [asdict(world) for world in worlds], "address": address, "helper": helper,
         "own_devices": all(used) and len(set(used)) == len(used),
     })  # fmt: skip
-
-
-def _addresses(iface: str | None) -> dict[str, Any]:
-    """This host's part of a place: its addresses, or why it has none as asked for."""
-    try:
-        found = [network.chosen_interface(iface)] if iface else network.interfaces().values()
-    except ConfigurationError as error:
-        return {"error": str(error)}
-    return {"addresses": [str(each) for each in found]}
-
-
-def _address(mine: Sequence[str], others: Sequence[Sequence[str]], asked: str | None) -> str:
-    found = network.common_address(mine, others, asked)
-    if found is None:
-        raise RendezvousError(
-            f"rank 0's host has no IPv4 address that other hosts reach: it has {', '.join(mine) or 'none'}, another "
-            f"has {', '.join(others[0]) or 'none'}. IPv6 alone, and addresses that several hosts have, do not serve; "
-            "HVDBRIDGE_IFACE names an interface"
-        )
-    return found
 
 
 def _host_name(world: World) -> str:
@@ -216,9 +209,3 @@ def _devices() -> list[str]:
     if not torch.cuda.is_available():
         return []
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-
-
-def _warn_of_gloo(backend: str, meeting: Meeting) -> None:
-    text = network.gloo_leaves(meeting.config.ports)
-    if text and backend != "mpi" and meeting.world.rank == 0 and not network.is_loopback(meeting.address):
-        log.warning("%s", text)

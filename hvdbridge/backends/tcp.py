@@ -46,7 +46,6 @@ class _Transfer(Receipt):
         self.key = (group, tag)
         self.ranks, self.wanted, self.source = ranks, wanted, -1
         self._over = threading.Event()
-        self._error: Exception | None = None
 
     def done(self) -> bool:
         return self._over.is_set()

@@ -135,7 +135,6 @@ class _InPieces(Polled, Receipt):
         self.too_long = wrong_size(None, tag, None, data.numel())
         self._data = data  # MPI has its address only
         self.source = -1
-        self._error: Exception | None = None
         self._next: MPI.Request | None = next(steps)
 
     def done(self) -> bool:

@@ -53,7 +53,6 @@ class Works(Work):
         self._works: tuple[Any, ...] = works
         self._lock = threading.Lock()
         self._over = False
-        self._error: Exception | None = None
 
     def done(self) -> bool:
         return self._over or all(work.is_completed() for work in self._works)
@@ -184,7 +183,6 @@ class _Waited(Receipt):
         self.source = -1 if source is None else source
         self._thread: threading.Thread | None = None
         self._over = False
-        self._error: Exception | None = None
 
     def done(self) -> bool:
         if self._over:
