@@ -1,4 +1,4 @@
-"""What all backends share: any tensor is brought into the form that a library takes, and every gap is bridged here.
+"""The base of all communicators: it brings tensors into the form that a library takes, and does what a library cannot.
 
 Rules:
 
@@ -42,6 +42,10 @@ PIECE = 1 << 30
 SMALL = 4096
 """Up to this many bytes, one gather that everyone reduces (one round) replaces an exchange and a gather (two)."""
 
+TIMEOUTS = ("timed out", "timeout")
+LOSSES = ("connection", "peer", "broken pipe", "shut down", "socket", "remote", "aborted", "proc_failed")
+"""Words by which libraries say why an operation failed."""
+
 STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda total, row: total.add_(row),
     "product": lambda total, row: total.mul_(row),
@@ -64,7 +68,7 @@ def fold(rows: Tensor, op: str) -> Tensor:
 
 
 class Bridged(Communicator):
-    """A communicator over a library; a backend writes the methods at the end and nothing else."""
+    """A communicator over a library. A backend implements only the methods at the end of this class."""
 
     failures: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)
     reduced_dtypes: ClassVar[Collection[torch.dtype]] = ()  # that it adds and multiplies rightly
@@ -77,7 +81,7 @@ class Bridged(Communicator):
         self.rank = rank
         self.size = size
         self.timeout_seconds = timeout_seconds
-        self.alone = size == 1  # so there is nothing to ask the library for
+        self.alone = size == 1  # the library is not called
         self.closed = False
         self._children = 0
 
@@ -148,12 +152,11 @@ class Bridged(Communicator):
         return answer.to(tensor.device)
 
     def _explained(self, request: Collective, cause: Exception) -> HvdbridgeError | None:
-        """What a library's failure means, where its text tells (the libraries have no types for it)."""
-        text = str(cause)
-        what = f"rank {self.rank}: {request.signature()}"
-        if _says(text, "timed out", "timeout"):
+        """The error for a library's failure, by its text: the libraries have no types for it. None: unknown text."""
+        text, what = str(cause), f"rank {self.rank}: {request.signature()}"
+        if any(word in text.lower() for word in TIMEOUTS):
             return CollectiveTimeout(f"{what} took longer than its limit: some rank did not come to it. {text}")
-        if _says(text, "connection", "peer", "broken pipe", "shut down", "socket", "remote", "aborted", "proc_failed"):
+        if any(word in text.lower() for word in LOSSES):
             return RankFailed(f"{what} failed: another rank, or the link to it, is gone. {text}")
         return None
 
@@ -173,11 +176,11 @@ class Bridged(Communicator):
         if flat.nbytes <= SMALL:
             return fold((yield from self._gather(flat)), op).view(tensor.shape)
         share = -(-flat.numel() // self.size)
-        if share * self.size != flat.numel():  # the padding travels, its sums are cut off
+        if share * self.size != flat.numel():  # the sums of the padding are dropped
             flat = torch.cat([flat, flat.new_zeros(share * self.size - flat.numel())])
         rows = flat.view(self.size, share)
         mine = fold((yield from self._exchange(rows, last=False)), op)
-        yield from self._gather(mine, rows)  # what was exchanged is free: new memory costs more than to fill it
+        yield from self._gather(mine, rows)  # reuses the exchanged rows: allocating costs more than filling them
         return flat[: tensor.numel()].view(tensor.shape)
 
     def _gather(self, flat: Tensor, answer: Tensor | None = None) -> Answer:
@@ -256,11 +259,11 @@ class Bridged(Communicator):
         """Start to reduce ``flat`` over ranks, in place."""
 
     def _reduced(self, flat: Tensor) -> None:
-        """What is left to do to a reduced ``flat``."""
+        """Correct a reduced ``flat`` in place."""
 
     @abstractmethod
     def _all_gather(self, data: Tensor, answer: Tensor) -> Work:
-        """Start to bring bytes ``[n]`` of each rank into ``answer``, contiguous ``[size, n]``."""
+        """Start to gather bytes ``[n]`` of each rank into ``answer``, contiguous ``[size, n]``."""
 
     @abstractmethod
     def _all_to_all(self, rows: Tensor, answer: Tensor) -> Work:
@@ -286,10 +289,6 @@ def _run(start: Callable[..., Work], *args: object, last: bool = False) -> Steps
     work.last = last
     yield work
     work.wait()
-
-
-def _says(text: str, *words: str) -> bool:
-    return any(word in text.lower() for word in words)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ Rules:
 4. ``execute`` may reduce into the request's tensor (it was given away); the answer never aliases another
    rank's memory and is equal on all ranks, bit by bit, where its meaning is.
 5. ``answer`` is ``execute`` in steps, so that several requests can be under way: it yields None where it is about to
-   start an operation of the library, and the :class:`Work` it has started. Operations start in the same order on all
-   ranks; who drives sees to that.
+   start an operation of the library, and the :class:`Work` it has started. The caller starts operations in the same
+   order on all ranks.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ DTYPES = (
 
 
 LOOK_SECONDS = 5e-5
-"""Between two looks at an operation that cannot be waited for with a limit."""
+"""Seconds between two tests of an operation whose wait takes no limit."""
 
 
 class Work(ABC):
     """An operation that a library has started.
 
     Attributes:
-        last: of its request.
-        shared: :meth:`wait` may be called from several threads at once; then one may wait for it, and tell, which is
-            sooner than looks and takes no core.
+        last: no other operation of its request follows.
+        shared: several threads may call :meth:`wait` at once. The scheduler then blocks in it instead of polling.
     """
 
     last = False
@@ -57,10 +56,10 @@ class Work(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether :meth:`wait` would not block, or the time is up; makes progress where the library needs that."""
+        """Whether :meth:`wait` would return at once; makes progress where the library needs that."""
 
     def over_within(self, seconds: float) -> bool:
-        """Whether :meth:`wait` would not block, which is waited for so long at most."""
+        """Wait for at most ``seconds``; returns whether the operation is over."""
         end = time.perf_counter() + seconds
         while not self.done():
             if time.perf_counter() > end:
@@ -81,8 +80,7 @@ Answer = Generator[Work | None, None, Tensor]
 """Steps towards an answer: None before an operation starts, the work that was started; returns the tensor."""
 
 Watch = Callable[[object], AbstractContextManager[None]]
-"""``with watch("AllReduce[3] float32 ..."):`` tells the job's monitor what this rank waits for: the ``str`` of it,
-should it take long."""
+"""``with watch(request):`` registers a wait with the job's monitor, which prints ``str(request)`` if it takes long."""
 
 
 def unwatched(_: object) -> AbstractContextManager[None]:
@@ -96,7 +94,7 @@ class Capabilities:
     Attributes:
         blocks_host: ``execute`` returns when the answer is there (Gloo, MPI, Horovod); otherwise it only
             enqueues on the current CUDA stream (NCCL).
-        progresses: operations go on by themselves; otherwise only while somebody looks at them (MPI).
+        progresses: operations advance by themselves; otherwise only while a thread tests them (MPI).
         cuda: CUDA tensors travel without passing through host memory.
         carriers: the libraries below, as torch.distributed names its backends.
     """
@@ -143,14 +141,14 @@ class Communicator(ABC):
             return end.value  # type: ignore[no-any-return]
 
     def answer(self, request: Collective) -> Answer:
-        """:meth:`execute` in steps; the first comes before anything is done."""
+        """:meth:`execute` in steps; the first is yielded before any work is done."""
         yield None
         comm = self if request.group == "world" else self._named(request.group)
         with self.watch(request):
             return (yield from comm._answer(request))
 
     def size_of(self, group: str) -> int:
-        """Number of ranks that take part in a request of ``group``."""
+        """The number of ranks in ``group``."""
         return self.size if group == "world" else self._named(group).size
 
     def places(self) -> Mapping[str, tuple[int, int]]:

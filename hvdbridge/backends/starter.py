@@ -1,4 +1,4 @@
-"""What differs between libraries when they are started: one :class:`Starter` each, in the file of its name."""
+"""The interface that starts a library: each backend implements one :class:`Starter`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Numbers = tuple[int, int]
 
 @dataclass(frozen=True)
 class Meeting:
-    """What all ranks know of each other once they met.
+    """What every rank knows after the ranks have met.
 
     Attributes:
         world: complete.
@@ -68,7 +68,7 @@ class Starter(ABC):
         return None
 
     def check(self, world: World) -> None:
-        """Raise what can be known before anything is started.
+        """Refuse what cannot work, before anything is started.
 
         Raises:
             BackendUnavailable: not installed, or unable to start under this launcher.
@@ -100,7 +100,7 @@ class Starter(ABC):
             )
 
     def hint(self, world: World) -> str:
-        """Why the library may have found other numbers than the launcher's, and what to do."""
+        """Why the library may have found other numbers than the launcher's, and the remedy."""
         return ""
 
     @abstractmethod

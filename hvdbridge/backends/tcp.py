@@ -5,9 +5,9 @@ Rules:
 1. A rank listens from its first send or receive on; its address and a token stand in the job's store, which only the
    job's ranks can read. Whoever connects without the token is turned away.
 2. One connection per direction of a pair, opened by the sender, written by one thread of its own and read by another.
-3. A message whose receive is posted is read into its place; another one waits in memory. So a send is done when its
-   bytes are on their way, and messages with other tags never wait behind it.
-4. A receive from a rank whose connection broke fails; one from a rank that is silent is the job's monitor's affair.
+3. A message whose receive is posted is read into that tensor; any other is kept in memory until its receive comes. So
+   a send is done when the kernel has its bytes, and messages with other tags never wait behind it.
+4. A receive from a rank whose connection broke fails. The job's monitor handles ranks that are silent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The launcher's own channel: how ranks that know nothing of each other exchange their first few words.
+"""Channels: how ranks exchange their addresses before the job's helper runs.
 
 Rules:
 
@@ -67,7 +67,7 @@ class Channel(ABC):
 
 
 class KeyValueChannel(Channel):
-    """Over anything that can set a key and wait for one."""
+    """Over a store that can set a key and wait for one."""
 
     def __init__(self, world: World, prefix: str, timeout: float) -> None:
         self.world, self.prefix, self.timeout = world, prefix, timeout

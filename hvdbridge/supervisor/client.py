@@ -49,7 +49,7 @@ OnFailure = Callable[[HvdbridgeError], None]
 
 
 class Guarded(Protocol):
-    """What has collectives under way in threads of its own (a scheduler)."""
+    """An object with collectives in flight in threads of its own (a scheduler)."""
 
     def fail(self, cause: BaseException) -> None:
         """The job failed; must not block."""
@@ -95,8 +95,8 @@ class Monitor:
         size: number of ranks in the job.
         host: an address of rank 0's host that every rank reaches.
         failure: why the job ends (the same first cause on every rank), or None while all is well.
-        starting: what has no limit of its own may take HVDBRIDGE_START_SECONDS: until the session is open, and until
-            the first step of a synchronizer is through.
+        starting: HVDBRIDGE_START_SECONDS is the default limit. True until the session is open, and again until the
+            first step of a synchronizer has ended.
         last_step: this rank's part in the agreement on a last step.
     """
 
@@ -158,7 +158,7 @@ class Monitor:
 
     @property
     def limit(self) -> float:
-        """Seconds that something may take that has no limit of its own."""
+        """The default limit of a wait, in seconds."""
         return self._config.start_seconds if self.starting else self._config.timeout_seconds
 
     # Store and agreement -----------------------------------------------------------------------------

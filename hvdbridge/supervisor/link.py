@@ -1,4 +1,4 @@
-"""A rank's connection to the helper: requests that are answered, notes that are not.
+"""A rank's connection to the helper: requests, which the helper answers, and notes, which it does not.
 
 Rules:
 

@@ -9,8 +9,8 @@ Rules:
    ranks: so a split also makes the sets of its children's ``node`` and ``cross`` groups, sets are shared between
    communicators (names differ), and they live until ``hvd.shutdown``. A user's ``add_process_set`` for the same ranks
    must come first: Horovod has no second one.
-3. Waiting polls: ``hvd.synchronize`` spins and takes the interpreter's lock from the thread that runs backward;
-   polling was measured alike at two ranks on two cores and up to twice as fast at three. It also bounds the wait.
+3. Waiting polls: ``hvd.synchronize`` spins and takes the interpreter's lock from the thread that runs backward.
+   Polling also bounds the wait.
 4. Horovod is lent tensors of its own over the same memory, and a view of each is held until the operation succeeds.
    When a rank dies, Horovod's thread lets go of all tensors under a lock that starting an operation takes, too. In
    torch 2.13 the last holder beside Python needs the interpreter's lock to let go, and the thread that starts an

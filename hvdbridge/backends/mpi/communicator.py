@@ -4,8 +4,7 @@ Rules:
 
 1. A communicator is a duplicate (or a split) of ``COMM_WORLD``: the user's messages cannot meet ours.
 2. A wait spins for a moment and then sleeps between tests: MPI's own waits spin without end, and on a host with as
-   many ranks as cores they take the core from the backward that they should overlap. Testing makes progress, and
-   non-blocking reductions were measured to give the blocking ones' bits (MPICH 5, 2 to 8 ranks).
+   many ranks as cores they take the core from the backward that they should overlap. Testing makes progress.
 3. Memory is handed over by address, so nothing is copied and no dtype is refused; the steps that wait for an
    operation keep its tensors alive.
 4. All ranks must end with equal bits, and NaN + NaN keeps the first one's: short messages, which MPIs add in another
@@ -45,9 +44,7 @@ SPIN_SECONDS = 1e-3
 POLL_SECONDS = 5e-5
 
 REDUCED = 1 << 22
-"""Bytes that are reduced at once. Several larger reductions under way at 1 Gbit/s take longer, and not always as long
-(MPICH 5, UCX): 50 MB in buckets of up to 12 MiB, begun as in a backward, took 465 to 538 ms, in a training steps of 486
-to 642; in such pieces 464 to 473, and steps of 476 to 514. 420 are the wire's. In shared memory no difference."""
+"""Bytes that are reduced at once: larger reductions in flight share a network of 1 Gbit/s badly (MPICH, UCX)."""
 
 OPS = {"sum": MPI.SUM, "product": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
@@ -128,7 +125,7 @@ class MpiCommunicator(Bridged):
 
 
 class _InPieces(Polled, Receipt):
-    """Requests one after the other, for tensors whose size no 32-bit count can tell."""
+    """A message as several requests in sequence, since MPI's counts have 32 bits."""
 
     def __init__(self, steps: Generator[MPI.Request, MPI.Status, int], data: Tensor, tag: int = 0) -> None:
         self._steps = steps

@@ -7,7 +7,7 @@ Rules:
 2. NCCL is used where the user's default group uses it and each rank has a GPU to itself (NCCL refuses to
    share one); otherwise CUDA tensors pass through host memory.
 3. Gloo and NCCL round 16-bit floats after each addition; both are taken as they are.
-4. Over Gloo, rows travel as plain sends and receives: its own all-gather was measured at twice their time.
+4. Over Gloo, rows travel as plain sends and receives: its own all-gather takes longer.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ for _op, _options in OPS.items():
     _options.reduceOp = getattr(dist.ReduceOp, _op.upper())
 
 SHORTEST_SECONDS = 1e-3
-"""Torch takes less for no limit."""
+"""Torch treats a shorter timeout as no timeout."""
 
 WORLDS = count()
 """Numbers the worlds of this process: the store remembers the names of groups that were closed."""
 
 
 class Works(Work):
-    """One or more of torch's works. Of sends and receives Gloo says that they are complete to who waits for them only,
-    and waits for other ones if it is asked again."""
+    """One or more of torch's works. Gloo reports that a send or receive is complete only to the thread that waits, and
+    a second wait would wait for another message."""
 
     shared = True
 
@@ -114,10 +114,12 @@ class TorchCommunicator(Bridged):
         name, rank, size = f"hvdbridge/{next(WORLDS)}", dist.get_rank(), dist.get_world_size()
         store = _get_default_store()
         timeout = timedelta(seconds=timeout_seconds)
-        if not _default_uses_nccl():
+        if not torch.cuda.is_available() or "nccl" not in str(dist.get_backend_config()):
             return cls(name, store, rank, size, timeout, False, watch)
         host = cls(f"{name}/host", store, rank, size, timeout, False, watch)
-        devices = host.all_gather_object((socket.gethostname(), _gpu()))
+        device = torch.cuda.current_device()
+        uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+        devices = host.all_gather_object((socket.gethostname(), uuid))
         alone = len(set(devices)) == size
         host.close()
         if not alone and rank == 0:
@@ -173,8 +175,8 @@ class TorchCommunicator(Bridged):
 
 
 class _Waited(Receipt):
-    """Gloo tells that a message is over to who waits for it only, and a wait that times out breaks its connections. So
-    where somebody asks, or waits for a while, a thread waits."""
+    """A message. Gloo reports completion only to the thread that waits, and a wait that times out breaks its
+    connections. So :meth:`done` starts a thread that waits."""
 
     def __init__(self, work: Any, data: Tensor, source: int | None) -> None:
         self._work = work
@@ -229,12 +231,3 @@ class TorchMessages(Messages):
         if source is None:
             return _Waited(self._group.recv_anysource([data], tag + 1), data, None)
         return _Waited(self._group.recv([data], source, tag + 1), data, source)
-
-
-def _default_uses_nccl() -> bool:
-    return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-
-
-def _gpu() -> str:
-    device = torch.cuda.current_device()
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
