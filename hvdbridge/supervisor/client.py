@@ -116,7 +116,7 @@ class Monitor:
         self._tokens = itertools.count(1)
         self._told_after = min(1.0, config.stall_seconds / 2, config.timeout_seconds / 4)
         self._failed = threading.Event()
-        self._origin = False  # is the failure this rank's own?
+        self._origin = False  # the failure is this rank's own
         self._origin_gone = threading.Event()
         self._failing = threading.Lock()
         self._said = False
@@ -127,10 +127,7 @@ class Monitor:
         self._hooks: ExitHooks | None = None
 
     @classmethod
-    def connect(
-        cls, address: HelperAddress, rank: int, size: int, config: Config,
-        host: str | None = None, pid: int | None = None,
-    ) -> Monitor:  # fmt: skip
+    def connect(cls, address: HelperAddress, rank: int, size: int, config: Config, host: str | None = None) -> Monitor:
         """Join the job; retries until the helper answers or the start-up timeout is over.
 
         ``host`` names the node: ranks with the same text share memory (PMI's process mapping is made of it).
@@ -139,7 +136,7 @@ class Monitor:
             RendezvousError: nobody answers there, the secret is another job's, the rank is taken, the size differs.
         """
         monitor = cls(rank, size, config)
-        pid = os.getpid() if pid is None else pid
+        pid = os.getpid()
         hello = {
             "secret": address.secret, "rank": rank, "size": size, "host": host or socket.gethostname(),
             "pid": pid, "process": identity(pid),

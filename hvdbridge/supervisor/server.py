@@ -50,7 +50,7 @@ async def read_frame(reader: asyncio.StreamReader, bound: int) -> tuple[Message,
 
 
 class Server:
-    """Serves one job; ``settings`` are those that start.py sends, the sockets listen already."""
+    """Serves one job; ``settings`` are those that spawn.py sends; the sockets listen already."""
 
     def __init__(self, settings: dict[str, Any], monitor: socket.socket, pmi: socket.socket) -> None:
         self._settings = settings

@@ -86,6 +86,7 @@ class Operation(Work):
 
     def __init__(self, handle: int, name: str, seconds: float) -> None:
         self._handle: int | None = handle
+        self._error: Exception | None = None
         self._name = name
         self._abandoned = False  # Horovod was asked, and has ended
         now = time.monotonic()
