@@ -3,7 +3,7 @@
 Rules:
 
 1. A library sees flat, contiguous, non-empty tensors without gradient, and only among two or more ranks.
-2. It moves bytes (gather, exchange, broadcast: any dtype) and reduces what it says that it ``reduces``.
+2. It moves bytes (gather, exchange, broadcast: any dtype) and reduces what :meth:`Bridged._reduces` allows.
 3. What it does not reduce is exchanged in shards, reduced by the owner in rank order (16-bit floats in float32,
    rounded once) and gathered: as many bytes as a ring all-reduce, and equal bits on all ranks by construction.
    That is also how minima and maxima of floats travel: libraries lose NaN in them, ``torch.minimum`` does not.
@@ -119,7 +119,7 @@ class Bridged(Communicator):
             if explained is None:
                 raise
             try:
-                with self.watch(request):  # the monitor learns within a second which rank it was, and why
+                with self.watch(request):  # the monitor may replace it by the job's first cause
                     raise cause
             except HvdbridgeError:
                 raise

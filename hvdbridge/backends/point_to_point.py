@@ -18,7 +18,7 @@ from hvdbridge.backends.communicator import Work
 from hvdbridge.errors import ConfigurationError
 
 TAGS = 1 << 24
-"""Tags are below it: what every MPI and Gloo can tell apart."""
+"""The bound of tags that every MPI and Gloo supports."""
 
 
 class Receipt(Work):
@@ -40,7 +40,7 @@ class Messages(ABC):
 
     @abstractmethod
     def receive(self, data: Tensor, source: int | None, tag: int) -> Receipt:
-        """Start to receive into ``data`` from rank ``source``; None: from whoever sends."""
+        """Start to receive into ``data`` from rank ``source``; None: from any rank."""
 
 
 def wrong_size(source: int | None, tag: int, sent: int | None, expected: int) -> ConfigurationError:

@@ -116,7 +116,7 @@ def open_channel(world: World, init_method: str | None, key: str, config: Config
     """The launcher's own channel.
 
     Raises:
-        RendezvousError, ConfigurationError: the launcher's variables are incomplete, or nobody answers there.
+        RendezvousError, ConfigurationError: the launcher's variables are incomplete, or no process answers there.
     """
     if world.size == 1:
         return ObjectChannel()

@@ -83,7 +83,7 @@ class Exchange:
         host: the address of this host that other ranks reach.
         publish: puts a text into the job's store under a rank.
         look_up: the text of a rank; waits until it is there.
-        ports: where to listen; None: where the system says.
+        ports: where to listen; None: where the system chooses.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Exchange:
             except OSError as error:
                 failure = RankFailed(f"rank {self.rank}: the connection to rank {to} broke while it sent: {error}")
                 failure.__cause__ = error
-            except HvdbridgeError as error:  # the store: nobody is there, or the job failed
+            except HvdbridgeError as error:  # of the store: the rank is missing, or the job failed
                 failure = error
             transfer.finish(failure)
             del transfer  # its tensor is free while this thread waits for the next
@@ -228,7 +228,7 @@ class Exchange:
 
 
 class TcpMessages(Messages):
-    """See :class:`Messages`; ``communicator`` tells which ranks of the job are its own."""
+    """See :class:`Messages`; ``tcp`` returns the exchange and the group's ranks."""
 
     def __init__(self, communicator: Communicator, number: int, tcp: Callable[[], tuple[Exchange, list[int]]]) -> None:
         self._number = number

@@ -4,7 +4,7 @@ Rules:
 
 1. A channel is used for one exchange: every rank's place goes to rank 0, rank 0's answer goes to all.
    From then on the job's helper is the channel.
-2. Every rank that waits, waits no longer than the start-up timeout, and then names who did not come.
+2. A rank waits no longer than the start-up timeout; then its error names the missing ranks.
 3. Keys are unique per start (restart of the launcher, number of the ``init``), so leftovers are never read.
 4. A library that the user has started is the channel (:class:`ObjectChannel`).
 """
@@ -47,7 +47,7 @@ class Channel(ABC):
     """Carries every rank's text to rank 0, and rank 0's text to all.
 
     Attributes:
-        address: the address by which rank 0 was asked to be reached, if the launcher tells one.
+        address: the address of rank 0 that the launcher gives, or None.
         store: a store of torch.distributed that all ranks reach, if this channel is one.
     """
 
@@ -211,13 +211,13 @@ class ObjectChannel(Channel):
 
 
 def tcp_store(host: str, port: int, serve: bool, config: Config, who: str, shared: bool = True) -> TCPStore:
-    """Torch's TCP store at ``host:port``: served by this process, or reached. Port 0: any, ``store.port`` tells.
+    """Torch's TCP store at ``host:port``: served by this process, or reached. Port 0: any; ``store.port`` has it.
 
     It listens on ``host`` only, where that is an address of this machine. ``shared``: the store of a fixed port stays
     open until exit, and a later ``init_process_group`` of this process on the same port finds it.
 
     Raises:
-        RendezvousError: the port is taken, or nobody answers there in time.
+        RendezvousError: the port is taken, or no store answers there in time.
     """
     if port and (host, port) in _stores:
         return _stores[host, port]

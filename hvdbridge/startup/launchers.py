@@ -44,7 +44,7 @@ class Launcher:
     optional: ClassVar[Mapping[str, str]] = {}
 
     def world(self, env: Environ) -> World | None:
-        """The place of this process, if this launcher started it; places that it does not tell are UNKNOWN.
+        """The place of this process, if this launcher started it; numbers that it does not give are UNKNOWN.
 
         Raises:
             RendezvousError: the launcher's variables are incomplete or contradict each other.
@@ -56,7 +56,7 @@ class Launcher:
         """Where the ranks meet.
 
         Raises:
-            RendezvousError, ConfigurationError: variables are missing, or nobody answers there.
+            RendezvousError, ConfigurationError: variables are missing, or no process answers there.
         """
         return channels.from_variables(world, key, config)
 

@@ -98,7 +98,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def free_port() -> int:
-    """A port of this host on which nobody listens (rule 3).
+    """A port of this host that is free (rule 3).
 
     >>> 1024 <= free_port() <= 65535
     True
@@ -170,7 +170,7 @@ def _ip(interface: str) -> str:
 
 
 def first_free(listen: Callable[[int], T], ports: range | None) -> T:
-    """What ``listen(port)`` makes of a port on which nobody listens; of port 0, for any, without ``ports``.
+    """The result of ``listen(port)`` for a free port among ``ports``; without ``ports``, of ``listen(0)``.
 
     Raises:
         OSError: all are taken, or what ``listen`` raises for another reason.

@@ -88,7 +88,7 @@ class _Wait:
 
 
 class Monitor:
-    """This rank's connection to the job's helper: key-value store, agreement, and who failed why.
+    """This rank's connection to the job's helper: key-value store, agreement, and the job's failure.
 
     Attributes:
         rank: this process's rank.
@@ -133,7 +133,7 @@ class Monitor:
         ``host`` names the node: ranks with the same text share memory (PMI's process mapping is made of it).
 
         Raises:
-            RendezvousError: nobody answers there, the secret is another job's, the rank is taken, the size differs.
+            RendezvousError: no helper answers there, the secret is another job's, the rank is taken, the size differs.
         """
         monitor = cls(rank, size, config)
         pid = os.getpid()
@@ -161,7 +161,7 @@ class Monitor:
     # Store and agreement -----------------------------------------------------------------------------
 
     def store_set(self, key: str, value: bytes) -> None:
-        """Set ``key``; whoever waits for it in :meth:`store_get` goes on."""
+        """Set ``key``; ends the waits for it in :meth:`store_get`."""
         if len(value) > VALUE:
             raise RendezvousError(f"store_set({key!r}) of {len(value)} bytes: the helper's store takes {VALUE}")
         self._link.ask({"op": "set", "key": key}, value)
@@ -170,7 +170,7 @@ class Monitor:
         """The value of ``key``; waits until a rank sets it (default: the timeout of the configuration).
 
         Raises:
-            RendezvousError: nobody set it in time.
+            RendezvousError: no rank set it in time.
         """
         limit = self.limit if timeout is None else timeout
         with _Wait(self, f"store_get({key!r})", limit + UNWIND):
@@ -187,8 +187,8 @@ class Monitor:
         """Return when every rank posted the same ``value`` under ``name``; a barrier, too.
 
         Raises:
-            RankMismatch: on EVERY rank: who has what.
-            RendezvousError: on every rank that came: who did not.
+            RankMismatch: on EVERY rank, with each rank's value.
+            RendezvousError: on every rank that came, with the missing ranks.
         """
         limit = self.limit if timeout is None else timeout
         groups, missing = self._gather(name, value, limit)
@@ -205,8 +205,8 @@ class Monitor:
         """HVDBRIDGE_DEBUG=1: return when every rank is about to start collective ``number`` with this signature.
 
         Raises:
-            CollectiveMismatch: on EVERY rank: who starts what.
-            CollectiveTimeout: on every rank that came: who starts nothing.
+            CollectiveMismatch: on EVERY rank, with each rank's signature.
+            CollectiveTimeout: on every rank that came, with the missing ranks.
         """
         limit = self.limit
         groups, missing = self._gather(f"collective {number}", signature, limit)
@@ -217,7 +217,7 @@ class Monitor:
             raise errors.CollectiveTimeout(f"{text} by: {missing}")
 
     def _gather(self, name: str, value: str, limit: float) -> tuple[str, str]:
-        """Post and wait for the verdict: who has which value (if they differ), and who is missing."""
+        """Post a value and wait for all: the ranks of each value (empty if all are equal), and the missing ranks."""
         with _Wait(self, name, limit + UNWIND):
             verdict, _ = self._link.ask({"op": "gather", "name": name, "value": value, "timeout": limit})
         groups = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in verdict.get("groups", ()))
@@ -226,8 +226,9 @@ class Monitor:
     # Waiting -----------------------------------------------------------------------------------------
 
     def watch(self, label: object, limit: float = 0.0, stall: float = 0.0) -> AbstractContextManager[None]:
-        """``with monitor.watch("AllReduce[3] ..."):`` what this rank waits for meanwhile, the label being
-        ``str`` of what it is given, should anybody ask. Any thread; < 1 us.
+        """``with monitor.watch("AllReduce[3] ..."):`` registers a wait of this rank; reports print ``str(label)``.
+
+        Any thread may call it.
 
         A connection error that leaves the block is replaced by the job's first cause, if that becomes known
         within a second (``raise cause from error``). A block is not entered once the job has failed.
@@ -453,8 +454,8 @@ class Monitor:
     def leave(self) -> None:
         """Normal exit without shutdown: returns when ALL ranks have left or shut down, so MPI_Finalize cannot hang.
 
-        Called by the exit hooks. What was started ends before: later nobody would notice that another rank never starts
-        its part. If the job fails meanwhile this process ends with status 1.
+        Called by the exit hooks. Guarded work is settled before: later no monitor would notice that another rank never
+        starts its part. If the job fails meanwhile this process ends with status 1.
         """
         if self._closed:
             return

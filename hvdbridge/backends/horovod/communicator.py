@@ -16,8 +16,8 @@ Rules:
    torch 2.13 the last holder beside Python needs the interpreter's lock to let go, and the thread that starts an
    operation has that: both waited for ever. A view refers to its base unless that is a view itself, so Horovod's
    thread is not the last holder (but of tensors of ``torch.inference_mode``, whose views have no base).
-5. An operation that is started while Horovod's thread ends may be taken, though nobody is left to do it. Hence who
-   waits for one asks every second whether Horovod still runs; from a thread, as the answer may take as long as another
+5. An operation that is started while Horovod's thread ends may be taken, though nothing is left to do it. So a
+   waiter asks every second whether Horovod still runs. A thread asks, because the answer may take as long as another
    rank is silent.
 """
 
@@ -186,7 +186,7 @@ class HorovodCommunicator(Bridged):
         number = self._started[name] = (self._started.get(name, -1) + 1) % NAMES
         name = f"{name}.{number}"
         if name in self._in_flight:
-            with suppress(Exception):  # the flow's whose it is: raised again where that waits
+            with suppress(Exception):  # its own flow raises it again in its wait
                 self._in_flight[name].wait()
         lent = [tensor.detach() for tensor in tensors]
         views = [tensor.view(tensor.shape) for tensor in lent]

@@ -1,7 +1,7 @@
 """Horovod: native under horovodrun, and under mpiexec if built with MPI; elsewhere rank 0 serves its rendezvous.
 
 The server's secret travels in the address that Horovod is given: ``host:port/secret`` makes its HTTP client ask
-``host:port`` for ``/secret:.../scope/key``, and whoever does not know the secret gets 403.
+``host:port`` for ``/secret:.../scope/key``, and a request without the secret gets 403.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def serve(host: str, secret: str, worlds: tuple[World, ...], ports: range | None
         request_queue_size = 1024
 
         def handle_error(self, request: object, client_address: object) -> None:
-            """Half-open and broken connections are nobody's error: the ranks try again."""
+            """Ignore half-open and broken connections: the ranks try again."""
 
     server = first_free(lambda port: Server((host, port), Handler, 0), ports)
     server.init([

@@ -9,7 +9,7 @@ Rules:
    operation keep its tensors alive.
 4. All ranks must end with equal bits, and NaN + NaN keeps the first one's: short messages, which MPIs add in another
    order on each rank, have their NaNs made alike. Long ones are added by one rank per piece (MPICH, Open MPI).
-5. MPI has no time limit. A rank that waits for ever is ended by the job's monitor, which ``watch`` tells.
+5. MPI has no time limit. ``watch`` registers each wait with the job's monitor, which ends a rank that waits for ever.
 """
 
 from __future__ import annotations
@@ -185,9 +185,9 @@ class MpiMessages(Messages):
 
 
 def cuda_aware() -> bool:
-    """Whether this MPI takes device pointers: it says so itself (MPICH), or its environment does (Cray).
+    """Whether this MPI takes device pointers: MPICH has a function for it, Cray a variable.
 
-    Open MPI says so, but for blocking operations only: those that do not block add on the host, and crash there.
+    Open MPI supports it in blocking operations only: the others add on the host, and crash there.
     """
     if not torch.cuda.is_available() or MPI.get_vendor()[0] == "Open MPI":
         return False

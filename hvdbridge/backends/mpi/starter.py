@@ -5,7 +5,7 @@ Rules:
 
 1. Importing mpi4py.MPI is MPI_Init unless it is told otherwise, so it is told so, and MPI_Init runs where we say.
 2. MPI cannot start twice in a process. It stays up when the session ends, and is finalized at exit by mpi4py,
-   after all of Python's own exit hooks: the ranks have said goodbye to each other by then.
+   after all of Python's own exit hooks: all ranks have left the job by then.
 3. MPI_Init holds the GIL: only :meth:`Monitor.phase` can end a rank that hangs in it, and where the ranks meet
    by MPI itself, and so have no monitor yet, a :class:`Guard`.
 4. What a launcher offers must be known before MPI_Init: MPICH aborts the process where it meets PMIx alone.
@@ -58,7 +58,7 @@ class MpiStarter(Starter):
         guard = Guard(config.start_seconds, who, world.local_size)
         _initialize()
         guard.started()
-        # An MPI that is not this launcher's own finds one rank of one, which would be a channel to nobody.
+        # An MPI that is not this launcher's own finds one rank of one, which would be a channel without peers.
         self.compare(world)
         return ObjectChannel(self.all_gather, guard.release)
 
@@ -109,7 +109,7 @@ class MpiStarter(Starter):
 
 
 def offers_mpi(world: World) -> bool:
-    """Whether this launcher starts MPI by itself; srun does if it, or Slurm's configuration, says so (``--mpi=``)."""
+    """Whether this launcher starts MPI by itself; srun does if its ``--mpi=`` or Slurm's configuration asks for it."""
     by_slurm = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK"))
     return world.launcher == "mpiexec" or (world.launcher == "srun" and by_slurm)
 
@@ -134,7 +134,7 @@ def misfit(world: World) -> str:
 
 def _set_network(config: Config) -> None:
     """HVDBRIDGE_PORTS and HVDBRIDGE_IFACE in the words of MPICH (ch3; UCX and libfabric below ch4) and Open MPI, unless
-    the user said more. They stay: connections are made when first used. UCX_NET_DEVICES is not for us to set: it names
+    the user said more. They stay: connections are made when first used. UCX_NET_DEVICES is left alone: it names
     Infiniband's devices, too.
     """
     found: dict[str, str | None] = {}

@@ -33,7 +33,7 @@ class TorchStarter(Starter):
 
     def start(self, meeting: Meeting) -> None:
         world, config = meeting.world, meeting.config
-        # Gloo takes the address of the host's name, which on many machines is loopback or nobody's.
+        # Gloo takes the address of the host's name, which on many machines is loopback or unreachable.
         interface = config.iface or network.interface_towards(meeting.address)
         nccl = config.iface and f"={config.iface}"  # NCCL takes a name for a prefix otherwise
         self._variables.default({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": nccl})
