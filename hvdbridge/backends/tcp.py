@@ -66,7 +66,7 @@ class _Transfer(Receipt):
         """Whether a message of ``size`` bytes from ``source`` fits; the receive fails if not."""
         self.source = self.ranks.index(source)
         if size != len(self.memory):
-            self.finish(wrong_size(source, self.key[1], size, len(self.memory)))
+            self.finish(wrong_size(self.source, self.key[1], size, len(self.memory)))
         return not self.done()
 
     def deliver(self, source: int, payload: bytearray) -> None:
