@@ -1,9 +1,9 @@
-"""What all backends share: any tensor is brought into the form that a library takes, and every gap is bridged here.
+"""The base of all communicators: it brings tensors into the form that a library takes, and does what a library cannot.
 
 Rules:
 
 1. A library sees flat, contiguous, non-empty tensors without gradient, and only among two or more ranks.
-2. It moves bytes (gather, exchange, broadcast: any dtype) and reduces what it says that it ``reduces``.
+2. It moves bytes (gather, exchange, broadcast: any dtype) and reduces what :meth:`Bridged._reduces` allows.
 3. What it does not reduce is exchanged in shards, reduced by the owner in rank order (16-bit floats in float32,
    rounded once) and gathered: as many bytes as a ring all-reduce, and equal bits on all ranks by construction.
    That is also how minima and maxima of floats travel: libraries lose NaN in them, ``torch.minimum`` does not.
@@ -16,7 +16,7 @@ Rules:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -42,6 +42,10 @@ PIECE = 1 << 30
 SMALL = 4096
 """Up to this many bytes, one gather that everyone reduces (one round) replaces an exchange and a gather (two)."""
 
+TIMEOUTS = ("timed out", "timeout")
+LOSSES = ("connection", "peer", "broken pipe", "shut down", "socket", "remote", "aborted", "proc_failed")
+"""Words by which libraries say why an operation failed."""
+
 STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda total, row: total.add_(row),
     "product": lambda total, row: total.mul_(row),
@@ -64,9 +68,10 @@ def fold(rows: Tensor, op: str) -> Tensor:
 
 
 class Bridged(Communicator):
-    """A communicator over a library; a backend writes the methods at the end and nothing else."""
+    """A communicator over a library. A backend implements only the methods at the end of this class."""
 
     failures: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)
+    reduced_dtypes: ClassVar[Collection[torch.dtype]] = ()  # that it adds and multiplies rightly
     piece: int = PIECE
     reduced_piece: ClassVar[int] = PIECE  # bytes that it reduces best at once
 
@@ -76,7 +81,7 @@ class Bridged(Communicator):
         self.rank = rank
         self.size = size
         self.timeout_seconds = timeout_seconds
-        self.alone = size == 1  # so there is nothing to ask the library for
+        self.alone = size == 1  # the library is not called
         self.closed = False
         self._children = 0
 
@@ -114,7 +119,7 @@ class Bridged(Communicator):
             if explained is None:
                 raise
             try:
-                with self.watch(request):  # the monitor learns within a second which rank it was, and why
+                with self.watch(request):  # the monitor may replace it by the job's first cause
                     raise cause
             except HvdbridgeError:
                 raise
@@ -147,12 +152,11 @@ class Bridged(Communicator):
         return answer.to(tensor.device)
 
     def _explained(self, request: Collective, cause: Exception) -> HvdbridgeError | None:
-        """What a library's failure means, where its text tells (the libraries have no types for it)."""
-        text = str(cause)
-        what = f"rank {self.rank}: {request.signature()}"
-        if _says(text, "timed out", "timeout"):
+        """The error for a library's failure, by its text: the libraries have no types for it. None: unknown text."""
+        text, what = str(cause), f"rank {self.rank}: {request.signature()}"
+        if any(word in text.lower() for word in TIMEOUTS):
             return CollectiveTimeout(f"{what} took longer than its limit: some rank did not come to it. {text}")
-        if _says(text, "connection", "peer", "broken pipe", "shut down", "socket", "remote", "aborted", "proc_failed"):
+        if any(word in text.lower() for word in LOSSES):
             return RankFailed(f"{what} failed: another rank, or the link to it, is gone. {text}")
         return None
 
@@ -164,19 +168,19 @@ class Bridged(Communicator):
         flat = _flat(tensor)
         if self._reduces(flat, op):
             limit = min(self.piece, self.reduced_piece)
-            parts = (flat,) if flat.nbytes <= limit else flat.split(limit // flat.element_size())
-            for number, part in enumerate(parts, start=1):
-                yield from _run(self._reduce_in_place, part, op, last=number == len(parts))
+            parts: Sequence[Tensor] = [flat] if flat.nbytes <= limit else flat.split(limit // flat.element_size())
+            for part in parts:
+                yield from _run(self._reduce_in_place, part, op, last=part is parts[-1])
                 self._reduced(part)
             return tensor
         if flat.nbytes <= SMALL:
             return fold((yield from self._gather(flat)), op).view(tensor.shape)
         share = -(-flat.numel() // self.size)
-        if share * self.size != flat.numel():  # the padding travels, its sums are cut off
+        if share * self.size != flat.numel():  # the sums of the padding are dropped
             flat = torch.cat([flat, flat.new_zeros(share * self.size - flat.numel())])
         rows = flat.view(self.size, share)
         mine = fold((yield from self._exchange(rows, last=False)), op)
-        yield from self._gather(mine, rows)  # what was exchanged is free: new memory costs more than to fill it
+        yield from self._gather(mine, rows)  # reuses the exchanged rows: allocating costs more than filling them
         return flat[: tensor.numel()].view(tensor.shape)
 
     def _gather(self, flat: Tensor, answer: Tensor | None = None) -> Answer:
@@ -210,9 +214,9 @@ class Bridged(Communicator):
 
     def _broadcast(self, tensor: Tensor, root: int) -> Answer:
         if not self.alone:
-            parts = _flat(tensor).view(torch.uint8).split(self.piece) if tensor.numel() else ()
-            for number, part in enumerate(parts, start=1):
-                yield from _run(self._send_to_all, part, root, last=number == len(parts))
+            parts = _flat(tensor).view(torch.uint8).split(self.piece)
+            for part in parts if tensor.numel() else ():
+                yield from _run(self._send_to_all, part, root, last=part is parts[-1])
         return tensor
 
     # -- groups ------------------------------------------------------------------------------------------
@@ -245,20 +249,21 @@ class Bridged(Communicator):
 
     # -- what a backend writes ---------------------------------------------------------------------------
 
-    @abstractmethod
     def _reduces(self, flat: Tensor, op: str) -> bool:
         """Whether the library reduces such a tensor rightly, NaN and overflow included."""
+        loses_nan = flat.is_floating_point() and op in ("min", "max")
+        return flat.dtype in self.reduced_dtypes and not loses_nan
 
     @abstractmethod
     def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
         """Start to reduce ``flat`` over ranks, in place."""
 
     def _reduced(self, flat: Tensor) -> None:
-        """What is left to do to a reduced ``flat``."""
+        """Correct a reduced ``flat`` in place."""
 
     @abstractmethod
     def _all_gather(self, data: Tensor, answer: Tensor) -> Work:
-        """Start to bring bytes ``[n]`` of each rank into ``answer``, contiguous ``[size, n]``."""
+        """Start to gather bytes ``[n]`` of each rank into ``answer``, contiguous ``[size, n]``."""
 
     @abstractmethod
     def _all_to_all(self, rows: Tensor, answer: Tensor) -> Work:
@@ -284,10 +289,6 @@ def _run(start: Callable[..., Work], *args: object, last: bool = False) -> Steps
     work.last = last
     yield work
     work.wait()
-
-
-def _says(text: str, *words: str) -> bool:
-    return any(word in text.lower() for word in words)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ Rules:
 4. ``execute`` may reduce into the request's tensor (it was given away); the answer never aliases another
    rank's memory and is equal on all ranks, bit by bit, where its meaning is.
 5. ``answer`` is ``execute`` in steps, so that several requests can be under way: it yields None where it is about to
-   start an operation of the library, and the :class:`Work` it has started. Operations start in the same order on all
-   ranks; who drives sees to that.
+   start an operation of the library, and the :class:`Work` it has started. The caller starts operations in the same
+   order on all ranks.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ DTYPES = (
 
 
 LOOK_SECONDS = 5e-5
-"""Between two looks at an operation that cannot be waited for with a limit."""
+"""Seconds between two tests of an operation whose wait takes no limit."""
 
 
 class Work(ABC):
     """An operation that a library has started.
 
     Attributes:
-        last: of its request.
-        shared: :meth:`wait` may be called from several threads at once; then one may wait for it, and tell, which is
-            sooner than looks and takes no core.
+        last: no other operation of its request follows.
+        shared: several threads may call :meth:`wait` at once. The scheduler then blocks in it instead of polling.
     """
 
     last = False
     shared: ClassVar[bool] = False
+    _error: Exception | None = None  # what wait() raises
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether :meth:`wait` would not block, or the time is up; makes progress where the library needs that."""
+        """Whether :meth:`wait` would return at once; makes progress where the library needs that."""
 
     def over_within(self, seconds: float) -> bool:
-        """Whether :meth:`wait` would not block, which is waited for so long at most."""
+        """Wait for at most ``seconds``; returns whether the operation is over."""
         end = time.perf_counter() + seconds
         while not self.done():
             if time.perf_counter() > end:
@@ -80,8 +80,7 @@ Answer = Generator[Work | None, None, Tensor]
 """Steps towards an answer: None before an operation starts, the work that was started; returns the tensor."""
 
 Watch = Callable[[object], AbstractContextManager[None]]
-"""``with watch("AllReduce[3] float32 ..."):`` tells the job's monitor what this rank waits for: the ``str`` of it,
-should it take long."""
+"""``with watch(request):`` registers a wait with the job's monitor, which prints ``str(request)`` if it takes long."""
 
 
 def unwatched(_: object) -> AbstractContextManager[None]:
@@ -95,7 +94,7 @@ class Capabilities:
     Attributes:
         blocks_host: ``execute`` returns when the answer is there (Gloo, MPI, Horovod); otherwise it only
             enqueues on the current CUDA stream (NCCL).
-        progresses: operations go on by themselves; otherwise only while somebody looks at them (MPI).
+        progresses: operations advance by themselves; otherwise only while a thread tests them (MPI).
         cuda: CUDA tensors travel without passing through host memory.
         carriers: the libraries below, as torch.distributed names its backends.
     """
@@ -142,14 +141,14 @@ class Communicator(ABC):
             return end.value  # type: ignore[no-any-return]
 
     def answer(self, request: Collective) -> Answer:
-        """:meth:`execute` in steps; the first comes before anything is done."""
+        """:meth:`execute` in steps; the first is yielded before any work is done."""
         yield None
         comm = self if request.group == "world" else self._named(request.group)
         with self.watch(request):
             return (yield from comm._answer(request))
 
     def size_of(self, group: str) -> int:
-        """Number of ranks that take part in a request of ``group``."""
+        """The number of ranks in ``group``."""
         return self.size if group == "world" else self._named(group).size
 
     def places(self) -> Mapping[str, tuple[int, int]]:
@@ -162,25 +161,23 @@ class Communicator(ABC):
         if len(nodes) != self.size:
             raise ConfigurationError(f"one node for each of {self.size} ranks is needed, got {list(nodes)}")
         self.nodes = tuple(nodes)
-        for name, divide in (("node", node_groups), ("cross", cross_groups)):
+        for name, divide in DIVISIONS.items():
             ranks = next(ranks for ranks in divide(self.nodes) if self.rank in ranks)
             self._among_nodes[name] = (ranks.index(self.rank), len(ranks))
 
     def _named(self, group: str) -> Communicator:
-        if group not in self.groups and group.startswith("ranks:"):
-            made = self.split([[int(rank) for rank in part.split(",")] for part in group[6:].split("|")])
+        if group not in self.groups:  # made on first use: all ranks execute the same requests, so all ranks are here
+            if group.startswith("ranks:"):
+                parts = [[int(rank) for rank in part.split(",")] for part in group[6:].split("|")]
+            else:
+                parts = DIVISIONS[group](self.nodes) if group in DIVISIONS else []
+            if not parts:
+                known = ", ".join(["world", *sorted(self.groups)])
+                raise ConfigurationError(f"rank {self.rank} is in no group named {group!r}; it knows: {known}")
+            made = self.split(parts)
             assert made is not None, "every rank is in a part"
             self.groups[group] = made
-        if group not in self.groups and group in ("node", "cross") and self.nodes:
-            # Made on first use: all ranks execute the same requests, so all ranks are here.
-            made = self.split(node_groups(self.nodes) if group == "node" else cross_groups(self.nodes))
-            assert made is not None, "every rank is on a node"
-            self.groups[group] = made
-        try:
-            return self.groups[group]
-        except KeyError:
-            known = ", ".join(["world", *sorted(self.groups)])
-            raise ConfigurationError(f"rank {self.rank} is in no group named {group!r}; it knows: {known}") from None
+        return self.groups[group]
 
     @abstractmethod
     def _answer(self, request: Collective) -> Answer:
@@ -268,3 +265,7 @@ def cross_groups(nodes: Sequence[int]) -> list[list[int]]:
     """The first rank of each node, then the second of each node that has one, and so on."""
     rows = node_groups(nodes)
     return [[row[i] for row in rows if i < len(row)] for i in range(max(map(len, rows), default=0))]
+
+
+DIVISIONS = {"node": node_groups, "cross": cross_groups}
+"""How a named group divides the ranks, by their nodes."""

@@ -1,11 +1,11 @@
-"""Messages between two ranks: only the two call. One carrier per backend, as in the other tables.
+"""The interface of messages between two ranks. Each backend has one class for it.
 
 Rules:
 
 1. A carrier moves bytes in host memory between the ranks of one group, by tag. Messages of one pair with one tag
    arrive in the order in which they were sent.
 2. Nothing here is collective: a carrier exists as soon as its group does.
-3. MPI and Gloo send and receive themselves. Horovod cannot: there, ranks open TCP connections when they first talk.
+3. MPI and Gloo send and receive themselves. Horovod cannot: there, ranks open TCP connections at the first message.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hvdbridge.backends.communicator import Work
 from hvdbridge.errors import ConfigurationError
 
 TAGS = 1 << 24
-"""Tags are below it: what every MPI and Gloo can tell apart."""
+"""The bound of tags that every MPI and Gloo supports."""
 
 
 class Receipt(Work):
-    """A message that is awaited. After :meth:`wait`, ``source`` is the rank (of the group) that sent it."""
+    """A receive in flight. After :meth:`wait`, ``source`` is the rank (of the group) that sent it."""
 
     source: int
 
@@ -40,7 +40,7 @@ class Messages(ABC):
 
     @abstractmethod
     def receive(self, data: Tensor, source: int | None, tag: int) -> Receipt:
-        """Start to receive into ``data`` from rank ``source``; None: from whoever sends."""
+        """Start to receive into ``data`` from rank ``source``; None: from any rank."""
 
 
 def wrong_size(source: int | None, tag: int, sent: int | None, expected: int) -> ConfigurationError:

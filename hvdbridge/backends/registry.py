@@ -93,6 +93,5 @@ def load(name: str, part: Literal["communicator", "starter", "point_to_point"]) 
         return getattr(import_module(module, f"hvdbridge.backends.{name}"), attribute)
     except (ImportError, OSError, RuntimeError) as cause:  # mpi4py without libmpi: RuntimeError; a torch that moved on
         raise BackendUnavailable(
-            f"HVDBRIDGE_BACKEND={name} but {backend.title} does not load in this environment: {cause}. "
-            f"{backend.remedy}"
+            f"HVDBRIDGE_BACKEND={name} but {backend.title} does not load in this environment: {cause}. {backend.remedy}"
         ) from cause

@@ -1,4 +1,4 @@
-"""What differs between libraries when they are started: one :class:`Starter` each, in the file of its name."""
+"""The interface that starts a library: each backend implements one :class:`Starter`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hvdbridge.backends import registry
 from hvdbridge.config import Config
+from hvdbridge.errors import RendezvousError
 from hvdbridge.startup.channels import Channel, Store
 from hvdbridge.startup.world import World
 from hvdbridge.supervisor.client import Monitor
@@ -21,7 +22,7 @@ Numbers = tuple[int, int]
 
 @dataclass(frozen=True)
 class Meeting:
-    """What all ranks know of each other once they met.
+    """What every rank knows after the ranks have met.
 
     Attributes:
         world: complete.
@@ -59,15 +60,15 @@ class Starter(ABC):
         """Rank and size, if the user started the library."""
 
     @abstractmethod
-    def own_channel(self) -> Channel:
-        """A channel over the library, which runs."""
+    def all_gather(self, value: str) -> list[Any]:
+        """Every rank's ``value`` in rank order, by the library, which runs."""
 
     def native_channel(self, world: World, config: Config) -> Channel | None:
         """Start the library at once where it is the launcher's own and its channel, too; else None."""
         return None
 
     def check(self, world: World) -> None:
-        """Raise what can be known before anything is started.
+        """Refuse what cannot work, before anything is started.
 
         Raises:
             BackendUnavailable: not installed, or unable to start under this launcher.
@@ -78,12 +79,28 @@ class Starter(ABC):
     def start(self, meeting: Meeting) -> None:
         """Start the library among all ranks."""
 
-    @abstractmethod
     def numbers(self) -> Numbers:
         """Rank and size as the library, which runs, found them."""
+        found = self.running()
+        assert found is not None, "it runs"
+        return found
+
+    def compare(self, world: World) -> None:
+        """Return if the library, which runs, found the launcher's rank and size.
+
+        Raises:
+            RendezvousError: it found others.
+        """
+        found = self.numbers()
+        if found != (world.rank, world.size):
+            title = registry.entry(self.name).title
+            raise RendezvousError(
+                f"{world.launcher} started rank {world.rank} of {world.size}, but {title} "
+                f"found rank {found[0]} of {found[1]}. {self.hint(world)}".rstrip()
+            )
 
     def hint(self, world: World) -> str:
-        """Why the library may have found other numbers than the launcher's, and what to do."""
+        """Why the library may have found other numbers than the launcher's, and the remedy."""
         return ""
 
     @abstractmethod
@@ -99,9 +116,8 @@ class Variables:
 
     def set(self, values: Mapping[str, str | None]) -> None:
         """None removes a variable."""
-        for name, value in values.items():
-            self._before.setdefault(name, os.environ.get(name))
-            _put(name, value)
+        self._before = {name: os.environ.get(name) for name in values} | self._before
+        _put(values)
 
     def default(self, values: Mapping[str, str | None]) -> None:
         """Only what the user did not set; None leaves it so."""
@@ -111,13 +127,11 @@ class Variables:
         self.set({name: None for name in os.environ if name.startswith(tuple(prefixes))})
 
     def restore(self) -> None:
-        for name, value in self._before.items():
-            _put(name, value)
+        _put(self._before)
         self._before.clear()
 
 
-def _put(name: str, value: str | None) -> None:
-    if value is None:
+def _put(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
         os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
+        os.environ |= {} if value is None else {name: value}

@@ -25,7 +25,7 @@ from hvdbridge.backends.starter import Meeting, Starter
 from hvdbridge.config import BACKENDS, Config
 from hvdbridge.errors import BackendUnavailable, ConfigurationError, RendezvousError
 from hvdbridge.startup import channels, launchers, network
-from hvdbridge.startup.channels import Channel
+from hvdbridge.startup.channels import Channel, ObjectChannel
 from hvdbridge.startup.world import World
 from hvdbridge.supervisor.client import Monitor
 from hvdbridge.supervisor.spawn import HelperAddress, start_helper
@@ -68,10 +68,11 @@ def start(config: Config, world: World, init_method: str | None, number: int, se
     numbers = chosen.running() if adopted else None
     if numbers is not None and world.launcher == "none":
         world = World(*numbers, launcher="none")
-    key = f"hvdbridge/{_attempt()}/{number}"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun restarts the ranks, but not its store
+    key = f"hvdbridge/{attempt}/{number}"
     if adopted:
-        _compare(chosen, world)
-        channel = chosen.own_channel() if world.size > 1 else channels.Alone()
+        chosen.compare(world)
+        channel: Channel = ObjectChannel(chosen.all_gather) if world.size > 1 else ObjectChannel()
     else:
         chosen.check(world)
         channel = chosen.native_channel(world, config) or open_channel(world, init_method, key, config)
@@ -80,14 +81,17 @@ def start(config: Config, world: World, init_method: str | None, number: int, se
     meeting = meet(config, world, channel, key)
     monitor = meeting.monitor
     try:
-        _limit_threads(meeting.worlds)
+        if any(each.local_size > 1 for each in meeting.worlds) and not os.environ.get("OMP_NUM_THREADS"):
+            torch.set_num_threads(1)  # as torchrun does where ranks share a host: the last bits depend on it
         threads = f"{torch.get_num_threads()} threads (OMP_NUM_THREADS)"
         if world.size > 1:
             monitor.agree("the job's settings", f"{settings}, backend {name}, {threads}")
         if not adopted:
-            _warn_of_gloo(name, meeting)
+            left = network.gloo_leaves(config.ports)
+            if left and name != "mpi" and world.rank == 0 and not network.is_loopback(meeting.address):
+                log.warning("%s", left)
             chosen.start(meeting)
-            _compare(chosen, meeting.world)
+            chosen.compare(meeting.world)
     except Exception as error:
         monitor.report(error)
         raise
@@ -112,30 +116,25 @@ def open_channel(world: World, init_method: str | None, key: str, config: Config
     """The launcher's own channel.
 
     Raises:
-        RendezvousError, ConfigurationError: the launcher's variables are incomplete, or nobody answers there.
+        RendezvousError, ConfigurationError: the launcher's variables are incomplete, or no process answers there.
     """
     if world.size == 1:
-        return channels.Alone()
+        return ObjectChannel()
     if init_method is not None:
         return channels.from_url(init_method, world, key, config)
-    launcher = launchers.named(world.launcher)
-    return _mpi_channel(world, key, config) if launcher.by_mpi else launcher.channel(world, key, config)
-
-
-def _mpi_channel(world: World, key: str, config: Config) -> Channel:
-    installed = registry.installed("mpi")
-    found = starter("mpi")().native_channel(world, config) if installed else None
-    if found is not None:
+    launcher, installed = launchers.named(world.launcher), registry.installed("mpi")
+    if launcher.by_mpi and installed and (found := starter("mpi")().native_channel(world, config)) is not None:
         return found
     try:
-        return launchers.named(world.launcher).channel(world, key, config)
+        return launcher.channel(world, key, config)
     except RendezvousError as error:
+        if not launcher.by_mpi:
+            raise
         why = misfit(world) if installed else "mpi4py is not installed. " + registry.entry("mpi").remedy
         raise BackendUnavailable(
             f"Under {world.launcher} the ranks meet by MPI, but {why}, or set MASTER_ADDR and MASTER_PORT to the host "
             "of rank 0 and a free port there."
         ) from error
-
 
 
 def meet(config: Config, world: World, channel: Channel, key: str) -> Meeting:
@@ -145,10 +144,14 @@ def meet(config: Config, world: World, channel: Channel, key: str) -> Meeting:
         RendezvousError: ranks do not come, or the helper cannot be started or reached.
     """
     identity = network.host_identity()
-    place = {
-        "world": asdict(world), "identity": identity, "network": network.network_identity(), "devices": _devices(),
-        "host": _host_name(world), **_addresses(config.iface),
+    place: dict[str, Any] = {
+        "world": asdict(world), "network": network.network_identity(), "devices": _devices(), "host": _host_name(world),
     }  # fmt: skip
+    try:
+        found = [network.chosen_interface(config.iface)] if config.iface else network.interfaces().values()
+        place["addresses"] = [str(each) for each in found]
+    except ConfigurationError as error:
+        place["error"] = str(error)
     places = [json.loads(text) for text in channel.gather(json.dumps(place))]
     answer = json.loads(channel.broadcast(_answer(config, places, channel.address) if world.rank == 0 else ""))
     if "error" in answer:
@@ -175,8 +178,15 @@ def _answer(config: Config, places: Sequence[Any], asked: str | None) -> str:
         wrong = [place["error"] for place in places if "error" in place]
         if wrong:
             raise RendezvousError(wrong[0])
+        own = mine["addresses"]
         others = [place["addresses"] for place in places if place["network"] != mine["network"]]
-        address = _address(mine["addresses"], others, None if config.iface else asked) if others else network.LOOPBACK
+        address = network.common_address(own, others, None if config.iface else asked) if others else network.LOOPBACK
+        if address is None:
+            raise RendezvousError(
+                f"rank 0's host has no IPv4 address that other hosts reach: it has {', '.join(own) or 'none'}, another "
+                f"has {', '.join(others[0]) or 'none'}. IPv6 alone, and addresses that several hosts have, do not "
+                "serve; HVDBRIDGE_IFACE names an interface"
+            )
         helper = str(start_helper(address, len(places), config)) if len(places) > 1 else ""
     except RendezvousError as error:
         return json.dumps({"error": str(error)})
@@ -186,26 +196,6 @@ def _answer(config: Config, places: Sequence[Any], asked: str | None) -> str:
         "worlds": [asdict(world) for world in worlds], "address": address, "helper": helper,
         "own_devices": all(used) and len(set(used)) == len(used),
     })  # fmt: skip
-
-
-def _addresses(iface: str | None) -> dict[str, Any]:
-    """This host's part of a place: its addresses, or why it has none as asked for."""
-    try:
-        found = [network.chosen_interface(iface)] if iface else network.interfaces().values()
-    except ConfigurationError as error:
-        return {"error": str(error)}
-    return {"addresses": [str(each) for each in found]}
-
-
-def _address(mine: Sequence[str], others: Sequence[Sequence[str]], asked: str | None) -> str:
-    found = network.common_address(mine, others, asked)
-    if found is None:
-        raise RendezvousError(
-            f"rank 0's host has no IPv4 address that other hosts reach: it has {', '.join(mine) or 'none'}, another "
-            f"has {', '.join(others[0]) or 'none'}. IPv6 alone, and addresses that several hosts have, do not serve; "
-            "HVDBRIDGE_IFACE names an interface"
-        )
-    return found
 
 
 def _host_name(world: World) -> str:
@@ -219,30 +209,3 @@ def _devices() -> list[str]:
     if not torch.cuda.is_available():
         return []
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-
-
-def _limit_threads(worlds: Sequence[World]) -> None:
-    """One thread per rank where ranks share a host, as torchrun does: the last bits depend on it."""
-    if any(world.local_size > 1 for world in worlds) and not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(1)
-
-
-def _warn_of_gloo(backend: str, meeting: Meeting) -> None:
-    text = network.gloo_leaves(meeting.config.ports)
-    if text and backend != "mpi" and meeting.world.rank == 0 and not network.is_loopback(meeting.address):
-        log.warning("%s", text)
-
-
-def _attempt() -> str:
-    """torchrun restarts the ranks, but not its store."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def _compare(chosen: Starter, world: World) -> None:
-    found = chosen.numbers()
-    if found != (world.rank, world.size):
-        title = registry.entry(chosen.name).title
-        raise RendezvousError(
-            f"{world.launcher} started rank {world.rank} of {world.size}, but {title} "
-            f"found rank {found[0]} of {found[1]}. {chosen.hint(world)}".rstrip()
-        )

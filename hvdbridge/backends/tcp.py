@@ -5,9 +5,9 @@ Rules:
 1. A rank listens from its first send or receive on; its address and a token stand in the job's store, which only the
    job's ranks can read. Whoever connects without the token is turned away.
 2. One connection per direction of a pair, opened by the sender, written by one thread of its own and read by another.
-3. A message whose receive is posted is read into its place; another one waits in memory. So a send is done when its
-   bytes are on their way, and messages with other tags never wait behind it.
-4. A receive from a rank whose connection broke fails; one from a rank that is silent is the job's monitor's affair.
+3. A message whose receive is posted is read into that tensor; any other is kept in memory until its receive comes. So
+   a send is done when the kernel has its bytes, and messages with other tags never wait behind it.
+4. A receive from a rank whose connection broke fails. The job's monitor handles ranks that are silent.
 """
 
 from __future__ import annotations
@@ -28,19 +28,24 @@ from torch import Tensor
 from hvdbridge.backends.communicator import Communicator, Work
 from hvdbridge.backends.point_to_point import Messages, Receipt, wrong_size
 from hvdbridge.errors import HvdbridgeError, RankFailed
-from hvdbridge.startup.ports import first_free, listening
+from hvdbridge.startup.network import first_free, listening
+from hvdbridge.supervisor.wire import exactly, fill
 
 HEADER = struct.Struct("<IIQ")  # group, tag, bytes
 HELLO = struct.Struct("<32sI")  # token, rank
-CHUNK = 1 << 20
 HELLO_SECONDS = 10.0
 
 
-class _Event(Receipt):
-    def __init__(self) -> None:
+class _Transfer(Receipt):
+    """A message on its way, in either direction. A receive is from rank ``wanted`` of the job (None: any) of ``ranks``,
+    the group's."""
+
+    def __init__(self, data: Tensor, group: int, tag: int, ranks: list[int], wanted: int | None = None) -> None:
+        array: Any = data.numpy()
+        self.memory = memoryview(array)
+        self.key = (group, tag)
+        self.ranks, self.wanted, self.source = ranks, wanted, -1
         self._over = threading.Event()
-        self._error: Exception | None = None
-        self.source = -1
 
     def done(self) -> bool:
         return self._over.is_set()
@@ -54,17 +59,20 @@ class _Event(Receipt):
         self._error = self._error or error
         self._over.set()
 
+    def takes(self, source: int, key: tuple[int, int]) -> bool:
+        return self.key == key and self.wanted in (None, source)
 
-class _Posted(_Event):
-    """A receive: from ``wanted``, or from anyone."""
+    def fits(self, source: int, size: int) -> bool:
+        """Whether a message of ``size`` bytes from ``source`` fits; the receive fails if not."""
+        self.source = self.ranks.index(source)
+        if size != len(self.memory):
+            self.finish(wrong_size(self.source, self.key[1], size, len(self.memory)))
+        return not self.done()
 
-    def __init__(self, data: Tensor, wanted: int | None, group: int, tag: int) -> None:
-        super().__init__()
-        self.memory = _memory(data)
-        self.wanted, self.group, self.tag = wanted, group, tag
-
-    def takes(self, source: int, group: int, tag: int) -> bool:
-        return (self.group, self.tag) == (group, tag) and self.wanted in (None, source)
+    def deliver(self, source: int, payload: bytearray) -> None:
+        if self.fits(source, len(payload)):
+            self.memory[:] = payload
+            self.finish()
 
 
 class Exchange:
@@ -75,7 +83,7 @@ class Exchange:
         host: the address of this host that other ranks reach.
         publish: puts a text into the job's store under a rank.
         look_up: the text of a rank; waits until it is there.
-        ports: where to listen; None: where the system says.
+        ports: where to listen; None: where the system chooses.
     """
 
     def __init__(
@@ -86,43 +94,36 @@ class Exchange:
         self._look_up = look_up
         self._token = secrets.token_hex(16)
         self._lock = threading.Lock()
-        self._posted: list[_Posted] = []
-        self._arrived: list[tuple[int, int, int, bytearray]] = []  # source, group, tag
+        self._posted: list[_Transfer] = []
+        self._arrived: list[tuple[int, tuple[int, int], bytearray]] = []  # source, (group, tag), payload
         self._broken: dict[int, Exception] = {}
-        self._writers: dict[int, queue.SimpleQueue[tuple[_Event, int, int, memoryview] | None]] = {}
+        self._writers: dict[int, queue.SimpleQueue[_Transfer | None]] = {}
         self._sockets: list[socket.socket] = []
         self._closed = False
         self._listener = first_free(lambda port: listening(host, port, 1024), ports)
         _thread("listen", self._listen)
         publish(rank, f"{host}:{self._listener.getsockname()[1]}/{self._token}")
 
-    def send(self, data: Tensor, to: int, group: int, tag: int) -> Work:
-        event = _Event()
+    def send(self, transfer: _Transfer, to: int) -> Work:
         with self._lock:
             if to not in self._writers:
                 self._writers[to] = queue.SimpleQueue()
-                _thread(f"to {to}", lambda: self._write(to, self._writers[to]))
-            self._writers[to].put((event, group, tag, _memory(data)))
-        return event
+                _thread(f"to {to}", partial(self._write, to, self._writers[to]))
+            self._writers[to].put(transfer)
+        return transfer
 
-    def receive(self, data: Tensor, source: int | None, group: int, tag: int) -> Receipt:
-        posted = _Posted(data, source, group, tag)
+    def receive(self, posted: _Transfer) -> Receipt:
         with self._lock:
-            for i, (sender, their_group, their_tag, _) in enumerate(self._arrived):
-                if posted.takes(sender, their_group, their_tag):
-                    payload = self._arrived.pop(i)[3]
+            for i, (source, key, _) in enumerate(self._arrived):
+                if posted.takes(source, key):
+                    payload = self._arrived.pop(i)[2]
                     break
             else:
-                if source in self._broken:
-                    raise self._broken[source]
+                if posted.wanted in self._broken:
+                    raise self._broken[posted.wanted]
                 self._posted.append(posted)
                 return posted
-        posted.source = sender
-        if len(payload) == len(posted.memory):
-            posted.memory[:] = payload
-            posted.finish()
-        else:
-            posted.finish(wrong_size(sender, tag, len(payload), len(posted.memory)))
+        posted.deliver(source, payload)
         return posted
 
     def close(self) -> None:
@@ -137,26 +138,24 @@ class Exchange:
 
     # -- sending --------------------------------------------------------------------------------------------------
 
-    def _write(self, to: int, waiting: queue.SimpleQueue[tuple[_Event, int, int, memoryview] | None]) -> None:
+    def _write(self, to: int, waiting: queue.SimpleQueue[_Transfer | None]) -> None:
         failure: Exception | None = None
         sock: socket.socket | None = None
-        while (item := waiting.get()) is not None:
-            event, group, tag, memory = item
+        while (transfer := waiting.get()) is not None:
             try:
                 if failure is None:
                     sock = sock or self._connect(to)
-                    sock.sendall(HEADER.pack(group, tag, len(memory)))
-                    sock.sendall(memory)
+                    sock.sendall(HEADER.pack(*transfer.key, len(transfer.memory)))
+                    sock.sendall(transfer.memory)
             except OSError as error:
                 failure = RankFailed(f"rank {self.rank}: the connection to rank {to} broke while it sent: {error}")
                 failure.__cause__ = error
-            except HvdbridgeError as error:  # the store: nobody is there, or the job failed
+            except HvdbridgeError as error:  # of the store: the rank is missing, or the job failed
                 failure = error
-            event.finish(failure)
-            del event, memory, item
+            transfer.finish(failure)
+            del transfer  # its tensor is free while this thread waits for the next
         if sock is not None:
-            with suppress(OSError):
-                sock.close()
+            sock.close()
 
     def _connect(self, to: int) -> socket.socket:
         address, _, token = self._look_up(to).partition("/")
@@ -182,7 +181,7 @@ class Exchange:
         with sock:
             try:
                 sock.settimeout(HELLO_SECONDS)
-                token, source = HELLO.unpack(_exactly(sock, HELLO.size))
+                token, source = HELLO.unpack(exactly(sock, HELLO.size))
             except OSError:
                 return
             if not hmac.compare_digest(token, self._token.encode()):
@@ -190,49 +189,33 @@ class Exchange:
             sock.settimeout(None)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._sockets.append(sock)
-            posted: _Posted | None = None
+            posted: _Transfer | None = None
             try:
                 while True:
-                    group, tag, size = HEADER.unpack(_exactly(sock, HEADER.size))
-                    posted = self._match(source, group, tag)
-                    if posted is not None and len(posted.memory) == size:
-                        _fill(sock, posted.memory)
+                    group, tag, size = HEADER.unpack(exactly(sock, HEADER.size))
+                    posted = self._match(source, (group, tag))
+                    if posted is not None and posted.fits(source, size):
+                        fill(sock, posted.memory)
                         posted.finish()
-                    elif posted is not None:
-                        posted.finish(wrong_size(source, tag, size, len(posted.memory)))
-                        _exactly(sock, size)
                     else:
-                        self._keep(source, group, tag, _exactly(sock, size))
+                        payload = exactly(sock, size)
+                        if posted is None and (posted := self._match(source, (group, tag), payload)):
+                            posted.deliver(source, payload)
                     posted = None
             except OSError as error:
                 self._lost(source, error, posted)
 
-    def _match(self, source: int, group: int, tag: int) -> _Posted | None:
+    def _match(self, source: int, key: tuple[int, int], payload: bytearray | None = None) -> _Transfer | None:
+        """Take out the receive that a message is for. If there is none, a ``payload`` waits for it."""
         with self._lock:
             for i, posted in enumerate(self._posted):
-                if posted.takes(source, group, tag):
-                    del self._posted[i]
-                    posted.source = source
-                    return posted
+                if posted.takes(source, key):
+                    return self._posted.pop(i)
+            if payload is not None:
+                self._arrived.append((source, key, payload))
         return None
 
-    def _keep(self, source: int, group: int, tag: int, payload: bytearray) -> None:
-        with self._lock:
-            for i, posted in enumerate(self._posted):  # posted while the payload was read
-                if posted.takes(source, group, tag):
-                    del self._posted[i]
-                    break
-            else:
-                self._arrived.append((source, group, tag, payload))
-                return
-        posted.source = source
-        if len(payload) == len(posted.memory):
-            posted.memory[:] = payload
-            posted.finish()
-        else:
-            posted.finish(wrong_size(source, tag, len(payload), len(posted.memory)))
-
-    def _lost(self, source: int, error: OSError, reading: _Posted | None) -> None:
+    def _lost(self, source: int, error: OSError, reading: _Transfer | None) -> None:
         if self._closed:
             return
         failure = RankFailed(f"rank {self.rank}: the connection from rank {source} ended: {error}")
@@ -245,54 +228,19 @@ class Exchange:
 
 
 class TcpMessages(Messages):
-    """See :class:`Messages`; ``communicator`` tells which ranks of the job are its own."""
+    """See :class:`Messages`; ``tcp`` returns the exchange and the group's ranks."""
 
     def __init__(self, communicator: Communicator, number: int, tcp: Callable[[], tuple[Exchange, list[int]]]) -> None:
         self._number = number
         self._exchange, self._ranks = tcp()
 
     def send(self, data: Tensor, to: int, tag: int) -> Work:
-        return self._exchange.send(data, self._ranks[to], self._number, tag)
+        return self._exchange.send(_Transfer(data, self._number, tag, self._ranks), self._ranks[to])
 
     def receive(self, data: Tensor, source: int | None, tag: int) -> Receipt:
         wanted = None if source is None else self._ranks[source]
-        return _InGroup(self._exchange.receive(data, wanted, self._number, tag), self._ranks)
-
-
-class _InGroup(Receipt):
-    """A receipt whose source is a rank of the group."""
-
-    def __init__(self, receipt: Receipt, ranks: list[int]) -> None:
-        self._receipt, self._ranks = receipt, ranks
-        self.source = -1
-
-    def done(self) -> bool:
-        return self._receipt.done()
-
-    def wait(self) -> None:
-        self._receipt.wait()
-        self.source = self._ranks.index(self._receipt.source)
-
-
-def _memory(data: Tensor) -> memoryview:
-    array: Any = data.numpy()
-    return memoryview(array)
+        return self._exchange.receive(_Transfer(data, self._number, tag, self._ranks, wanted))
 
 
 def _thread(what: str, run: Callable[[], None]) -> None:
     threading.Thread(target=run, name=f"hvdbridge-messages {what}", daemon=True).start()
-
-
-def _exactly(sock: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    _fill(sock, memoryview(data))
-    return data
-
-
-def _fill(sock: socket.socket, memory: memoryview) -> None:
-    at = 0
-    while at < len(memory):
-        got = sock.recv_into(memory[at : at + CHUNK])
-        if not got:
-            raise ConnectionResetError("closed by the other side")
-        at += got

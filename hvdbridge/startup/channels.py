@@ -1,12 +1,12 @@
-"""The launcher's own channel: how ranks that know nothing of each other exchange their first few words.
+"""Channels: how ranks exchange their addresses before the job's helper runs.
 
 Rules:
 
 1. A channel is used for one exchange: every rank's place goes to rank 0, rank 0's answer goes to all.
    From then on the job's helper is the channel.
-2. Every rank that waits, waits no longer than the start-up timeout, and then names who did not come.
+2. A rank waits no longer than the start-up timeout; then its error names the missing ranks.
 3. Keys are unique per start (restart of the launcher, number of the ``init``), so leftovers are never read.
-4. What the user started already is its own channel (:mod:`hvdbridge.rendezvous.adopted`).
+4. A library that the user has started is the channel (:class:`ObjectChannel`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from torch.distributed import DistStoreError
@@ -28,7 +28,7 @@ from torch.distributed import DistStoreError
 from hvdbridge.config import Config
 from hvdbridge.errors import ConfigurationError, RendezvousError, ranks_text
 from hvdbridge.startup import network
-from hvdbridge.startup.ports import first_free, listening, resolves
+from hvdbridge.startup.network import first_free, listening, resolves
 from hvdbridge.startup.world import World, first_host
 
 if TYPE_CHECKING:  # torch.distributed has these, but does not say so
@@ -47,7 +47,7 @@ class Channel(ABC):
     """Carries every rank's text to rank 0, and rank 0's text to all.
 
     Attributes:
-        address: the address by which rank 0 was asked to be reached, if the launcher tells one.
+        address: the address of rank 0 that the launcher gives, or None.
         store: a store of torch.distributed that all ranks reach, if this channel is one.
     """
 
@@ -66,18 +66,8 @@ class Channel(ABC):
         """All ranks have met."""
 
 
-class Alone(Channel):
-    """One process."""
-
-    def gather(self, value: str) -> list[str]:
-        return [value]
-
-    def broadcast(self, value: str) -> str:
-        return value
-
-
 class KeyValueChannel(Channel):
-    """Over anything that can set a key and wait for one."""
+    """Over a store that can set a key and wait for one."""
 
     def __init__(self, world: World, prefix: str, timeout: float) -> None:
         self.world, self.prefix, self.timeout = world, prefix, timeout
@@ -198,30 +188,36 @@ class HorovodChannel(KeyValueChannel):
             time.sleep(POLL_SECONDS)
 
 
-class ObjectChannel(Channel):
-    """Over a library that runs already and moves objects: an ``all_gather`` of its own, and nothing else."""
+def _alone(value: str) -> list[str]:
+    return [value]
 
-    def __init__(self, all_gather: Callable[[str], list[Any]], close: Callable[[], None] = lambda: None) -> None:
-        self._all_gather, self._close = all_gather, close
+
+class ObjectChannel(Channel):
+    """Over an ``all_gather`` of a library that runs already; by default over that of a job of one.
+
+    ``release`` is called when all ranks have met.
+    """
+
+    def __init__(
+        self, all_gather: Callable[[str], list[str]] = _alone, release: Callable[[], None] = lambda: None
+    ) -> None:
+        self._all_gather, self.close = all_gather, release  # type: ignore[method-assign]
 
     def gather(self, value: str) -> list[str]:
-        return list(self._all_gather(value))
+        return self._all_gather(value)
 
     def broadcast(self, value: str) -> str:
-        return str(self._all_gather(value)[0])
-
-    def close(self) -> None:
-        self._close()
+        return self._all_gather(value)[0]
 
 
 def tcp_store(host: str, port: int, serve: bool, config: Config, who: str, shared: bool = True) -> TCPStore:
-    """Torch's TCP store at ``host:port``: served by this process, or reached. Port 0: any, ``store.port`` tells.
+    """Torch's TCP store at ``host:port``: served by this process, or reached. Port 0: any; ``store.port`` has it.
 
     It listens on ``host`` only, where that is an address of this machine. ``shared``: the store of a fixed port stays
     open until exit, and a later ``init_process_group`` of this process on the same port finds it.
 
     Raises:
-        RendezvousError: the port is taken, or nobody answers there in time.
+        RendezvousError: the port is taken, or no store answers there in time.
     """
     if port and (host, port) in _stores:
         return _stores[host, port]

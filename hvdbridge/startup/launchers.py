@@ -33,26 +33,30 @@ class Launcher:
         spreads: each process is a rank. Otherwise something inside may have started several ranks in each
             (``mp.spawn`` under ``srun --ntasks-per-node=1``).
         by_mpi: ranks meet by MPI, where its library starts.
+        needed: its variables for rank and size.
+        optional: field of :class:`.World` -> variable.
     """
 
     name: ClassVar[str]
     spreads: ClassVar[bool] = False
     by_mpi: ClassVar[bool] = False
+    needed: ClassVar[tuple[str, str]]
+    optional: ClassVar[Mapping[str, str]] = {}
 
     def world(self, env: Environ) -> World | None:
-        """The place of this process, if this launcher started it; places that it does not tell are UNKNOWN.
+        """The place of this process, if this launcher started it; numbers that it does not give are UNKNOWN.
 
         Raises:
             RendezvousError: the launcher's variables are incomplete or contradict each other.
             ConfigurationError: one of them is not a number.
         """
-        raise NotImplementedError
+        return _place(env, self.name, self.needed, self.optional)
 
     def channel(self, world: World, key: str, config: Config) -> Channel:
         """Where the ranks meet.
 
         Raises:
-            RendezvousError, ConfigurationError: variables are missing, or nobody answers there.
+            RendezvousError, ConfigurationError: variables are missing, or no process answers there.
         """
         return channels.from_variables(world, key, config)
 
@@ -60,25 +64,23 @@ class Launcher:
 class Torchrun(Launcher):
     name = "torchrun"
     spreads = True
+    needed = ("RANK", "WORLD_SIZE")
+    optional: ClassVar = {
+        "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
+        "node_rank": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE",
+    }  # fmt: skip
 
     def world(self, env: Environ) -> World | None:
-        if "TORCHELASTIC_RUN_ID" not in env:
-            return None
-        names = {
-            "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
-            "node_rank": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE",
-        }  # fmt: skip
-        return _place(env, self.name, ("RANK", "WORLD_SIZE"), names)
+        return super().world(env) if "TORCHELASTIC_RUN_ID" in env else None
 
 
 class Horovodrun(Launcher):
+    """CROSS_RANK is no node number: it counts only the hosts that have this local rank."""
+
     name = "horovodrun"
     spreads = True
-
-    def world(self, env: Environ) -> World | None:
-        """CROSS_RANK is no node number: it counts only the hosts that have this local rank."""
-        names = {"local_rank": "HOROVOD_LOCAL_RANK", "local_size": "HOROVOD_LOCAL_SIZE"}
-        return _place(env, self.name, ("HOROVOD_RANK", "HOROVOD_SIZE"), names)
+    needed = ("HOROVOD_RANK", "HOROVOD_SIZE")
+    optional: ClassVar = {"local_rank": "HOROVOD_LOCAL_RANK", "local_size": "HOROVOD_LOCAL_SIZE"}
 
     def channel(self, world: World, key: str, config: Config) -> Channel:
         return channels.HorovodChannel.from_environment(world, key, config)
@@ -87,10 +89,8 @@ class Horovodrun(Launcher):
 class OpenMpi(Launcher):
     name = "mpiexec"
     by_mpi = True
-
-    def world(self, env: Environ) -> World | None:
-        names = {"local_rank": "OMPI_COMM_WORLD_LOCAL_RANK", "local_size": "OMPI_COMM_WORLD_LOCAL_SIZE"}
-        return _place(env, self.name, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), names)
+    needed = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    optional: ClassVar = {"local_rank": "OMPI_COMM_WORLD_LOCAL_RANK", "local_size": "OMPI_COMM_WORLD_LOCAL_SIZE"}
 
 
 class Pmi(Launcher):
@@ -144,9 +144,9 @@ class Bare(Launcher):
     name = "bare"
 
     def world(self, env: Environ) -> World | None:
-        names = {"local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
-        if not (env.get("LOCAL_RANK") and env.get("LOCAL_WORLD_SIZE")):
-            names = {"local_rank": "LOCAL_RANK"}
+        names = {"local_rank": "LOCAL_RANK"}
+        if env.get("LOCAL_RANK"):
+            names["local_size"] = "LOCAL_WORLD_SIZE"
         return _place(env, self.name, ("RANK", "WORLD_SIZE"), names)
 
 
@@ -216,20 +216,17 @@ def _is_task() -> bool:
     srun starts from such a shell inherit its variables, and have no terminal.
     """
     try:
-        parent, in_terminal = os.getppid(), _stat("self")[4] != "0"
-        if _name(parent) == "slurmstepd":
+        parent, in_terminal = os.getppid(), _stat("self")[5] != "0"
+        if _stat(parent)[0] == "slurmstepd":
             return True
-        while parent > 1 and _name(parent) != "slurmstepd":
-            parent = int(_stat(str(parent))[1])
+        while parent > 1 and _stat(parent)[0] != "slurmstepd":
+            parent = int(_stat(parent)[2])
         return parent > 1 and not in_terminal
     except OSError:
         return True
 
 
-def _name(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
-
-
-def _stat(pid: str) -> list[str]:
-    """State, parent, group, session, terminal, and so on: proc(5), behind the name."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def _stat(pid: int | str) -> list[str]:
+    """Name, state, parent, group, session, terminal, and so on: proc(5)."""
+    head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    return [head.partition("(")[2], *tail.split()]

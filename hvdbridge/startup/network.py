@@ -1,4 +1,4 @@
-"""Which address of a host others can reach, and which ranks share a host. Linux interfaces, IPv4.
+"""Which address of a host others can reach, which ranks share a host, and on which ports we listen.
 
 Rules:
 
@@ -7,21 +7,26 @@ Rules:
 2. On one host everything listens on loopback only. Across hosts it listens on one address that all can route to.
 3. A port that is chosen now and opened later by somebody else comes from outside of the range from which the kernel
    gives ports to connections: within it, one may take the port meanwhile.
+4. What listens here uses a port of ``HVDBRIDGE_PORTS``, where a firewall lets a range through, or any port.
+5. Interfaces are those of Linux, addresses those of IPv4.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ipaddress import IPv4Interface
 from pathlib import Path
+from typing import TypeVar
 
 from hvdbridge.errors import ConfigurationError
 
+T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B
 
@@ -93,7 +98,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def free_port() -> int:
-    """A port of this host on which nobody listens (rule 3).
+    """A port of this host that is free (rule 3).
 
     >>> 1024 <= free_port() <= 65535
     True
@@ -162,3 +167,52 @@ def common_address(mine: Sequence[str], others: Sequence[Sequence[str]], preferr
 
 def _ip(interface: str) -> str:
     return interface.partition("/")[0]
+
+
+def first_free(listen: Callable[[int], T], ports: range | None) -> T:
+    """The result of ``listen(port)`` for a free port among ``ports``; without ``ports``, of ``listen(0)``.
+
+    Raises:
+        OSError: all are taken, or what ``listen`` raises for another reason.
+    """
+    for port in [0] if ports is None else random.SystemRandom().sample(ports, len(ports)):
+        try:
+            return listen(port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or ports is None:
+                raise
+    assert ports is not None
+    raise OSError(errno.EADDRINUSE, f"somebody listens on each of HVDBRIDGE_PORTS={ports.start}-{ports.stop - 1}")
+
+
+def resolves(host: str) -> bool:
+    """Whether this machine knows the name ``host``, or it is an address."""
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
+
+
+def listening(host: str, port: int, backlog: int, translated: bool = False) -> socket.socket:
+    """A socket that listens at ``host``, an address or a name, of IPv4 where it has both; ``translated``: at all
+    addresses where ``host`` is not this machine's, but one that a cluster's service translates to it.
+
+    Raises:
+        OSError: the port is taken, or the address is not this machine's.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL or not translated:
+                raise
+            listener.bind(("::" if family == socket.AF_INET6 else "", port))
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener

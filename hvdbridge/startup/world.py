@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from hvdbridge.errors import RendezvousError
 
 UNKNOWN = -1
-"""What the launcher does not tell, until :meth:`World.completed` fills it from an exchange."""
+"""A number that the launcher does not give, until :meth:`World.completed` fills it from an exchange."""
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ import socket
 import sys
 from typing import Any
 
-from hvdbridge.startup.ports import first_free, listening
+from hvdbridge.startup.network import first_free, listening
 from hvdbridge.supervisor.server import BACKLOG, Server
 
 
 def listen(host: str, ports: list[int] | None) -> socket.socket:
-    """A socket on ``host``, at one of ``ports`` (first and last) or where the system says."""
+    """A socket on ``host``, at one of ``ports`` (first and last) or where the system chooses."""
     sock = first_free(lambda port: listening(host, port, BACKLOG), range(ports[0], ports[1] + 1) if ports else None)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)  # inherited: bounds what a guest can make us hold
     return sock
@@ -48,7 +48,7 @@ def main() -> None:
     ports = {"port": monitor.getsockname()[1], "pmi_port": pmi.getsockname()[1]}
     try:
         print(json.dumps(ports), flush=True)
-    except BrokenPipeError:  # who started it has ended meanwhile, and its job with it
+    except BrokenPipeError:  # the parent has ended meanwhile, and its job with it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where Python flushes to, at last
         return
     become_daemon(settings["debug"])

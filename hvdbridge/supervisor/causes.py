@@ -12,7 +12,7 @@ SECONDARY = re.compile(
 
 
 def secondary(error: BaseException) -> bool:
-    """Does this look like the consequence of another rank's end? Every backend says it in its own words.
+    """Whether this looks like the consequence of another rank's end, by each backend's type or text of the error.
 
     >>> secondary(RuntimeError("[pair.cc:537] Connection closed by peer [127.0.0.1]:5123")), secondary(KeyError("x"))
     (True, False)

@@ -25,27 +25,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from types import TracebackType
 from typing import Protocol
 
 from hvdbridge import errors
 from hvdbridge.config import Config
-from hvdbridge.errors import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    HvdbridgeError,
-    RankFailed,
-    RankMismatch,
-    RendezvousError,
-    ranks_text,
-)
+from hvdbridge.errors import HvdbridgeError, RendezvousError, ranks_text
 from hvdbridge.supervisor.causes import _describe, secondary
 from hvdbridge.supervisor.clock import Clock
 from hvdbridge.supervisor.exits import ExitHooks, end_process
 from hvdbridge.supervisor.last_step import LastStep, latest
-from hvdbridge.supervisor.link import Link, LocalLink, SocketLink, join
+from hvdbridge.supervisor.link import Link, SocketLink, join
 from hvdbridge.supervisor.processes import identity
 from hvdbridge.supervisor.spawn import HelperAddress
-from hvdbridge.supervisor.waits import _Wait
 from hvdbridge.supervisor.wire import VALUE, Message, pack
 
 UNWIND = 2.0
@@ -57,7 +49,7 @@ OnFailure = Callable[[HvdbridgeError], None]
 
 
 class Guarded(Protocol):
-    """What has collectives under way in threads of its own (a scheduler)."""
+    """An object with collectives in flight in threads of its own (a scheduler)."""
 
     def fail(self, cause: BaseException) -> None:
         """The job failed; must not block."""
@@ -66,16 +58,45 @@ class Guarded(Protocol):
         """Return when all that was started is over."""
 
 
+class _Wait:
+    """One ``with monitor.watch(label)``. Slots and no locks: it stands around every collective."""
+
+    __slots__ = ("label", "limit", "monitor", "phase", "since", "stall", "token")
+
+    def __init__(
+        self, monitor: Monitor, label: object, limit: float = 0.0, phase: bool = False, stall: float = 0.0
+    ) -> None:
+        self.monitor, self.label, self.limit, self.phase, self.token = monitor, label, limit, phase, 0
+        self.stall = stall
+
+    def __enter__(self) -> None:
+        monitor = self.monitor
+        if monitor.failure is not None:
+            raise monitor._copy_of_failure()
+        self.since = time.monotonic()
+        monitor._waits.add(self)
+        if self.phase:
+            monitor._announce(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        monitor = self.monitor
+        monitor._waits.discard(self)
+        if self.token:
+            monitor._withdraw(self)
+        if error is not None and monitor.cause_of(error) is not error:
+            raise monitor._copy_of_failure() from error
+
+
 class Monitor:
-    """This rank's connection to the job's helper: key-value store, agreement, and who failed why.
+    """This rank's connection to the job's helper: key-value store, agreement, and the job's failure.
 
     Attributes:
         rank: this process's rank.
         size: number of ranks in the job.
         host: an address of rank 0's host that every rank reaches.
         failure: why the job ends (the same first cause on every rank), or None while all is well.
-        starting: what has no limit of its own may take HVDBRIDGE_START_SECONDS: until the session is open, and until
-            the first step of a synchronizer is through.
+        starting: HVDBRIDGE_START_SECONDS is the default limit. True until the session is open, and again until the
+            first step of a synchronizer has ended.
         last_step: this rank's part in the agreement on a last step.
     """
 
@@ -89,13 +110,13 @@ class Monitor:
         self.last_step = LastStep()
         self._stop_told = False
         self._clock = Clock()
-        self._link: Link = LocalLink(config.timeout_seconds, config.stall_seconds)
+        self._link = Link(config.timeout_seconds, config.stall_seconds)
         self._closed = False
         self._waits: set[_Wait] = set()
         self._tokens = itertools.count(1)
         self._told_after = min(1.0, config.stall_seconds / 2, config.timeout_seconds / 4)
         self._failed = threading.Event()
-        self._origin = False  # is the failure this rank's own?
+        self._origin = False  # the failure is this rank's own
         self._origin_gone = threading.Event()
         self._failing = threading.Lock()
         self._said = False
@@ -106,19 +127,16 @@ class Monitor:
         self._hooks: ExitHooks | None = None
 
     @classmethod
-    def connect(
-        cls, address: HelperAddress, rank: int, size: int, config: Config,
-        host: str | None = None, pid: int | None = None,
-    ) -> Monitor:  # fmt: skip
+    def connect(cls, address: HelperAddress, rank: int, size: int, config: Config, host: str | None = None) -> Monitor:
         """Join the job; retries until the helper answers or the start-up timeout is over.
 
         ``host`` names the node: ranks with the same text share memory (PMI's process mapping is made of it).
 
         Raises:
-            RendezvousError: nobody answers there, the secret is another job's, the rank is taken, the size differs.
+            RendezvousError: no helper answers there, the secret is another job's, the rank is taken, the size differs.
         """
         monitor = cls(rank, size, config)
-        pid = os.getpid() if pid is None else pid
+        pid = os.getpid()
         hello = {
             "secret": address.secret, "rank": rank, "size": size, "host": host or socket.gethostname(),
             "pid": pid, "process": identity(pid),
@@ -137,13 +155,13 @@ class Monitor:
 
     @property
     def limit(self) -> float:
-        """Seconds that something may take that has no limit of its own."""
+        """The default limit of a wait, in seconds."""
         return self._config.start_seconds if self.starting else self._config.timeout_seconds
 
     # Store and agreement -----------------------------------------------------------------------------
 
     def store_set(self, key: str, value: bytes) -> None:
-        """Set ``key``; whoever waits for it in :meth:`store_get` goes on."""
+        """Set ``key``; ends the waits for it in :meth:`store_get`."""
         if len(value) > VALUE:
             raise RendezvousError(f"store_set({key!r}) of {len(value)} bytes: the helper's store takes {VALUE}")
         self._link.ask({"op": "set", "key": key}, value)
@@ -152,7 +170,7 @@ class Monitor:
         """The value of ``key``; waits until a rank sets it (default: the timeout of the configuration).
 
         Raises:
-            RendezvousError: nobody set it in time.
+            RendezvousError: no rank set it in time.
         """
         limit = self.limit if timeout is None else timeout
         with _Wait(self, f"store_get({key!r})", limit + UNWIND):
@@ -161,56 +179,45 @@ class Monitor:
             raise RendezvousError(f"no rank stored {key!r}, for which rank {self.rank} waits at most {limit:g} s")
         return value
 
-    def store_add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter that starts at 0; returns its new value. Counters and values do not share names."""
-        return int(self._link.ask({"op": "add", "key": key, "amount": amount})[0]["value"])
-
-    def store_delete(self, prefix: str) -> None:
-        """Forget all keys and counters that start with ``prefix``."""
-        self._link.ask({"op": "delete", "prefix": prefix})
-
     def own_address(self) -> str:
         """An address of this host by which the other ranks reach it: where it talks to the job's helper from."""
         return self._link.own_address()
-
-    @property
-    def _variable(self) -> str:
-        return "HVDBRIDGE_START_SECONDS" if self.starting else "HVDBRIDGE_TIMEOUT_SECONDS"
 
     def agree(self, name: str, value: str, timeout: float | None = None, remedy: str = "") -> None:
         """Return when every rank posted the same ``value`` under ``name``; a barrier, too.
 
         Raises:
-            RankMismatch: on EVERY rank: who has what.
-            RendezvousError: on every rank that came: who did not.
+            RankMismatch: on EVERY rank, with each rank's value.
+            RendezvousError: on every rank that came, with the missing ranks.
         """
         limit = self.limit if timeout is None else timeout
         groups, missing = self._gather(name, value, limit)
         if missing:
+            variable = "HVDBRIDGE_START_SECONDS" if self.starting else "HVDBRIDGE_TIMEOUT_SECONDS"
             raise RendezvousError(
                 f"{name}: not all {self.size} ranks came within {limit:g} s. Missing: {missing}. "
-                f"Look for an earlier error of theirs; if they are only slow, raise {self._variable}. {remedy}".rstrip()
+                f"Look for an earlier error of theirs; if they are only slow, raise {variable}. {remedy}".rstrip()
             )
         if groups:
-            raise RankMismatch(f"the ranks disagree about {name}: {groups}. Give every rank the same.")
+            raise errors.RankMismatch(f"the ranks disagree about {name}: {groups}. Give every rank the same.")
 
     def check(self, number: int, signature: str) -> None:
         """HVDBRIDGE_DEBUG=1: return when every rank is about to start collective ``number`` with this signature.
 
         Raises:
-            CollectiveMismatch: on EVERY rank: who starts what.
-            CollectiveTimeout: on every rank that came: who starts nothing.
+            CollectiveMismatch: on EVERY rank, with each rank's signature.
+            CollectiveTimeout: on every rank that came, with the missing ranks.
         """
         limit = self.limit
         groups, missing = self._gather(f"collective {number}", signature, limit)
         if groups:
-            raise CollectiveMismatch(f"the ranks start different collectives as their number {number}: {groups}")
+            raise errors.CollectiveMismatch(f"the ranks start different collectives as their number {number}: {groups}")
         if missing:
             text = f"collective {number}, {signature}, was not started within {limit:g} s"
-            raise CollectiveTimeout(f"{text} by: {missing}")
+            raise errors.CollectiveTimeout(f"{text} by: {missing}")
 
     def _gather(self, name: str, value: str, limit: float) -> tuple[str, str]:
-        """Post and wait for the verdict: who has which value (if they differ), and who is missing."""
+        """Post a value and wait for all: the ranks of each value (empty if all are equal), and the missing ranks."""
         with _Wait(self, name, limit + UNWIND):
             verdict, _ = self._link.ask({"op": "gather", "name": name, "value": value, "timeout": limit})
         groups = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in verdict.get("groups", ()))
@@ -219,8 +226,9 @@ class Monitor:
     # Waiting -----------------------------------------------------------------------------------------
 
     def watch(self, label: object, limit: float = 0.0, stall: float = 0.0) -> AbstractContextManager[None]:
-        """``with monitor.watch("AllReduce[3] ..."):`` what this rank waits for meanwhile, the label being
-        ``str`` of what it is given, should anybody ask. Any thread; < 1 us.
+        """``with monitor.watch("AllReduce[3] ..."):`` registers a wait of this rank; reports print ``str(label)``.
+
+        Any thread may call it.
 
         A connection error that leaves the block is replaced by the job's first cause, if that becomes known
         within a second (``raise cause from error``). A block is not entered once the job has failed.
@@ -426,7 +434,9 @@ class Monitor:
 
     def _helper_gone(self) -> None:
         self._origin_gone.set()
-        self._fail(RankFailed("hvdbridge's helper process, on rank 0's host, ended before the job did (killed?)"))
+        self._fail(
+            errors.RankFailed("hvdbridge's helper process, on rank 0's host, ended before the job did (killed?)")
+        )
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -444,8 +454,8 @@ class Monitor:
     def leave(self) -> None:
         """Normal exit without shutdown: returns when ALL ranks have left or shut down, so MPI_Finalize cannot hang.
 
-        Called by the exit hooks. What was started ends before: later nobody would notice that another rank never starts
-        its part. If the job fails meanwhile this process ends with status 1.
+        Called by the exit hooks. Guarded work is settled before: later no monitor would notice that another rank never
+        starts its part. If the job fails meanwhile this process ends with status 1.
         """
         if self._closed:
             return
@@ -481,5 +491,3 @@ class Monitor:
         if self._hooks is not None:
             self._hooks.remove()
         self._link.close()
-
-

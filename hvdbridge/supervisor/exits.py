@@ -9,7 +9,7 @@ Rules:
 4. ``os._exit`` and signals: the connection ends, the helper sees it. No hook is needed.
 5. Hooks chain to those they found, act in this process only (not in forked children), and are taken back.
 
-What is ugly: no hook of Python's tells the exit status. ``sys.exit`` (and site's ``exit``, ``quit``) is
+No hook of Python has the exit status. ``sys.exit`` (and site's ``exit``, ``quit``) is
 replaced by one that raises a SystemExit of our own; the interpreter drops that object when no frame is left,
 which tells an exit from one that was caught. A bare ``raise SystemExit(3)`` is not seen, nor the status in
 ``sys.exit(main())`` where main calls hb.init: Python looks sys.exit up before. The rank then leaves as if by 3., with
@@ -65,7 +65,7 @@ class ExitHooks:
             def __del__(self) -> None:
                 try:
                     sys._getframe(1)
-                except ValueError:  # nobody called: the interpreter ends with this object
+                except ValueError:  # no caller: the interpreter ends with this object
                     if threading.current_thread() is threading.main_thread():
                         hooks._status = self.code
 

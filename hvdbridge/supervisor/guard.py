@@ -4,7 +4,7 @@ MPI_Init holds the GIL and waits for all ranks without a limit, so no thread of 
 
 Rules:
 
-1. It ends when it is released, when the rank ends, or at the limit; then it says so and ends the rank.
+1. It ends when it is released, when the rank ends, or at the limit; then it prints why and ends the rank.
 2. It ends the rank early when another rank of this host is gone: launchers do not mind a process that ends
    without having called MPI_Init, whatever its status.
 3. A rank that ends before it is released leaves no shared-memory segment. Which are its own is only seen while it
@@ -67,7 +67,7 @@ class Guard:
 
 
 def watch(pid: int, parent: int, limit: float, who: str, local_size: int) -> None:
-    """The guard's process; standard input is the rank's end of the rope."""
+    """The guard's process; the end of standard input is the rank's end."""
     segments: set[str] = set()
     names: set[str] = set()
     looks = 0

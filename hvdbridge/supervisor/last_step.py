@@ -9,7 +9,7 @@ Rules:
    come to it, since a step needs all ranks: :meth:`LastStep.over` says yes there and from there on, everywhere.
 3. Steps are counted per synchronizer. One that was made after a rank had answered has passed none on any rank: its
    first step is the last.
-4. While nobody wants to stop, a question takes a lock that nobody else holds. Afterwards it waits, for one round trip.
+4. While no rank wants to stop, :meth:`LastStep.over` takes a free lock. Afterwards it waits for one round trip.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LastStep:
 
     Attributes:
         wanted: this rank wants to stop. Set by signal handlers: no more than an assignment may happen there.
-        named: wakes who waits for the helper's word.
+        named: set when the helper has named the last step.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A rank's connection to the helper: requests that are answered, notes that are not.
+"""A rank's connection to the helper: requests, which the helper answers, and notes, which it does not.
 
 Rules:
 
@@ -20,38 +20,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 from hvdbridge.errors import RendezvousError
 from hvdbridge.supervisor.job import Job
 from hvdbridge.supervisor.spawn import HelperAddress
-from hvdbridge.supervisor.wire import LENGTH, MEMBER_FRAME, Message, keep_alive, length_of, pack, unpack
+from hvdbridge.supervisor.wire import MEMBER_FRAME, Message, keep_alive, pack, read_frame
 
 TICK = 0.1
 Reply = tuple[Message, bytes]
 
 
-class Link(Protocol):
-    """What :class:`~hvdbridge.supervisor.client.Monitor` needs of a connection."""
-
-    def ask(self, message: Message, payload: bytes = b"", timeout: float | None = None) -> Reply:
-        """Send a request, wait for its answer. Raises TimeoutError, or the cause given to :meth:`fail`."""
-
-    def tell(self, message: Message) -> None:
-        """Send a note; lost in silence if the helper is gone (the reader notices)."""
-
-    def fail(self, cause: BaseException) -> None:
-        """End every open request, and every later one, with ``cause``."""
-
-    def own_address(self) -> str:
-        """This host's address on the connection."""
-
-    def close(self) -> None:
-        """End the connection."""
-
-
-class LocalLink:
-    """A job of one: the helper's own rules in this process, no socket. Nobody else could answer later."""
+class Link:
+    """A job of one: the helper's rules in this process, without a socket. No other rank could answer later."""
 
     def __init__(self, timeout: float, stall: float) -> None:
         self._job = Job(1, timeout, stall)
@@ -59,25 +39,34 @@ class LocalLink:
         self._lock = threading.Lock()
 
     def ask(self, message: Message, payload: bytes = b"", timeout: float | None = None) -> Reply:
+        """Send a request and wait for its answer.
+
+        Raises:
+            TimeoutError: no answer came within ``timeout`` seconds.
+            HvdbridgeError: the cause that :meth:`fail` was given.
+        """
         with self._lock:
             self._job.receive(0, {**message, "id": 0}, payload, time.monotonic())
             if not (replies := self._job.take()):
                 self._job.tick(float("inf"))
                 replies = self._job.take()
-        _, reply, content = replies[-1]
-        return reply, content
+        return replies[-1][1:]
 
-    def tell(self, message: Message) -> None: ...
+    def tell(self, message: Message) -> None:
+        """Send a note. It is lost in silence if the helper is gone: the reading thread notices that."""
 
-    def fail(self, cause: BaseException) -> None: ...
+    def fail(self, cause: BaseException) -> None:
+        """End every open request, and every later one, with ``cause``."""
 
     def own_address(self) -> str:
+        """This host's address on the connection."""
         return "127.0.0.1"
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the connection."""
 
 
-class SocketLink:
+class SocketLink(Link):
     """The connection of a job of several; the helper has accepted this rank already."""
 
     def __init__(
@@ -95,6 +84,7 @@ class SocketLink:
         self._thread = threading.Thread(target=self._read, name="hvdbridge-monitor", daemon=True)
 
     def start(self) -> None:
+        """Begin to read: the owner is ready for calls."""
         self._thread.start()
 
     def ask(self, message: Message, payload: bytes = b"", timeout: float | None = None) -> Reply:
@@ -136,39 +126,26 @@ class SocketLink:
     def _read(self) -> None:
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
-        data = bytearray()
         next_tick = 0.0
         while not self._closed:
             if (now := time.monotonic()) >= next_tick:
                 next_tick = now + TICK
                 self._on_tick()
-            if not poll.poll(TICK * 1000):
-                continue
-            try:
-                chunk = self._sock.recv(1 << 18)
-            except OSError:
-                chunk = b""
-            if not chunk:
-                break
-            data += chunk
-            while len(data) >= LENGTH.size:
-                end = LENGTH.size + length_of(bytes(data[: LENGTH.size]), MEMBER_FRAME)
-                if len(data) < end:
+            if poll.poll(TICK * 1000):
+                try:
+                    message, payload = read_frame(self._sock, MEMBER_FRAME)
+                except (OSError, ValueError):
                     break
-                self._dispatch(*unpack(bytes(data[LENGTH.size : end])))
-                del data[:end]
+                if "id" not in message:
+                    self._on_message(message)
+                elif future := self._open.get(message["id"]):
+                    with suppress(Exception):  # it failed in the same moment
+                        future.set_result((message, payload))
         if not self._closed:
             self._on_end()
             while not self._closed:  # on_tick ends the process in time
                 time.sleep(TICK)
                 self._on_tick()
-
-    def _dispatch(self, message: Message, payload: bytes) -> None:
-        if "id" not in message:
-            self._on_message(message)
-        elif future := self._open.get(message["id"]):
-            with suppress(Exception):  # it failed in the same moment
-                future.set_result((message, payload))
 
 
 def _close_copy(sock: weakref.ref[socket.socket]) -> None:
@@ -185,7 +162,7 @@ def join(address: HelperAddress, hello: bytes, rank: int, timeout: float) -> soc
             sock = socket.create_connection((address.host, address.port), timeout=min(10.0, timeout))
             try:
                 sock.sendall(hello)
-                reply, _ = unpack(_exactly(sock, length_of(_exactly(sock, LENGTH.size), MEMBER_FRAME)))
+                reply, _ = read_frame(sock, MEMBER_FRAME)
                 if "error" in reply:
                     raise RendezvousError(f"rank {rank} was not let into the job at {where}: {reply['error']}")
                 keep_alive(sock)
@@ -194,20 +171,10 @@ def join(address: HelperAddress, hello: bytes, rank: int, timeout: float) -> soc
             except BaseException:
                 sock.close()
                 raise
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, ValueError) as error:
             if time.monotonic() > deadline:
                 raise RendezvousError(
                     f"rank {rank} on {socket.gethostname()} could not reach hvdbridge's helper at {where} within "
                     f"{timeout:g} s: {error}. The address must be reachable from this host (firewall? interface?)."
                 ) from error
             time.sleep(0.1)
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        chunk = sock.recv(count - len(data))
-        if not chunk:
-            raise EOFError("the helper closed the connection")
-        data += chunk
-    return bytes(data)

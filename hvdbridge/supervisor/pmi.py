@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 LINE = 4096
 VALUES = 16 << 20
@@ -93,10 +92,34 @@ class Pmi:
         """Answer one command of ``rank``; a barrier's last rank brings answers for all."""
         command = parse(line)
         name = command.get("cmd", "")
-        handler = self._handlers.get(name)
-        if handler is None:
-            return [(rank, f"cmd={name or 'unknown'}_result rc=-1 msg=not_supported_by_hvdbridge\n")]
-        return handler(self, rank, command)
+        match name:
+            case "put":
+                return [(rank, f"cmd=put_result {self._put(command)}\n")]
+            case "get":
+                return [(rank, f"cmd=get_result {self._get(command)}\n")]
+            case "barrier_in":
+                self._barrier.add(rank)
+                if len(self._barrier) < self.size:
+                    return []
+                self._barrier.clear()
+                return [(each, "cmd=barrier_out rc=0\n") for each in range(self.size)]
+            case "finalize":
+                self._finalized.add(rank)
+            case "abort":
+                self.aborted = self.aborted or (rank, command.get("exitcode", "unknown"))
+                self.closing = True
+                return []
+        rc = 0 if command.get("pmi_version", "1") == "1" else -1
+        replies = {
+            "init": f"response_to_init pmi_version=1 pmi_subversion=1 rc={rc}",
+            "get_maxes": "maxes kvsname_max=256 keylen_max=64 vallen_max=1024 rc=0",
+            "get_appnum": "appnum appnum=0 rc=0",
+            "get_my_kvsname": f"my_kvsname kvsname={self.kvsname} rc=0",
+            "get_universe_size": f"universe_size size={self.size} rc=0",
+            "finalize": "finalize_ack rc=0",
+        }
+        refusal = f"{name or 'unknown'}_result rc=-1 msg=not_supported_by_hvdbridge"
+        return [(rank, f"cmd={replies.get(name, refusal)}\n")]
 
     def lost(self, rank: int) -> None:
         """The connection of ``rank`` is at its end."""
@@ -104,62 +127,22 @@ class Pmi:
         if rank not in self._finalized:
             self.closing = True
 
-    def _init(self, rank: int, command: dict[str, str]) -> Replies:
-        rc = 0 if command.get("pmi_version", "1") == "1" else -1
-        return [(rank, f"cmd=response_to_init pmi_version=1 pmi_subversion=1 rc={rc}\n")]
-
-    def _maxes(self, rank: int, command: dict[str, str]) -> Replies:
-        return [(rank, "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024 rc=0\n")]
-
-    def _appnum(self, rank: int, command: dict[str, str]) -> Replies:
-        return [(rank, "cmd=appnum appnum=0 rc=0\n")]
-
-    def _name(self, rank: int, command: dict[str, str]) -> Replies:
-        return [(rank, f"cmd=my_kvsname kvsname={self.kvsname} rc=0\n")]
-
-    def _universe(self, rank: int, command: dict[str, str]) -> Replies:
-        return [(rank, f"cmd=universe_size size={self.size} rc=0\n")]
-
-    def _put(self, rank: int, command: dict[str, str]) -> Replies:
+    def _put(self, command: dict[str, str]) -> str:
         key, value = command.get("key", ""), command.get("value", "")
         more = len(key) + len(value) - len(self._values.get(key, ""))
         if command.get("kvsname") != self.kvsname or not key or self._bytes + more > VALUES:
-            return [(rank, f"cmd=put_result rc=-1 msg=cannot_put_key_{key or 'without_name'}\n")]
+            return f"rc=-1 msg=cannot_put_key_{key or 'without_name'}"
         self._bytes += more
         self._values[key] = value
-        return [(rank, "cmd=put_result rc=0 msg=success\n")]
+        return "rc=0 msg=success"
 
-    def _get(self, rank: int, command: dict[str, str]) -> Replies:
+    def _get(self, command: dict[str, str]) -> str:
         key = command.get("key", "")
         if key == "PMI_process_mapping":
-            value: str | None = process_mapping(self._nodes())
-        else:
-            value = self._values.get(key) if command.get("kvsname") == self.kvsname else None
-        if value is None:
-            return [(rank, f"cmd=get_result rc=-1 msg=key_{key}_not_found value=unknown\n")]
-        return [(rank, f"cmd=get_result rc=0 msg=success value={value}\n")]
-
-    def _barrier_in(self, rank: int, command: dict[str, str]) -> Replies:
-        self._barrier.add(rank)
-        if len(self._barrier) < self.size:
-            return []
-        self._barrier.clear()
-        return [(r, "cmd=barrier_out rc=0\n") for r in range(self.size)]
-
-    def _finalize(self, rank: int, command: dict[str, str]) -> Replies:
-        self._finalized.add(rank)
-        return [(rank, "cmd=finalize_ack rc=0\n")]
-
-    def _abort(self, rank: int, command: dict[str, str]) -> Replies:
-        self.aborted = self.aborted or (rank, command.get("exitcode", "unknown"))
-        self.closing = True
-        return []
-
-    _handlers: ClassVar[dict[str, Callable[[Pmi, int, dict[str, str]], Replies]]] = {
-        "init": _init, "get_maxes": _maxes, "get_appnum": _appnum, "get_my_kvsname": _name,
-        "get_universe_size": _universe, "put": _put, "get": _get, "barrier_in": _barrier_in,
-        "finalize": _finalize, "abort": _abort,
-    }  # fmt: skip
+            return f"rc=0 msg=success value={process_mapping(self._nodes())}"
+        if command.get("kvsname") != self.kvsname or key not in self._values:
+            return f"rc=-1 msg=key_{key}_not_found value=unknown"
+        return f"rc=0 msg=success value={self._values[key]}"
 
 
 def parse(line: str) -> dict[str, str]:

@@ -35,13 +35,10 @@ def identity(pid: int) -> str | None:
 
 def segments_of(pid: int) -> set[str]:
     """Names in /dev/shm of an MPI library's segments that process ``pid`` maps now."""
-    found = set()
-    with suppress(OSError), open(f"/proc/{pid}/maps") as maps:
-        for line in maps:
-            _, shm, name = line.rstrip("\n").partition(f"{SHM}/")
-            if shm and OURS.match(name):
-                found.add(name)
-    return found
+    with suppress(OSError):
+        mapped = re.findall(rf" {SHM}/(\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE)
+        return {name for name in mapped if OURS.match(name)}
+    return set()
 
 
 def segments_of_kvs(kvsname: str) -> set[str]:

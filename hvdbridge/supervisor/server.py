@@ -10,7 +10,7 @@ Rules:
 3. After a failure every rank has KILL_SECONDS to end by itself; those on this host that do not (stopped, or
    holding the GIL in C) are killed. PMI connections are cut: an MPI_Init elsewhere fails instead of waiting.
 4. It ends LINGER after the last monitor AND the last PMI connection ended (a session may be shut down long
-   before MPI_Finalize), or when nobody came; then it unlinks the job's segments on this host.
+   before MPI_Finalize), or when no rank came; then it unlinks the job's segments on this host.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def read_frame(reader: asyncio.StreamReader, bound: int) -> tuple[Message,
 
 
 class Server:
-    """Serves one job; ``settings`` are those that start.py sends, the sockets listen already."""
+    """Serves one job; ``settings`` are those that spawn.py sends; the sockets listen already."""
 
     def __init__(self, settings: dict[str, Any], monitor: socket.socket, pmi: socket.socket) -> None:
         self._settings = settings
@@ -147,7 +147,7 @@ class Server:
                 await asyncio.sleep(TICK / 10)
 
     async def _guarded(self, serve: Serve, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Whatever comes over a connection ends at most this connection."""
+        """An error in what a connection sends ends that connection alone."""
         try:
             await serve(reader, writer)
         except BROKEN as error:

@@ -19,6 +19,7 @@ LENGTH = struct.Struct("!I")
 GUEST_FRAME = 1024
 VALUE = 32 << 20
 MEMBER_FRAME = VALUE + (1 << 20)
+CHUNK = 1 << 20
 
 
 class FrameError(ValueError):
@@ -48,12 +49,38 @@ def unpack(body: bytes) -> tuple[Message, bytes]:
     return message, payload
 
 
-def length_of(header: bytes, bound: int) -> int:
+def length_of(header: bytes | bytearray, bound: int) -> int:
     """The length that a frame's header announces."""
     (length,) = LENGTH.unpack(header)
     if length > bound:
         raise FrameError(f"a frame of {length} bytes; at most {bound} are accepted")
     return int(length)
+
+
+def exactly(sock: socket.socket, size: int) -> bytearray:
+    """``size`` bytes from ``sock``, which blocks.
+
+    Raises:
+        ConnectionResetError: the connection ended before.
+    """
+    data = bytearray(size)
+    fill(sock, memoryview(data))
+    return data
+
+
+def fill(sock: socket.socket, memory: memoryview) -> None:
+    """Fill ``memory`` from ``sock``; raises as :func:`exactly` does."""
+    at = 0
+    while at < len(memory):
+        got = sock.recv_into(memory[at : at + CHUNK])
+        if not got:
+            raise ConnectionResetError("closed by the other side")
+        at += got
+
+
+def read_frame(sock: socket.socket, bound: int) -> tuple[Message, bytes]:
+    """Message and payload of the next frame from ``sock``."""
+    return unpack(bytes(exactly(sock, length_of(exactly(sock, LENGTH.size), bound))))
 
 
 def keep_alive(sock: socket.socket) -> None:

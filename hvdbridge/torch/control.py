@@ -25,7 +25,7 @@ from contextlib import suppress
 from functools import partial
 
 from hvdbridge.errors import RendezvousError
-from hvdbridge.startup.ports import first_free, listening
+from hvdbridge.startup.network import first_free, listening
 from hvdbridge.supervisor.client import Monitor
 from hvdbridge.supervisor.wire import (
     GUEST_FRAME,

@@ -15,8 +15,7 @@ from hvdbridge.backends.tcp import Exchange
 from hvdbridge.config import Config
 from hvdbridge.errors import RendezvousError
 from hvdbridge.startup.channels import ATTEMPTS, HorovodChannel, slurm_port, tcp_store
-from hvdbridge.startup.network import free_port
-from hvdbridge.startup.ports import first_free, listening
+from hvdbridge.startup.network import first_free, free_port, listening
 from hvdbridge.startup.world import World
 
 

@@ -9,15 +9,15 @@ Rules:
    ranks: so a split also makes the sets of its children's ``node`` and ``cross`` groups, sets are shared between
    communicators (names differ), and they live until ``hvd.shutdown``. A user's ``add_process_set`` for the same ranks
    must come first: Horovod has no second one.
-3. Waiting polls: ``hvd.synchronize`` spins and takes the interpreter's lock from the thread that runs backward;
-   polling was measured alike at two ranks on two cores and up to twice as fast at three. It also bounds the wait.
+3. Waiting polls: ``hvd.synchronize`` spins and takes the interpreter's lock from the thread that runs backward.
+   Polling also bounds the wait.
 4. Horovod is lent tensors of its own over the same memory, and a view of each is held until the operation succeeds.
    When a rank dies, Horovod's thread lets go of all tensors under a lock that starting an operation takes, too. In
    torch 2.13 the last holder beside Python needs the interpreter's lock to let go, and the thread that starts an
    operation has that: both waited for ever. A view refers to its base unless that is a view itself, so Horovod's
    thread is not the last holder (but of tensors of ``torch.inference_mode``, whose views have no base).
-5. An operation that is started while Horovod's thread ends may be taken, though nobody is left to do it. Hence who
-   waits for one asks every second whether Horovod still runs; from a thread, as the answer may take as long as another
+5. An operation that is started while Horovod's thread ends may be taken, though nothing is left to do it. So a
+   waiter asks every second whether Horovod still runs. A thread asks, because the answer may take as long as another
    rank is silent.
 """
 
@@ -27,6 +27,7 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from threading import Lock, Thread
 from typing import Any
@@ -62,9 +63,6 @@ HELD: dict[int, list[Tensor]] = {}
 
 NAMES = 4
 """Numbers that a name ends in; an operation waits for the one that had its name before."""
-
-NATIVE = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-"""What Horovod adds and multiplies rightly; it takes float16, too, but rounds after each addition."""
 
 OPS = {"sum": hvd.Sum, "product": hvd.Product, "min": hvd.Min, "max": hvd.Max}
 
@@ -139,6 +137,8 @@ class HorovodCommunicator(Bridged):
     """Executes requests as named Horovod operations on a process set (None: a group of one rank)."""
 
     failures = (HorovodInternalError, TimeoutError)
+    reduced_dtypes = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
+    """Horovod takes float16, too, but rounds after each addition."""
 
     def __init__(
         self, name: str, ranks: Sequence[int], members: Any, timeout_seconds: float, watch: Watch = unwatched
@@ -161,48 +161,36 @@ class HorovodCommunicator(Bridged):
     def ranks_of(self, group: object) -> list[int]:
         return super().ranks_of(group.ranks if isinstance(group, hvd.ProcessSet) else group)
 
-    def _reduces(self, flat: Tensor, op: str) -> bool:
-        loses_nan = flat.is_floating_point() and op in ("min", "max")
-        return flat.dtype in NATIVE and not loses_nan
-
     def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
-        def start(name: str, flat: Tensor) -> int:
-            return int(hvd.allreduce_async_(flat, op=OPS[op], name=name, process_set=self._members))
-
-        return self._start(op, start, flat)
+        return self._start(op, partial(hvd.allreduce_async_, op=OPS[op], process_set=self._members), flat)
 
     # The public functions below these two answer in new memory; these write where they are told to.
 
     def _all_gather(self, data: Tensor, answer: Tensor) -> Work:
-        def start(name: str, row: Tensor, answer: Tensor) -> int:
-            return int(mpi_ops._allgather_async(row, answer, name, self._members))
-
-        return self._start("gather", start, data[None], answer)
+        return self._start("gather", partial(mpi_ops._allgather_async, process_set=self._members), data[None], answer)
 
     def _all_to_all(self, rows: Tensor, answer: Tensor) -> Work:
-        def start(name: str, rows: Tensor, answer: Tensor, received: Tensor) -> int:
-            return int(mpi_ops._alltoall_async(rows, None, answer, received, name, self._members))
+        def start(rows: Tensor, *answers: Tensor, name: str) -> int:
+            return int(mpi_ops._alltoall_async(rows, None, *answers, name, self._members))
 
         return self._start("exchange", start, rows, answer, torch.empty(self.size, dtype=torch.int32, device="cpu"))
 
     def _send_to_all(self, data: Tensor, root: int) -> Work:
-        def start(name: str, data: Tensor) -> int:
-            return int(hvd.broadcast_async_(data, self._ranks[root], name=name, process_set=self._members))
-
+        start = partial(hvd.broadcast_async_, root_rank=self._ranks[root], process_set=self._members)
         return self._start(f"from{root}", start, data)
 
     def _start(self, kind: str, start: Callable[..., int], *tensors: Tensor) -> Work:
-        """``start(name, *tensors)`` under the next name of this kind, and the first tensor's type and shape."""
+        """``start(*tensors, name=...)`` under the next name of this kind, and the first tensor's type and shape."""
         shape = "x".join(map(str, tensors[0].shape))
         name = f"{self.name}.{kind}.{str(tensors[0].dtype).removeprefix('torch.')}.{shape}"
         number = self._started[name] = (self._started.get(name, -1) + 1) % NAMES
         name = f"{name}.{number}"
         if name in self._in_flight:
-            with suppress(Exception):  # the flow's whose it is: raised again where that waits
+            with suppress(Exception):  # its own flow raises it again in its wait
                 self._in_flight[name].wait()
         lent = [tensor.detach() for tensor in tensors]
         views = [tensor.view(tensor.shape) for tensor in lent]
-        handle = start(name, *lent)
+        handle = start(*lent, name=name)
         HELD[handle] = views
         work = self._in_flight[name] = Operation(handle, name, self.timeout_seconds)
         return work

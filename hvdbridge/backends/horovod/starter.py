@@ -1,7 +1,7 @@
 """Horovod: native under horovodrun, and under mpiexec if built with MPI; elsewhere rank 0 serves its rendezvous.
 
 The server's secret travels in the address that Horovod is given: ``host:port/secret`` makes its HTTP client ask
-``host:port`` for ``/secret:.../scope/key``, and whoever does not know the secret gets 403.
+``host:port`` for ``/secret:.../scope/key``, and a request without the secret gets 403.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from hvdbridge.backends.starter import Meeting, Numbers, Starter, Variables
 from hvdbridge.config import LONGEST_SECONDS
 from hvdbridge.errors import BackendUnavailable, RendezvousError
 from hvdbridge.startup import network
-from hvdbridge.startup.channels import Channel, ObjectChannel
-from hvdbridge.startup.ports import first_free
+from hvdbridge.startup.network import first_free
 from hvdbridge.startup.world import World
 
 LARGEST_VALUE = 2**20  # addresses of a full mesh are far smaller
@@ -41,13 +40,10 @@ class HorovodStarter(Starter):
         hvd = sys.modules.get("horovod.torch")
         return (hvd.rank(), hvd.size()) if hvd is not None and hvd.is_initialized() else None
 
-    def own_channel(self) -> Channel:
+    def all_gather(self, value: str) -> list[Any]:
         import horovod.torch as hvd
 
-        def all_gather(value: str) -> list[Any]:
-            return list(hvd.allgather_object(value, name="hvdbridge.start"))
-
-        return ObjectChannel(all_gather)
+        return list(hvd.allgather_object(value, name="hvdbridge.start"))
 
     def start(self, meeting: Meeting) -> None:
         import horovod.torch as hvd
@@ -95,11 +91,6 @@ class HorovodStarter(Starter):
         })  # fmt: skip
         interface = meeting.config.iface or network.interface_towards(meeting.address)
         self._variables.default({"HOROVOD_GLOO_IFACE": interface})
-
-    def numbers(self) -> Numbers:
-        import horovod.torch as hvd
-
-        return hvd.rank(), hvd.size()
 
     def hint(self, world: World) -> str:
         return "If hvd.init() ran before hb.init(), leave it out: hb.init() starts Horovod under every launcher."
@@ -169,7 +160,7 @@ def serve(host: str, secret: str, worlds: tuple[World, ...], ports: range | None
         request_queue_size = 1024
 
         def handle_error(self, request: object, client_address: object) -> None:
-            """Half-open and broken connections are nobody's error: the ranks try again."""
+            """Ignore half-open and broken connections: the ranks try again."""
 
     server = first_free(lambda port: Server((host, port), Handler, 0), ports)
     server.init([

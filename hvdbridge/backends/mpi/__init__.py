@@ -4,5 +4,5 @@ from hvdbridge.backends.registry import Backend
 
 BACKEND = Backend(
     "mpi4py", "mpi4py", "Run: pip install 'hvdbridge[mpich]' (for a site's own MPI: 'hvdbridge[mpi]')",
-    ".communicator:MpiCommunicator", ".starter:MpiStarter", ".point_to_point:MpiMessages",
+    ".communicator:MpiCommunicator", ".starter:MpiStarter", ".communicator:MpiMessages",
 )  # fmt: skip

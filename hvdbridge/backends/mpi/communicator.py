@@ -4,13 +4,12 @@ Rules:
 
 1. A communicator is a duplicate (or a split) of ``COMM_WORLD``: the user's messages cannot meet ours.
 2. A wait spins for a moment and then sleeps between tests: MPI's own waits spin without end, and on a host with as
-   many ranks as cores they take the core from the backward that they should overlap. Testing makes progress, and
-   non-blocking reductions were measured to give the blocking ones' bits (MPICH 5, 2 to 8 ranks).
+   many ranks as cores they take the core from the backward that they should overlap. Testing makes progress.
 3. Memory is handed over by address, so nothing is copied and no dtype is refused; the steps that wait for an
    operation keep its tensors alive.
 4. All ranks must end with equal bits, and NaN + NaN keeps the first one's: short messages, which MPIs add in another
    order on each rank, have their NaNs made alike. Long ones are added by one rank per piece (MPICH, Open MPI).
-5. MPI has no time limit. A rank that waits for ever is ended by the job's monitor, which ``watch`` tells.
+5. MPI has no time limit. ``watch`` registers each wait with the job's monitor, which ends a rank that waits for ever.
 """
 
 from __future__ import annotations
@@ -19,13 +18,15 @@ import ctypes
 import math
 import os
 import time
+from collections.abc import Generator
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hvdbridge.backends.bridge import Bridged
+from hvdbridge.backends.bridge import PIECE, Bridged
 from hvdbridge.backends.communicator import Capabilities, Communicator, Watch, Work, unwatched
+from hvdbridge.backends.point_to_point import Messages, Receipt, wrong_size
 from hvdbridge.errors import NotInitialized
 
 TYPES = {
@@ -43,9 +44,7 @@ SPIN_SECONDS = 1e-3
 POLL_SECONDS = 5e-5
 
 REDUCED = 1 << 22
-"""Bytes that are reduced at once. Several larger reductions under way at 1 Gbit/s take longer, and not always as long
-(MPICH 5, UCX): 50 MB in buckets of up to 12 MiB, begun as in a backward, took 465 to 538 ms, in a training steps of 486
-to 642; in such pieces 464 to 473, and steps of 476 to 514. 420 are the wire's. In shared memory no difference."""
+"""Bytes that are reduced at once: larger reductions in flight share a network of 1 Gbit/s badly (MPICH, UCX)."""
 
 OPS = {"sum": MPI.SUM, "product": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
@@ -61,7 +60,7 @@ class Polled(Work):
 
     def over_within(self, seconds: float) -> bool:
         started = time.perf_counter()
-        while not self._request.Test():
+        while not self.done():
             waited = time.perf_counter() - started
             if waited > seconds:
                 return False
@@ -77,6 +76,7 @@ class MpiCommunicator(Bridged):
     """Executes requests on an MPI communicator of its own."""
 
     failures = (MPI.Exception,)
+    reduced_dtypes = TYPES.keys()
     reduced_piece = REDUCED
 
     def __init__(self, name: str, comm: MPI.Intracomm, timeout_seconds: float, watch: Watch = unwatched) -> None:
@@ -95,10 +95,6 @@ class MpiCommunicator(Bridged):
             theirs, ours = group.Get_group(), self._comm.Get_group()
             group = MPI.Group.Translate_ranks(theirs, None, ours)
         return super().ranks_of(group)
-
-    def _reduces(self, flat: Tensor, op: str) -> bool:
-        loses_nan = flat.is_floating_point() and op in ("min", "max")
-        return flat.dtype in TYPES and not loses_nan
 
     def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
         return Polled(self._comm.Iallreduce(MPI.IN_PLACE, [_memory(flat), flat.numel(), TYPES[flat.dtype]], OPS[op]))
@@ -128,10 +124,70 @@ class MpiCommunicator(Bridged):
             self._comm.Free()
 
 
-def cuda_aware() -> bool:
-    """Whether this MPI takes device pointers: it says so itself (MPICH), or its environment does (Cray).
+class _InPieces(Polled, Receipt):
+    """A message as several requests in sequence, since MPI's counts have 32 bits."""
 
-    Open MPI says so, but for blocking operations only: those that do not block add on the host, and crash there.
+    def __init__(self, steps: Generator[MPI.Request, MPI.Status, int], data: Tensor, tag: int = 0) -> None:
+        self._steps = steps
+        self.too_long = wrong_size(None, tag, None, data.numel())
+        self._data = data  # MPI has its address only
+        self.source = -1
+        self._next: MPI.Request | None = next(steps)
+
+    def done(self) -> bool:
+        while self._next is not None:
+            status = MPI.Status()
+            try:
+                if not self._next.Test(status):
+                    return False
+                self._next = self._steps.send(status)
+            except StopIteration as end:
+                self._next, self.source = None, end.value
+            except Exception as error:  # for wait(), however often it is called
+                self._next, self._error = None, error
+                if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
+                    self._error = self.too_long
+                    self._error.__cause__ = error
+        return True
+
+    def wait(self) -> None:
+        super().wait()
+        if self._error is not None:
+            raise self._error
+
+
+class MpiMessages(Messages):
+    """Sends and receives of MPI on the communicator's duplicate: MPI keeps them apart from collectives."""
+
+    def __init__(self, communicator: Communicator, number: int, tcp: object) -> None:
+        assert isinstance(communicator, MpiCommunicator)
+        self._comm = communicator._comm
+
+    def send(self, data: Tensor, to: int, tag: int) -> Work:
+        return _InPieces(self._send(data, to, tag), data)
+
+    def receive(self, data: Tensor, source: int | None, tag: int) -> Receipt:
+        return _InPieces(self._receive(data, source, tag), data, tag)
+
+    def _send(self, data: Tensor, to: int, tag: int) -> Generator[MPI.Request, MPI.Status, int]:
+        for part in data.split(PIECE):
+            yield self._comm.Isend(_bytes(part), to, tag)
+        return to
+
+    def _receive(self, data: Tensor, source: int | None, tag: int) -> Generator[MPI.Request, MPI.Status, int]:
+        found = MPI.ANY_SOURCE if source is None else source
+        for part in data.split(PIECE):
+            status = yield self._comm.Irecv(_bytes(part), found, tag)
+            found = status.Get_source()
+            if status.Get_count(MPI.BYTE) != part.numel():
+                raise wrong_size(found, tag, status.Get_count(MPI.BYTE), part.numel())
+        return found
+
+
+def cuda_aware() -> bool:
+    """Whether this MPI takes device pointers: MPICH has a function for it, Cray a variable.
+
+    Open MPI supports it in blocking operations only: the others add on the host, and crash there.
     """
     if not torch.cuda.is_available() or MPI.get_vendor()[0] == "Open MPI":
         return False

@@ -5,7 +5,7 @@ Rules:
 
 1. Importing mpi4py.MPI is MPI_Init unless it is told otherwise, so it is told so, and MPI_Init runs where we say.
 2. MPI cannot start twice in a process. It stays up when the session ends, and is finalized at exit by mpi4py,
-   after all of Python's own exit hooks: the ranks have said goodbye to each other by then.
+   after all of Python's own exit hooks: all ranks have left the job by then.
 3. MPI_Init holds the GIL: only :meth:`Monitor.phase` can end a rank that hangs in it, and where the ranks meet
    by MPI itself, and so have no monitor yet, a :class:`Guard`.
 4. What a launcher offers must be known before MPI_Init: MPICH aborts the process where it meets PMIx alone.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,24 +41,13 @@ class MpiStarter(Starter):
         if _started_here or "mpi4py.MPI" not in sys.modules:
             return None
         mpi = _library()
-        if not mpi.Is_initialized() or mpi.Is_finalized():
-            return None
-        return mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+        return _numbers() if mpi.Is_initialized() and not mpi.Is_finalized() else None
 
-    def own_channel(self) -> Channel:
-        return self._channel()
-
-    def _channel(self, release: Callable[[], None] = lambda: None) -> Channel:
+    def all_gather(self, value: str) -> list[Any]:
         duplicate = _library().COMM_WORLD.Dup()
-
-        def all_gather(value: str) -> list[Any]:
-            return list(duplicate.allgather(value))
-
-        def close() -> None:
-            duplicate.Free()
-            release()
-
-        return ObjectChannel(all_gather, close)
+        found = list(duplicate.allgather(value))
+        duplicate.Free()
+        return found
 
     def native_channel(self, world: World, config: Config) -> Channel | None:
         if not offers_mpi(world) or misfit(world):
@@ -70,14 +58,9 @@ class MpiStarter(Starter):
         guard = Guard(config.start_seconds, who, world.local_size)
         _initialize()
         guard.started()
-        found = self.numbers()
-        # An MPI that is not this launcher's own finds one rank of one, which would be a channel to nobody.
-        if found != (world.rank, world.size):
-            raise BackendUnavailable(
-                f"{world.launcher} started rank {world.rank} of {world.size}, but MPI found rank {found[0]} of "
-                f"{found[1]}. {self.hint(world)}"
-            )
-        return self._channel(guard.release)
+        # An MPI that is not this launcher's own finds one rank of one, which would be a channel without peers.
+        self.compare(world)
+        return ObjectChannel(self.all_gather, guard.release)
 
     def check(self, world: World) -> None:
         super().check(world)
@@ -113,8 +96,7 @@ class MpiStarter(Starter):
             variables.restore()
 
     def numbers(self) -> Numbers:
-        world = _library().COMM_WORLD
-        return world.Get_rank(), world.Get_size()
+        return _numbers()
 
     def hint(self, world: World) -> str:
         return (
@@ -127,7 +109,7 @@ class MpiStarter(Starter):
 
 
 def offers_mpi(world: World) -> bool:
-    """Whether this launcher starts MPI by itself; srun does if it, or Slurm's configuration, says so (``--mpi=``)."""
+    """Whether this launcher starts MPI by itself; srun does if its ``--mpi=`` or Slurm's configuration asks for it."""
     by_slurm = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK"))
     return world.launcher == "mpiexec" or (world.launcher == "srun" and by_slurm)
 
@@ -152,7 +134,7 @@ def misfit(world: World) -> str:
 
 def _set_network(config: Config) -> None:
     """HVDBRIDGE_PORTS and HVDBRIDGE_IFACE in the words of MPICH (ch3; UCX and libfabric below ch4) and Open MPI, unless
-    the user said more. They stay: connections are made when first used. UCX_NET_DEVICES is not for us to set: it names
+    the user said more. They stay: connections are made when first used. UCX_NET_DEVICES is left alone: it names
     Infiniband's devices, too.
     """
     found: dict[str, str | None] = {}
@@ -186,6 +168,11 @@ def _library() -> Any:
             f"mpi4py is installed but finds no MPI library: {error}. {registry.entry('mpi').remedy}"
         ) from error
     return MPI
+
+
+def _numbers() -> Numbers:
+    world = _library().COMM_WORLD
+    return world.Get_rank(), world.Get_size()
 
 
 def _version() -> str:

@@ -4,5 +4,5 @@ from hvdbridge.backends.registry import Backend
 
 BACKEND = Backend(
     "PyTorch", "torch", "Run: pip install torch", ".communicator:TorchCommunicator", ".starter:TorchStarter",
-    ".point_to_point:TorchMessages", front_end="ddp",
+    ".communicator:TorchMessages", front_end="ddp",
 )  # fmt: skip

@@ -7,7 +7,7 @@ Rules:
 2. NCCL is used where the user's default group uses it and each rank has a GPU to itself (NCCL refuses to
    share one); otherwise CUDA tensors pass through host memory.
 3. Gloo and NCCL round 16-bit floats after each addition; both are taken as they are.
-4. Over Gloo, rows travel as plain sends and receives: its own all-gather was measured at twice their time.
+4. Over Gloo, rows travel as plain sends and receives: its own all-gather takes longer.
 """
 
 from __future__ import annotations
@@ -26,34 +26,26 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from hvdbridge.backends.bridge import Bridged
-from hvdbridge.backends.communicator import Capabilities, Communicator, Watch, Work, unwatched
+from hvdbridge.backends.communicator import DTYPES, Capabilities, Communicator, Watch, Work, unwatched
+from hvdbridge.backends.point_to_point import Messages, Receipt
 from hvdbridge.errors import NotInitialized
 
 log = logging.getLogger("hvdbridge")
 
-def _reducing(op: Any) -> Any:
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = op
-    return options
-
-
-OPS = {
-    "sum": _reducing(dist.ReduceOp.SUM),
-    "product": _reducing(dist.ReduceOp.PRODUCT),
-    "min": _reducing(dist.ReduceOp.MIN),
-    "max": _reducing(dist.ReduceOp.MAX),
-}
+OPS: dict[str, Any] = {op: dist.AllreduceOptions() for op in ("sum", "product", "min", "max")}
+for _op, _options in OPS.items():
+    _options.reduceOp = getattr(dist.ReduceOp, _op.upper())
 
 SHORTEST_SECONDS = 1e-3
-"""Torch takes less for no limit."""
+"""Torch treats a shorter timeout as no timeout."""
 
 WORLDS = count()
 """Numbers the worlds of this process: the store remembers the names of groups that were closed."""
 
 
 class Works(Work):
-    """One or more of torch's works. Of sends and receives Gloo says that they are complete to who waits for them only,
-    and waits for other ones if it is asked again."""
+    """One or more of torch's works. Gloo reports that a send or receive is complete only to the thread that waits, and
+    a second wait would wait for another message."""
 
     shared = True
 
@@ -61,7 +53,6 @@ class Works(Work):
         self._works: tuple[Any, ...] = works
         self._lock = threading.Lock()
         self._over = False
-        self._error: Exception | None = None
 
     def done(self) -> bool:
         return self._over or all(work.is_completed() for work in self._works)
@@ -92,6 +83,7 @@ class Works(Work):
 class TorchCommunicator(Bridged):
     """Executes requests on process groups of its own."""
 
+    reduced_dtypes = frozenset(DTYPES) - {torch.bool}
     even_alone: ClassVar[bool] = False
     """Whether a group of one rank has the library do its work, too: to check and to time NCCL on one GPU."""
 
@@ -122,10 +114,12 @@ class TorchCommunicator(Bridged):
         name, rank, size = f"hvdbridge/{next(WORLDS)}", dist.get_rank(), dist.get_world_size()
         store = _get_default_store()
         timeout = timedelta(seconds=timeout_seconds)
-        if not _default_uses_nccl():
+        if not torch.cuda.is_available() or "nccl" not in str(dist.get_backend_config()):
             return cls(name, store, rank, size, timeout, False, watch)
         host = cls(f"{name}/host", store, rank, size, timeout, False, watch)
-        devices = host.all_gather_object((socket.gethostname(), _gpu()))
+        device = torch.cuda.current_device()
+        uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+        devices = host.all_gather_object((socket.gethostname(), uuid))
         alone = len(set(devices)) == size
         host.close()
         if not alone and rank == 0:
@@ -137,10 +131,6 @@ class TorchCommunicator(Bridged):
         return TorchCommunicator(
             f"{self.name}.{self._children}", self._store, self.rank, self.size, self._timeout, False, self.watch
         )
-
-    def _reduces(self, flat: Tensor, op: str) -> bool:
-        loses_nan = flat.is_floating_point() and op in ("min", "max")
-        return flat.dtype != torch.bool and not loses_nan
 
     def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
         return Works((self._cuda if flat.is_cuda else self._host).allreduce([flat], OPS[op]))
@@ -184,10 +174,60 @@ class TorchCommunicator(Bridged):
         self._host = self._cuda = self._store = None
 
 
-def _default_uses_nccl() -> bool:
-    return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+class _Waited(Receipt):
+    """A message. Gloo reports completion only to the thread that waits, and a wait that times out breaks its
+    connections. So :meth:`done` starts a thread that waits."""
+
+    def __init__(self, work: Any, data: Tensor, source: int | None) -> None:
+        self._work = work
+        self._data = data  # Gloo has its address only
+        self._any = source is None
+        self.source = -1 if source is None else source
+        self._thread: threading.Thread | None = None
+        self._over = False
+
+    def done(self) -> bool:
+        if self._over:
+            return True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, name="hvdbridge-messages wait", daemon=True)
+            self._thread.start()
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        if self._thread is None:
+            self._wait()
+        else:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        if self._over:  # Gloo would wait for another message
+            return
+        try:
+            self._work.wait()
+            if self._any:
+                self.source = self._work._source_rank()
+        except RuntimeError as error:
+            self._error = error
+        self._over = True
 
 
-def _gpu() -> str:
-    device = torch.cuda.current_device()
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+class TorchMessages(Messages):
+    """Gloo's own sends and receives on the communicator's process group.
+
+    Collectives of that group use other slots. The communicator's exchanges use tag 0, and messages begin at 1.
+    """
+
+    def __init__(self, communicator: Communicator, number: int, tcp: object) -> None:
+        assert isinstance(communicator, TorchCommunicator)
+        self._group = communicator._host
+
+    def send(self, data: Tensor, to: int, tag: int) -> Work:
+        return _Waited(self._group.send([data], to, tag + 1), data, to)
+
+    def receive(self, data: Tensor, source: int | None, tag: int) -> Receipt:
+        if source is None:
+            return _Waited(self._group.recv_anysource([data], tag + 1), data, None)
+        return _Waited(self._group.recv([data], source, tag + 1), data, source)

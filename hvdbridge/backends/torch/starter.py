@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hvdbridge.backends.starter import Meeting, Numbers, Starter, Variables
 from hvdbridge.config import LONGEST_SECONDS
 from hvdbridge.startup import network
-from hvdbridge.startup.channels import Channel, HashStore, ObjectChannel, PrefixStore, Store, tcp_store
+from hvdbridge.startup.channels import HashStore, PrefixStore, Store, tcp_store
 
 
 class TorchStarter(Starter):
@@ -26,17 +26,14 @@ class TorchStarter(Starter):
     def running(cls) -> Numbers | None:
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
-    def own_channel(self) -> Channel:
-        def all_gather(value: str) -> list[Any]:
-            found: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(found, value)
-            return found
-
-        return ObjectChannel(all_gather)
+    def all_gather(self, value: str) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
 
     def start(self, meeting: Meeting) -> None:
         world, config = meeting.world, meeting.config
-        # Gloo takes the address of the host's name, which on many machines is loopback or nobody's.
+        # Gloo takes the address of the host's name, which on many machines is loopback or unreachable.
         interface = config.iface or network.interface_towards(meeting.address)
         nccl = config.iface and f"={config.iface}"  # NCCL takes a name for a prefix otherwise
         self._variables.default({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": nccl})
@@ -58,9 +55,6 @@ class TorchStarter(Starter):
         store = tcp_store(host, 0, True, meeting.config, who, shared=False)
         meeting.monitor.store_set(key, str(store.port).encode())
         return store
-
-    def numbers(self) -> Numbers:
-        return dist.get_rank(), dist.get_world_size()
 
     def stop(self) -> None:
         """Without this, torchrun's agent waits minutes for ranks that are gone."""
