@@ -83,8 +83,8 @@ class ReductionContext:
         return made
 
     def agree(self, policy: Policy, lines: list[str]) -> None:
-        """Compare ``lines`` over the ranks, and check that ``policy`` is defined for so many. Collective; an error closes
-        the context.
+        """Compare ``lines`` over the ranks, and check that ``policy`` is defined for so many. Collective; an error
+        closes the context.
 
         Raises:
             RankMismatch: on every rank, naming the first difference and which ranks have what.
