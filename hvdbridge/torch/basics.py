@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from hvdbridge.backends import registry
+from hvdbridge.torch.actions import Pending
 from hvdbridge.torch.exceptions import NoInitError, internal_error
-from hvdbridge.torch.operations import Operations, Pending
+from hvdbridge.torch.operations import Operations
 from hvdbridge.torch.process_sets import ProcessSet, _init_process_sets, _setup, global_process_set
 from hvdbridge.torch.settings import Settings, report_unheeded
 from hvdbridge.training import runtime

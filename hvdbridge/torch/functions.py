@@ -164,10 +164,7 @@ def broadcast_object(
             f"broadcast_object received invalid root rank {root_rank}: the process set is {operations.members(number)}"
         )
     mine = _dump(obj) if operations.rank == root_rank else torch.empty(0, dtype=torch.uint8, device="cpu")
-    pending = operations.submit(
-        "broadcast_object", "broadcast_object", name, [mine], process_set=number, root=int(root_rank)
-    )
-    data = operations.wait(pending)
+    data = operations.wait(operations.submit("broadcast_object", name, [mine], process_set=number, root=int(root_rank)))
     return obj if operations.rank == root_rank else _load(data)
 
 
