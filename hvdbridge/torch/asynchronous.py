@@ -37,11 +37,11 @@ def _start(
         _check(tensor, reduction, in_place)
     if reduction is not None:
         more["op"] = reduction.name
-    if grouped and kind != "alltoall":
-        more["label"] = f"grouped_{'allreduce' if kind == 'adasum' else kind}"
+    label = "allreduce" if kind == "adasum" else kind
     pending = _current().submit(
-        kind, name, tensors, in_place=in_place, grouped=grouped, process_set=_number(process_set), **more
-    )
+        kind, name, tensors, label=f"grouped_{label}" if grouped and kind != "alltoall" else label, in_place=in_place,
+        grouped=grouped, process_set=_number(process_set), **more,
+    )  # fmt: skip
     number = next(_numbers)
     _handles[number] = pending
     return number
