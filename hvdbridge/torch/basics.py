@@ -15,7 +15,7 @@ from hvdbridge.backends import registry
 from hvdbridge.torch.actions import Pending
 from hvdbridge.torch.exceptions import NoInitError, internal_error
 from hvdbridge.torch.operations import Operations
-from hvdbridge.torch.process_sets import ProcessSet, _init_process_sets, _setup, global_process_set
+from hvdbridge.torch.process_sets import ProcessSet, _setup, add_process_set, global_process_set
 from hvdbridge.torch.settings import Settings, report_unheeded
 from hvdbridge.training import runtime
 
@@ -101,9 +101,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     atexit.register(_leave_at_exit)
     _setup(operations)
     global_process_set.ranks = list(range(operations.size))
-    if process_sets is None or isinstance(process_sets, str):
-        return
-    _init_process_sets(process_sets)
+    if not isinstance(process_sets, str):
+        for each in process_sets or ():
+            add_process_set(each)
 
 
 def shutdown() -> None:

@@ -25,6 +25,7 @@ from contextlib import suppress
 from functools import partial
 
 from hvdbridge.errors import RendezvousError
+from hvdbridge.reduction.session import Session
 from hvdbridge.startup.ports import first_free, listening
 from hvdbridge.supervisor.client import Monitor
 from hvdbridge.supervisor.link import SocketLink, _close_copy, _exactly, join
@@ -41,6 +42,7 @@ from hvdbridge.supervisor.wire import (
     unpack,
 )  # fmt: skip
 from hvdbridge.torch.coordinator import GONE, Coordinator
+from hvdbridge.torch.settings import Settings
 
 Deliver = Callable[[Message], None]
 
@@ -199,6 +201,21 @@ def spoke(deliver: Deliver, monitor: Monitor, rank: int, key: str, seconds: floa
     link = SocketLink(sock, deliver, lambda: None, on_end)
     link.start()
     return link
+
+
+def open_control(session: Session, settings: Settings, deliver: Deliver) -> Control | SocketLink:
+    """This rank's end of the negotiation; collective. ``deliver`` takes the coordinator's messages."""
+    monitor, rank, size = session.monitor, session.world.rank, session.world.size
+    number = session.opened["hvd"] = session.opened.get("hvd", 0) + 1
+    key, seconds = f"hvd/{number}", session.config.timeout_seconds
+    if rank > 0:
+        return spoke(deliver, monitor, rank, key, seconds)
+    coordinator = Coordinator(
+        size, settings.stall_seconds, settings.timeout_seconds, settings.fusion_bytes, settings.limit
+    )
+    if size == 1:
+        return Control(coordinator, deliver, monitor.clock)
+    return Hub(coordinator, deliver, monitor, key, seconds, session.config.ports)
 
 
 def frames(buffer: bytearray) -> Iterator[Message]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -78,19 +80,19 @@ def broadcast_optimizer_state(
         _step_on_zeros(optimizer, model)
         mine = optimizer.state_dict()
     tensors: list[Tensor] = []
-    structure = _without_tensors(mine, tensors) if rank() == root_rank else None
+    structure = _replaced(mine, Tensor, partial(_taken_out, tensors)) if rank() == root_rank else None
     structure = broadcast_object(structure, root_rank, "broadcast_optimizer_state", process_set)
     devices = [parameter.device for group in optimizer.param_groups for parameter in group["params"]]
     if rank() != root_rank:
-        tensors = [each.empty(devices) for each in _places(structure)]
-    names = [f"broadcast_optimizer_state.{number}" for number in range(len(tensors))]
+        mine = _replaced(structure, _Place, partial(_filled_later, tensors, devices))
     handles = [
-        broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in zip(names, tensors, strict=True)
+        broadcast_async_(tensor, root_rank, f"broadcast_optimizer_state.{number}", process_set)
+        for number, tensor in enumerate(tensors)
     ]
     for handle in handles:
         synchronize(handle)
     if rank() != root_rank:
-        optimizer.load_state_dict(_with_tensors(structure, iter(tensors)))
+        optimizer.load_state_dict(mine)
 
 
 def _step_on_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
@@ -103,43 +105,35 @@ def _step_on_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | No
     getattr(optimizer, "step_alone", optimizer.step)()  # a DistributedOptimizer's step() would be collective
 
 
+@dataclass
 class _Place:
     """Stands where a tensor was."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.dtype, self.shape, self.cuda = tensor.dtype, tuple(tensor.shape), tensor.is_cuda
-
-    def empty(self, devices: list[torch.device]) -> Tensor:
-        """A tensor for it: on this rank's device, where it was on the root's."""
-        device = next((each for each in devices if each.type == "cuda"), None) if self.cuda else None
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    cuda: bool
 
 
-def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value.detach().contiguous())
-        return _Place(value)
+def _taken_out(tensors: list[Tensor], tensor: Tensor) -> _Place:
+    tensors.append(tensor.detach().contiguous())
+    return _Place(tensor.dtype, tuple(tensor.shape), tensor.is_cuda)
+
+
+def _filled_later(tensors: list[Tensor], devices: list[torch.device], place: _Place) -> Tensor:
+    """A new tensor: on a GPU of this rank, if the root's tensor was on a GPU."""
+    device = next((each for each in devices if each.type == "cuda"), None) if place.cuda else None
+    tensors.append(torch.empty(place.shape, dtype=place.dtype, device=device))
+    return tensors[-1]
+
+
+def _replaced(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples in which ``replace`` was called for each object of a kind, in order."""
+    if isinstance(value, kind):
+        return replace(value)
     if isinstance(value, dict):
-        return {key: _without_tensors(each, tensors) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_without_tensors(each, tensors) for each in value)
-    return value
-
-
-def _places(value: Any) -> list[_Place]:
-    if isinstance(value, _Place):
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [place for each in inner for place in _places(each)]
-
-
-def _with_tensors(value: Any, tensors: Any) -> Any:
-    if isinstance(value, _Place):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {key: _with_tensors(each, tensors) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_with_tensors(each, tensors) for each in value)
+        return {key: _replaced(each, kind, replace) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(each, kind, replace) for each in value)
     return value
 
 
@@ -172,11 +166,7 @@ def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
     """A function that broadcasts the object that it is given; see :func:`broadcast_object`."""
-
-    def broadcast(obj: Any) -> Any:
-        return broadcast_object(obj, root_rank, name, process_set)
-
-    return broadcast
+    return partial(broadcast_object, root_rank=root_rank, name=name, process_set=process_set)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:

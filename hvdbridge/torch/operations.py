@@ -17,9 +17,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +26,11 @@ from hvdbridge.backends.communicator import Communicator
 from hvdbridge.errors import HvdbridgeError, Unsupported
 from hvdbridge.execution.mailbox import Mailbox
 from hvdbridge.reduction.session import Session
-from hvdbridge.supervisor.link import SocketLink
 from hvdbridge.supervisor.wire import Message
 from hvdbridge.torch.actions import ACTIONS, Action, Pending
-from hvdbridge.torch.control import Control, Hub, spoke
-from hvdbridge.torch.coordinator import Coordinator, Decision, Request
+from hvdbridge.torch.channel import Channel
+from hvdbridge.torch.control import open_control
+from hvdbridge.torch.coordinator import Decision, Request
 from hvdbridge.torch.exceptions import DuplicateNameError, internal_error
 from hvdbridge.torch.joining import find, followers
 from hvdbridge.torch.settings import Settings, log
@@ -43,26 +40,6 @@ CLOSE_SECONDS = 10.0
 
 LATER = 10.0
 """Seconds by which a rank's own clock comes after the coordinator's, which knows the missing ranks."""
-
-
-@dataclass(frozen=True)
-class Channel:
-    """Communicators for one purpose among the members of a process set.
-
-    Attributes:
-        control: for host memory.
-        offers: what each member said when it was opened, in rank order.
-        check: compares collectives before they start, under HVDBRIDGE_DEBUG.
-    """
-
-    communicator: Communicator
-    control: Communicator
-    offers: list[Any]
-    check: Callable[[int, str], None] | None
-
-    def close(self) -> None:
-        self.control.close()
-        self.communicator.close()
 
 
 class Operations:
@@ -105,25 +82,12 @@ class Operations:
         self._actions: dict[str, Action] = {**ACTIONS, **own}
         with session.monitor.watch("hvd.init()"):
             self._comms: dict[int, Communicator | None] = {0: session.communicator.split([range(self.size)])}
-            self._control = self._open_control()
+            self._control = open_control(session, settings, self._deliver)
         if settings.timeline:
             self.start_timeline(settings.timeline, settings.mark_cycles)
         session.monitor.on_failure(self._job_failed)
         self._thread = threading.Thread(target=self._run, name="hvdbridge-operations", daemon=True)
         self._thread.start()
-
-    def _open_control(self) -> Control | SocketLink:
-        session, settings, monitor = self.session, self.settings, self.session.monitor
-        number = session.opened["hvd"] = session.opened.get("hvd", 0) + 1
-        key, seconds = f"hvd/{number}", session.config.timeout_seconds
-        if self.rank > 0:
-            return spoke(self._deliver, monitor, self.rank, key, seconds)
-        coordinator = Coordinator(
-            self.size, settings.stall_seconds, settings.timeout_seconds, settings.fusion_bytes, settings.limit
-        )
-        if self.size == 1:
-            return Control(coordinator, self._deliver, monitor.clock)
-        return Hub(coordinator, self._deliver, monitor, key, seconds, session.config.ports)
 
     # Process sets ---------------------------------------------------------------------------------------
 
@@ -513,17 +477,10 @@ class Operations:
         return []
 
     def _channel(self, comm: Communicator, decision: Decision, jobs: list[Pending]) -> list[Tensor]:
-        session, job, members = self.session, jobs[0], self._sets[decision.process_set]
+        job, members = jobs[0], self._sets[decision.process_set]
         self._begun.pop(job.key, None)  # the steps in it are counted anew
-        communicator = comm.split([range(comm.size)])
-        assert communicator is not None, "every member is in it"
-        control = communicator.control()
-        offers = control.all_gather_object((job.offer, job.request.title))
-        # Waits in the channel bear its title in the monitor's reports, and have Horovod's limits.
-        communicator.watch = control.watch = partial(_watch, session, offers[0][1], self.settings)
-        check = session.check(None if len(members) == self.size else members)
         assert job.opened is not None
-        job.opened(Channel(communicator, control, [offer for offer, _ in offers], check))
+        job.opened(Channel.open(self.session, self.settings, comm, members, job.request.title, job.offer))
         return []
 
     def _zeros(self, request: Request) -> list[Tensor]:
@@ -533,7 +490,3 @@ class Operations:
             torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
             for shape, dtype in zip(request.shapes, request.dtypes, strict=True)
         ]
-
-
-def _watch(session: Session, title: str, settings: Settings, signature: str) -> AbstractContextManager[None]:
-    return session.monitor.watch(f"{title}: {signature}", settings.shutdown_seconds, settings.stall_seconds)

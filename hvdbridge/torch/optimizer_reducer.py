@@ -22,9 +22,10 @@ from hvdbridge.reduction.reducer import BucketEntry, FlatBucket, Reducer, make_b
 from hvdbridge.reduction.source import Options, usual_bucket_mb
 from hvdbridge.torch import asynchronous, basics
 from hvdbridge.torch.basics import Average, Max, Min, Product, Sum
+from hvdbridge.torch.channel import Channel
 from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.exceptions import DifferentParameters, internal_error
-from hvdbridge.torch.operations import Channel, Operations
+from hvdbridge.torch.operations import Operations
 from hvdbridge.torch.process_sets import ProcessSet
 from hvdbridge.torch.timeline import Timeline
 from hvdbridge.torch.util import split_list

@@ -12,31 +12,21 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hvdbridge.torch.exceptions import NoInitError, internal_error
+from hvdbridge.torch.operations import Operations
+
+_registry: Operations | None = None
 
 
-class Registry(Protocol):
-    """Who knows the sets of the running job."""
-
-    rank: int
-
-    def members(self, process_set_id: int) -> list[int]: ...
-    def add_set(self, ranks: list[int]) -> int: ...
-    def remove_set(self, process_set_id: int) -> bool: ...
-
-
-_registry: Registry | None = None
-
-
-def _setup(registry: Registry | None) -> None:
+def _setup(registry: Operations | None) -> None:
     """The operations of a job begin, or (None) end."""
     global _registry
     _registry = registry
 
 
-def _registered() -> Registry:
+def _registered() -> Operations:
     if _registry is None:
         raise internal_error("Horovod has not been initialized; use hvd.init().", NoInitError)
     return _registry
@@ -72,15 +62,12 @@ class ProcessSet:
         if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
 
-    def _invalidate(self) -> None:
-        self.process_set_id = None
-
     def size(self) -> int | None:
         """The number of members; None if the set is not registered."""
         return None if self.process_set_id is None else len(_registered().members(self.process_set_id))
 
     def rank(self) -> int | None:
-        """This process's place among the members; None if the set is not registered.
+        """This process's number among the members; None if the set is not registered.
 
         Raises:
             ValueError: this process is no member.
@@ -136,12 +123,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return wanted
 
 
-def _init_process_sets(process_set_list: Iterable[ProcessSet]) -> None:
-    """Register the sets that ``hvd.init`` was given."""
-    for each in process_set_list:
-        add_process_set(each)
-
-
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a set; all ranks call this alike. Whether it was removed: the global set and unknown ones are not.
 
@@ -152,5 +133,5 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number is None or number == 0:
         return False
     registry = _registered()
-    process_set._invalidate()
+    process_set.process_set_id = None
     return registry.remove_set(number)
