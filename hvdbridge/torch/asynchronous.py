@@ -99,7 +99,7 @@ def join(device: int = -1) -> int:
     DistributedOptimizers, with zeros until all have joined.
 
     Args:
-        device: not used; zeros are made where the others' tensors are.
+        device: not used; the zeros are on the device type of the others' tensors.
 
     Returns:
         The rank that joined last.
@@ -111,7 +111,7 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when all ranks of the set have come."""
+    """Return when all ranks of the set have called it."""
     operations = _current()
     operations.wait(operations.submit("barrier", None, [], process_set=_number(process_set)))
 
@@ -124,7 +124,7 @@ def _number(process_set: ProcessSet) -> int:
 
 
 def _chosen(op: int | None, average: bool | None) -> ReduceOp:
-    """The reduction of a caller that may give either, or neither."""
+    """The reduction that ``op`` or the older ``average`` means; the default is Average."""
     if op is not None:
         if average is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -162,8 +162,7 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start :func:`allreduce`; a handle for :func:`poll` and :func:`synchronize`. No gradient flows."""
-    chosen = _chosen(op, average)
-    return _allreduce([tensor], name, chosen, prescale_factor, postscale_factor, process_set)
+    return _allreduce([tensor], name, _chosen(op, average), prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_async_(
@@ -180,8 +179,7 @@ def allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Tensor:  # fmt: skip
     """:func:`allreduce` in place; returns ``tensor``. No gradient flows."""
-    chosen = _chosen(op, average)
-    handle = _allreduce([tensor], name, chosen, prescale_factor, postscale_factor, process_set, in_place=True)
+    handle = allreduce_async_(tensor, None, name, _chosen(op, average), prescale_factor, postscale_factor, process_set)
     return synchronize(handle)  # type: ignore[no-any-return]
 
 
@@ -190,8 +188,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start :func:`grouped_allreduce`; a handle whose result is a tuple."""
-    chosen = _chosen(op, average)
-    return _allreduce(tensors, name, chosen, prescale_factor, postscale_factor, process_set, grouped=True)
+    return _allreduce(tensors, name, _chosen(op, average), prescale_factor, postscale_factor, process_set, grouped=True)
 
 
 def grouped_allreduce_async_(
@@ -199,9 +196,8 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start :func:`grouped_allreduce_`; a handle whose result is a tuple."""
-    chosen = _chosen(op, average)
     return _allreduce(
-        tensors, name, chosen, prescale_factor, postscale_factor, process_set, in_place=True, grouped=True
+        tensors, name, _chosen(op, average), prescale_factor, postscale_factor, process_set, in_place=True, grouped=True
     )
 
 
@@ -210,9 +206,8 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """:func:`grouped_allreduce` in place; returns the tensors. No gradient flows."""
-    chosen = _chosen(op, average)
-    handle = _allreduce(
-        tensors, name, chosen, prescale_factor, postscale_factor, process_set, in_place=True, grouped=True
+    handle = grouped_allreduce_async_(
+        tensors, None, name, _chosen(op, average), prescale_factor, postscale_factor, process_set
     )
     return synchronize(handle)  # type: ignore[no-any-return]
 
@@ -223,7 +218,7 @@ def sparse_allreduce_async(
     """Start the sum or average of sparse (COO) tensors: indices and values are gathered.
 
     Returns:
-        What gives the result when called: a sparse tensor, not coalesced.
+        A function without arguments that waits and returns the result: a sparse tensor, not coalesced.
 
     Raises:
         ValueError: an op other than Average and Sum.
@@ -258,10 +253,16 @@ def grouped_allgather_async(
 
 
 def _broadcast_async(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool) -> int:
+    root = _root("broadcast", root_rank, process_set)
+    return _start("broadcast", [tensor], name, process_set, in_place=in_place, root=root)
+
+
+def _root(kind: str, root_rank: int, process_set: ProcessSet) -> int:
+    """``root_rank``, which must be a member of the set (ValueError)."""
     members = _current().members(_number(process_set))
     if root_rank not in members:
-        raise ValueError(f"broadcast received invalid root rank {root_rank} for provided process set {members}")
-    return _start("broadcast", [tensor], name, process_set, in_place=in_place, root=int(root_rank))
+        raise ValueError(f"{kind} received invalid root rank {root_rank} for provided process set {members}")
+    return int(root_rank)
 
 
 def broadcast_async(

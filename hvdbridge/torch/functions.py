@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Where only one rank knows a structure, it is sent before what it describes; nothing is inferred from what the others
-   have, so that their state may be empty, older or of another shape.
+1. The root sends a structure before the tensors that it describes. Nothing is inferred from the other ranks' state,
+   which may be empty, older or of another shape.
 2. Objects travel by ``cloudpickle`` where it is installed, else by ``pickle``.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdbridge.torch.asynchronous import _number, allgather_async, broadcast_async_, synchronize
+from hvdbridge.torch.asynchronous import _number, _root, allgather_async, broadcast_async_, synchronize
 from hvdbridge.torch.basics import _current, rank
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 
@@ -37,7 +37,7 @@ def broadcast_parameters(
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: ``params`` is neither; ``root_rank`` is not in the process set.
+        ValueError: ``params`` is nothing of these; ``root_rank`` is not in the process set.
         HorovodInternalError: ranks have other names, shapes or dtypes.
     """
     if isinstance(params, Mapping):
@@ -59,9 +59,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the state and the options of rank ``root_rank``'s optimizer.
 
-    Where the root's optimizer has no state yet, every rank without one first makes a step with gradients of zero, as
-    under Horovod, so that scripts that are moved here go on bit by bit (Adam counts that step, weight decay acts on
-    it). Where the root's has, nobody steps: parameters that were broadcast before do not drift apart.
+    If the root's optimizer has no state yet, every rank without state first makes a step with gradients of zero.
+    Horovod does the same, so moved scripts give the same bits (Adam counts that step, and weight decay acts on it). If
+    the root's optimizer has state, no rank steps: parameters that were broadcast before stay equal.
 
     Args:
         optimizer: an optimizer, wrapped by ``DistributedOptimizer`` or not.
@@ -107,7 +107,7 @@ def _step_on_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | No
 
 @dataclass
 class _Place:
-    """Stands where a tensor was."""
+    """In a structure, the place of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -152,13 +152,10 @@ def broadcast_object(
         ValueError: ``root_rank`` is not in the process set; this rank is not.
         HorovodInternalError: ranks disagree about the root; another rank failed.
     """
-    operations, number = _current(), _number(process_set)
-    if root_rank not in operations.members(number):
-        raise ValueError(
-            f"broadcast_object received invalid root rank {root_rank}: the process set is {operations.members(number)}"
-        )
+    operations, root = _current(), _root("broadcast_object", root_rank, process_set)
     mine = _dump(obj) if operations.rank == root_rank else torch.empty(0, dtype=torch.uint8, device="cpu")
-    data = operations.wait(operations.submit("broadcast_object", name, [mine], process_set=number, root=int(root_rank)))
+    pending = operations.submit("broadcast_object", name, [mine], process_set=_number(process_set), root=root)
+    data = operations.wait(pending)
     return obj if operations.rank == root_rank else _load(data)
 
 

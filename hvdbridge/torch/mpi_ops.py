@@ -2,13 +2,13 @@
 
 Rules:
 
-1. Names, arguments, defaults and results are those of ``horovod.torch`` 0.28; what Horovod rejects is rejected with the
-   same type of exception. Where Horovod is wrong or refuses without need, docs/horovod.md says what is done here.
-2. A gradient takes the name of its forward operation, so that it never meets the gradient of another one.
-3. ``Average`` sums first and divides after, with the postscale factor in one multiplication; so the bits are Horovod's.
-4. Each rank's loss is a term of what is differentiated: the gradient of a sum is the sum of all ranks' gradients.
-   Horovod's conventions are kept where an average is concerned: of an average, and of what was gathered or broadcast,
-   the gradient is the average of the ranks' gradients.
+1. Names, arguments, defaults, results and types of exceptions are those of ``horovod.torch`` 0.28. docs/horovod.md
+   lists the differences, where Horovod is wrong or refuses without need.
+2. A gradient's name is made of the name of its forward operation, so gradients of several operations never match.
+3. ``Average`` sums first. One multiplication afterwards divides and applies the postscale factor, as in Horovod, so the
+   bits are the same.
+4. Autograd differentiates the sum of all ranks' losses: the gradient of a sum is the sum of all ranks' gradients. As in
+   Horovod, the gradient of an average, a gather or a broadcast is the average of the ranks' gradients.
 """
 
 # ruff: noqa: F401, I001 (scripts import all of these from here)
@@ -52,8 +52,8 @@ def allreduce(
     Args:
         tensor: dense, any shape, contiguous or not; float, int, bool and complex types.
         average: old form of ``op``: True is Average, False is Sum.
-        name: by which ranks match operations.
-        compression: what travels instead (:class:`Compression`).
+        name: ranks match operations by it.
+        compression: of the data that travels (:class:`Compression`).
         op: ``Average`` (default), ``Sum``, ``Adasum``, ``Min``, ``Max``, ``Product``.
         prescale_factor, postscale_factor: before and after the reduction.
         process_set: the ranks that take part.
@@ -74,7 +74,7 @@ def grouped_allreduce(
     compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:  # fmt: skip
-    """:func:`allreduce` of several tensors as one operation: all or none of them. Differentiable."""
+    """:func:`allreduce` of several tensors as one operation, which succeeds or fails as a whole. Differentiable."""
     small, contexts = zip(*map(compression.compress, tensors), strict=True)
     chosen, factors = _chosen(op, average), (prescale_factor, postscale_factor)
     answers = _allreduced(small, True, name, chosen, factors, process_set)

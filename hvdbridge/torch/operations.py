@@ -102,7 +102,7 @@ class Operations:
         return self._sets[process_set_id]
 
     def add_set(self, ranks: list[int]) -> int:
-        """Make a process set; all ranks call it alike. Its number.
+        """Make a process set, and return its number. All ranks must call this.
 
         Raises:
             ValueError: no such ranks, or they are a set already.
@@ -116,7 +116,7 @@ class Operations:
         return int(pending.sizes[0])
 
     def remove_set(self, process_set_id: int) -> bool:
-        """Remove a process set; all ranks call it alike. Whether there was one."""
+        """Remove a process set; all ranks must call this. Returns whether it existed."""
         if process_set_id not in self._sets:
             return False
         self.wait(self.submit("remove_set", None, [], ranks=(process_set_id,)))
@@ -125,17 +125,17 @@ class Operations:
     # Channels and joining -------------------------------------------------------------------------------
 
     def open(self, name: str, process_set: int, title: str, offer: Any, opened: Callable[[Channel], None]) -> Pending:
-        """Start to open a channel, which ranks know by its number and ``channel.{name}``.
+        """Start to open a channel, whose name among the operations is ``channel.{name}``.
 
         Args:
-            title: how reports call it and what travels in it; rank 0's counts.
+            title: the channel's name in reports; rank 0's counts.
             offer: anything that pickles, for the other members.
-            opened: called with it on the thread, before :meth:`wait` returns; must not wait for other ranks.
+            opened: called with the channel on the thread, before :meth:`wait` returns; must not wait for other ranks.
         """
         return self.submit("channel", name, [], process_set=process_set, offer=offer, opened=opened, title=title)
 
     def begins(self, process_set: int, name: str, step: int) -> None:
-        """This rank begins a step in a channel; who joined must hear of it."""
+        """This rank begins a step in a channel; a joined rank must follow."""
         self._begun[process_set, name] = step
         if self._announcing:
             self._control.tell({"begun": [(process_set, name, step)]})
@@ -148,7 +148,7 @@ class Operations:
         """
         for each in followers():
             each.join(begins=True)
-        self._announce()  # who joined before must follow these to their end
+        self._announce()  # ranks that joined before must follow these steps to their end
         pending = self.submit("join", None, [], title="join()")
         self.flush()
         limit = self.settings.timeout_seconds + LATER
@@ -265,7 +265,7 @@ class Operations:
             raise internal_error(pending.error) from pending.cause
         if pending.after is not None:
             for tensor in pending.results:
-                if tensor.is_cuda:  # how much came of an all-to-all is known on the host
+                if tensor.is_cuda:  # the received splits of an all-to-all are in host memory
                     current = torch.cuda.current_stream(tensor.device)
                     current.wait_event(pending.after)
                     tensor.record_stream(current)
@@ -326,7 +326,7 @@ class Operations:
             log.warning("rank %d: %s", self.rank, message["stalled"])
         else:
             now = time.monotonic()
-            if "announce" in message:  # begins() from now on, and the thread what has begun
+            if "announce" in message:  # begins() announces from now on, and the thread announces earlier steps
                 self._announcing = True
             for kind, names, process_set, *_ in message.get("do", ()):
                 if kind == "join":
@@ -347,7 +347,7 @@ class Operations:
             for job in jobs:
                 self._settle(job, error=decision.error)
             return
-        if self.failure:  # its operations have failed already; the other ranks will, too
+        if self.failure:  # the operations have failed already, and will fail on the other ranks
             return
         if decision.kind == "join":
             self._numbers.clear()  # ranks that joined early have counted less
@@ -359,7 +359,7 @@ class Operations:
             self._settle(job)
 
     def _execute(self, decision: Decision, known: list[Pending | None]) -> None:
-        """Results of operations that this rank knows; of the others, which it joined, only zeros are sent."""
+        """Execute the operations together. A joined rank takes part with zeros in those that it does not know."""
         requests = [Request(*decision.requests[i]) if job is None else job.request for i, job in enumerate(known)]
         stream: Any = self._stream if any(request.device == "cuda" for request in requests) else None
         with torch.cuda.stream(stream):
@@ -397,7 +397,7 @@ class Operations:
     def _failed(self, decision: Decision, error: Exception) -> None:
         """An exception on the thread, rule 4."""
         names = ", ".join(decision.names[:3])
-        if isinstance(error, Unsupported):  # refused alike on all ranks, before anything was sent
+        if isinstance(error, Unsupported):  # all ranks refuse it, before anything is sent
             for name in decision.names:
                 if (job := self._pending.get((decision.process_set, name))) is not None:
                     self._settle(job, str(error), error)
@@ -438,7 +438,7 @@ class Operations:
             return
         self.leave()
         if self.failure:
-            self._messages.put({"end": True})  # it may be stuck in a collective: nobody waits for it long
+            self._messages.put({"end": True})  # the thread may be stuck in a collective, so the wait is short
         self._thread.join(1.0 if self.failure else CLOSE_SECONDS)
         self.closed = True
         self.session.monitor.remove_on_failure(self._job_failed)

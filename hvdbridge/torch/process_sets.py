@@ -2,10 +2,10 @@
 
 Rules:
 
-1. A set is known by its number, which is the same on every rank: sets are made and removed by operations that all
-   ranks of the job take part in, members or not.
-2. Ranks in arguments and results (``root_rank``, ``ranks``) are those of the job; only :meth:`ProcessSet.rank` counts
-   within the set.
+1. A set has the same number on every rank, because all ranks of the job take part in making and removing it, members
+   or not.
+2. Ranks in arguments and results (``root_rank``, ``ranks``) are ranks of the job. Only :meth:`ProcessSet.rank` is a
+   number within the set.
 3. Unlike under Horovod, sets may always be added after ``init``; HOROVOD_DYNAMIC_PROCESS_SETS is not needed.
 """
 
@@ -21,7 +21,7 @@ _registry: Operations | None = None
 
 
 def _setup(registry: Operations | None) -> None:
-    """The operations of a job begin, or (None) end."""
+    """Take the operations of this session; None when it ends."""
     global _registry
     _registry = registry
 
@@ -112,7 +112,7 @@ global_process_set.process_set_id = 0
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a set; all ranks of the job call this alike, members or not. Returns the set.
+    """Register a set, and return it. All ranks of the job must call this, members or not.
 
     Raises:
         ValueError: before ``hvd.init()``; the same ranks are a set already; or no such ranks.
@@ -124,7 +124,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set; all ranks call this alike. Whether it was removed: the global set and unknown ones are not.
+    """Remove a set; all ranks must call this. Returns whether it was removed: the global set and unknown sets are not.
 
     Raises:
         ValueError: before ``hvd.init()``.
