@@ -17,16 +17,50 @@ from hvdbridge.policy.buffer_pool import overlaps
 from hvdbridge.torch import arithmetic, basics
 from hvdbridge.torch.basics import _OPS, Adasum, Average, ReduceOp, Sum, _current, _handles, size
 from hvdbridge.torch.exceptions import internal_error
-from hvdbridge.torch.operations import Pending
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 
 _numbers = count(1)
 
 
-def _handle(pending: Pending) -> int:
+def _start(
+    kind: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, *,
+    reduction: ReduceOp | None = None, in_place: bool = False, grouped: bool = False, **more: Any,
+) -> int:  # fmt: skip
+    """A handle of the operation; ``more`` as in :meth:`~hvdbridge.torch.operations.Operations.submit`.
+
+    Raises:
+        ValueError: tensors that cannot travel, be reduced or be written in place; a process set without number.
+    """
+    if not tensors:
+        raise ValueError("a grouped operation needs at least one tensor")
+    for tensor in tensors:
+        _check(tensor, reduction, in_place)
+    if reduction is not None:
+        more["op"] = reduction.name
+    label = "allreduce" if kind == "adasum" else kind
+    pending = _current().submit(
+        kind, name, tensors, label=f"grouped_{label}" if grouped and kind != "alltoall" else label, in_place=in_place,
+        grouped=grouped, process_set=_number(process_set), **more,
+    )  # fmt: skip
     number = next(_numbers)
     _handles[number] = pending
     return number
+
+
+def _check(tensor: Any, reduction: ReduceOp | None = None, in_place: bool = False) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"hvd's operations take tensors, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise ValueError(f"Tensor type {tensor.type()} is not supported: use sparse_allreduce_async, or to_dense()")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError("a lazily conjugated tensor has other bits than values: call .clone() first")
+    if reduction is not None and (reason := arithmetic.refusal(tensor.dtype, reduction.name)):
+        raise ValueError(reason)
+    if in_place and overlaps(tensor):
+        raise ValueError(
+            f"a tensor that is expanded, or whose elements share memory, cannot be written in place: shape "
+            f"{list(tensor.shape)}, strides {list(tensor.stride())}"
+        )
 
 
 def poll(handle: Any) -> bool:
@@ -65,7 +99,7 @@ def join(device: int = -1) -> int:
     DistributedOptimizers, with zeros until all have joined.
 
     Args:
-        device: not used; zeros are made where the others' tensors are.
+        device: not used; the zeros are on the device type of the others' tensors.
 
     Returns:
         The rank that joined last.
@@ -77,9 +111,9 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when all ranks of the set have come."""
+    """Return when all ranks of the set have called it."""
     operations = _current()
-    operations.wait(operations.submit("barrier", "barrier", None, [], process_set=_number(process_set)))
+    operations.wait(operations.submit("barrier", None, [], process_set=_number(process_set)))
 
 
 def _number(process_set: ProcessSet) -> int:
@@ -90,7 +124,7 @@ def _number(process_set: ProcessSet) -> int:
 
 
 def _chosen(op: int | None, average: bool | None) -> ReduceOp:
-    """The reduction of a caller that may give either, or neither."""
+    """The reduction that ``op`` or the older ``average`` means; the default is Average."""
     if op is not None:
         if average is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -108,48 +142,19 @@ def _chosen(op: int | None, average: bool | None) -> ReduceOp:
 handle_average_backwards_compatibility = _chosen
 
 
-def _allreduce_async(
-    tensors: Sequence[Tensor], in_place: bool, grouped: bool, name: str | None, op: ReduceOp,
-    prescale_factor: float, postscale_factor: float, process_set: ProcessSet,
+def _allreduce(
+    tensors: Sequence[Tensor], name: str | None, op: ReduceOp, prescale_factor: float, postscale_factor: float,
+    process_set: ProcessSet, *, in_place: bool = False, grouped: bool = False,
 ) -> int:  # fmt: skip
-    _check_tensors(tensors, op.name)
-    if in_place:
-        _check_targets(tensors)
     if op == Adasum:
         if process_set.process_set_id != 0:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         if size() & (size() - 1):
             raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported yet.")
-    label = "grouped_allreduce" if grouped else "allreduce"
-    return _handle(_current().submit(
-        "adasum" if op == Adasum else "allreduce", label, name, tensors, targets=tensors if in_place else None,
-        grouped=grouped, process_set=_number(process_set), op=op.name,
-        factors=(float(prescale_factor), float(postscale_factor)),
-    ))  # fmt: skip
-
-
-def _check_tensors(tensors: Sequence[Tensor], op: str = "") -> None:
-    if not tensors:
-        raise ValueError("a grouped operation needs at least one tensor")
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"hvd's operations take tensors, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise ValueError(f"Tensor type {tensor.type()} is not supported: use sparse_allreduce_async, or to_dense()")
-        if tensor.is_conj() or tensor.is_neg():
-            raise ValueError("a lazily conjugated tensor has other bits than values: call .clone() first")
-        reason = arithmetic.refusal(tensor.dtype, op) if op else ""
-        if reason:
-            raise ValueError(reason)
-
-
-def _check_targets(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        if overlaps(tensor):
-            raise ValueError(
-                f"a tensor that is expanded, or whose elements share memory, cannot be written in place: shape "
-                f"{list(tensor.shape)}, strides {list(tensor.stride())}"
-            )
+    return _start(
+        "adasum" if op == Adasum else "allreduce", tensors, name, process_set, reduction=op, in_place=in_place,
+        grouped=grouped, factors=(float(prescale_factor), float(postscale_factor)),
+    )  # fmt: skip
 
 
 def allreduce_async(
@@ -157,8 +162,7 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start :func:`allreduce`; a handle for :func:`poll` and :func:`synchronize`. No gradient flows."""
-    chosen = _chosen(op, average)
-    return _allreduce_async([tensor], False, False, name, chosen, prescale_factor, postscale_factor, process_set)
+    return _allreduce([tensor], name, _chosen(op, average), prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_async_(
@@ -167,7 +171,7 @@ def allreduce_async_(
 ) -> int:  # fmt: skip
     """Start :func:`allreduce_`; a handle for :func:`poll` and :func:`synchronize`."""
     chosen = _chosen(op, average)
-    return _allreduce_async([tensor], True, False, name, chosen, prescale_factor, postscale_factor, process_set)
+    return _allreduce([tensor], name, chosen, prescale_factor, postscale_factor, process_set, in_place=True)
 
 
 def allreduce_(
@@ -175,8 +179,7 @@ def allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Tensor:  # fmt: skip
     """:func:`allreduce` in place; returns ``tensor``. No gradient flows."""
-    chosen = _chosen(op, average)
-    handle = _allreduce_async([tensor], True, False, name, chosen, prescale_factor, postscale_factor, process_set)
+    handle = allreduce_async_(tensor, None, name, _chosen(op, average), prescale_factor, postscale_factor, process_set)
     return synchronize(handle)  # type: ignore[no-any-return]
 
 
@@ -185,8 +188,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start :func:`grouped_allreduce`; a handle whose result is a tuple."""
-    chosen = _chosen(op, average)
-    return _allreduce_async(tensors, False, True, name, chosen, prescale_factor, postscale_factor, process_set)
+    return _allreduce(tensors, name, _chosen(op, average), prescale_factor, postscale_factor, process_set, grouped=True)
 
 
 def grouped_allreduce_async_(
@@ -194,8 +196,9 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start :func:`grouped_allreduce_`; a handle whose result is a tuple."""
-    chosen = _chosen(op, average)
-    return _allreduce_async(tensors, True, True, name, chosen, prescale_factor, postscale_factor, process_set)
+    return _allreduce(
+        tensors, name, _chosen(op, average), prescale_factor, postscale_factor, process_set, in_place=True, grouped=True
+    )
 
 
 def grouped_allreduce_(
@@ -203,8 +206,9 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """:func:`grouped_allreduce` in place; returns the tensors. No gradient flows."""
-    chosen = _chosen(op, average)
-    handle = _allreduce_async(tensors, True, True, name, chosen, prescale_factor, postscale_factor, process_set)
+    handle = grouped_allreduce_async_(
+        tensors, None, name, _chosen(op, average), prescale_factor, postscale_factor, process_set
+    )
     return synchronize(handle)  # type: ignore[no-any-return]
 
 
@@ -214,7 +218,7 @@ def sparse_allreduce_async(
     """Start the sum or average of sparse (COO) tensors: indices and values are gathered.
 
     Returns:
-        What gives the result when called: a sparse tensor, not coalesced.
+        A function without arguments that waits and returns the result: a sparse tensor, not coalesced.
 
     Raises:
         ValueError: an op other than Average and Sum.
@@ -238,33 +242,27 @@ def sparse_allreduce_async(
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Start :func:`allgather`; a handle for :func:`poll` and :func:`synchronize`. No gradient flows."""
-    _check_tensors([tensor])
-    return _handle(_current().submit("allgather", "allgather", name, [tensor], process_set=_number(process_set)))
+    return _start("allgather", [tensor], name, process_set)
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start :func:`grouped_allgather`; a handle whose result is a tuple."""
-    _check_tensors(tensors)
-    operations = _current()
-    number = _number(process_set)
-    return _handle(operations.submit("allgather", "grouped_allgather", name, tensors, grouped=True, process_set=number))
+    return _start("allgather", tensors, name, process_set, grouped=True)
 
 
 def _broadcast_async(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool) -> int:
-    _check_tensors([tensor])
-    if in_place:
-        _check_targets([tensor])
-    operations, number = _current(), _number(process_set)
-    if root_rank not in operations.members(number):
-        raise ValueError(
-            f"broadcast received invalid root rank {root_rank} for provided process set {operations.members(number)}"
-        )
-    targets = [tensor] if in_place else None
-    return _handle(operations.submit(
-        "broadcast", "broadcast", name, [tensor], targets=targets, process_set=number, root=int(root_rank)
-    ))  # fmt: skip
+    root = _root("broadcast", root_rank, process_set)
+    return _start("broadcast", [tensor], name, process_set, in_place=in_place, root=root)
+
+
+def _root(kind: str, root_rank: int, process_set: ProcessSet) -> int:
+    """``root_rank``, which must be a member of the set (ValueError)."""
+    members = _current().members(_number(process_set))
+    if root_rank not in members:
+        raise ValueError(f"{kind} received invalid root rank {root_rank} for provided process set {members}")
+    return int(root_rank)
 
 
 def broadcast_async(
@@ -292,12 +290,9 @@ def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start :func:`alltoall`; a handle whose result is ``(tensor, received_splits)``, with and without splits."""
-    _check_tensors([tensor])
-    operations, number = _current(), _number(process_set)
-    counts = _splits(tensor, splits, len(operations.members(number)))
-    return _handle(operations.submit(
-        "alltoall", "alltoall", name, [tensor], grouped=True, process_set=number, splits=counts
-    ))  # fmt: skip
+    _check(tensor)
+    counts = _splits(tensor, splits, len(_current().members(_number(process_set))))
+    return _start("alltoall", [tensor], name, process_set, grouped=True, splits=counts)
 
 
 def _splits(tensor: Tensor, splits: Any, members: int) -> tuple[int, ...]:
@@ -326,20 +321,17 @@ def _splits(tensor: Tensor, splits: Any, members: int) -> tuple[int, ...]:
     return counts
 
 
-def _reducescatter_async(
-    tensors: Sequence[Tensor], grouped: bool, name: str | None, op: int, process_set: ProcessSet,
-    prescale_factor: float, postscale_factor: float,
+def _reducescatter(
+    tensors: Sequence[Tensor], name: str | None, op: int, process_set: ProcessSet, prescale_factor: float,
+    postscale_factor: float, grouped: bool = False,
 ) -> int:  # fmt: skip
     chosen = _chosen(op, None)
     if chosen not in (Average, Sum):
         raise internal_error(f"Reducescatter currently only supports AVERAGE and SUM, got {chosen!r}")
-    _check_tensors(tensors, chosen.name)
-    if any(tensor.dim() == 0 for tensor in tensors):
+    if any(getattr(tensor, "ndim", 1) == 0 for tensor in tensors):
         raise ValueError("Reducescatter does not support scalar inputs")
-    return _handle(_current().submit(
-        "reducescatter", "grouped_reducescatter" if grouped else "reducescatter", name, tensors, grouped=grouped,
-        process_set=_number(process_set), op=chosen.name, factors=(float(prescale_factor), float(postscale_factor)),
-    ))  # fmt: skip
+    factors = float(prescale_factor), float(postscale_factor)
+    return _start("reducescatter", tensors, name, process_set, reduction=chosen, grouped=grouped, factors=factors)
 
 
 def reducescatter_async(
@@ -347,7 +339,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:  # fmt: skip
     """Start :func:`reducescatter`; a handle for :func:`poll` and :func:`synchronize`. No gradient flows."""
-    return _reducescatter_async([tensor], False, name, op, process_set, prescale_factor, postscale_factor)
+    return _reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor)
 
 
 def grouped_reducescatter_async(
@@ -355,4 +347,4 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:  # fmt: skip
     """Start :func:`grouped_reducescatter`; a handle whose result is a tuple."""
-    return _reducescatter_async(tensors, True, name, op, process_set, prescale_factor, postscale_factor)
+    return _reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, grouped=True)

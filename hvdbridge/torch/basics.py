@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from hvdbridge.backends import registry
+from hvdbridge.torch.actions import Pending
 from hvdbridge.torch.exceptions import NoInitError, internal_error
-from hvdbridge.torch.operations import Operations, Pending
-from hvdbridge.torch.process_sets import ProcessSet, _init_process_sets, _setup, global_process_set
+from hvdbridge.torch.operations import Operations
+from hvdbridge.torch.process_sets import ProcessSet, _setup, add_process_set, global_process_set
 from hvdbridge.torch.settings import Settings, report_unheeded
 from hvdbridge.training import runtime
 
@@ -90,7 +91,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     _setup(operations)
     global_process_set.ranks = list(range(operations.size))
     if not isinstance(process_sets, str):
-        _init_process_sets(process_sets or ())
+        for each in process_sets or ():
+            add_process_set(each)
 
 
 def shutdown() -> None:

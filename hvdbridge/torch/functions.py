@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Where only one rank knows a structure, it is sent before what it describes; nothing is inferred from what the others
-   have, so that their state may be empty, older or of another shape.
+1. The root sends a structure before the tensors that it describes. Nothing is inferred from the other ranks' state,
+   which may be empty, older or of another shape.
 2. Objects travel by ``cloudpickle`` where it is installed, else by ``pickle``.
 """
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdbridge.torch.asynchronous import _number, allgather_async, broadcast_async_, synchronize
+from hvdbridge.torch.asynchronous import _number, _root, allgather_async, broadcast_async_, synchronize
 from hvdbridge.torch.basics import _current, rank
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 
@@ -35,7 +37,7 @@ def broadcast_parameters(
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: ``params`` is neither; ``root_rank`` is not in the process set.
+        ValueError: ``params`` is nothing of these; ``root_rank`` is not in the process set.
         HorovodInternalError: ranks have other names, shapes or dtypes.
     """
     if isinstance(params, Mapping):
@@ -57,9 +59,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the state and the options of rank ``root_rank``'s optimizer.
 
-    Where the root's optimizer has no state yet, every rank without one first makes a step with gradients of zero, as
-    under Horovod, so that scripts that are moved here go on bit by bit (Adam counts that step, weight decay acts on
-    it). Where the root's has, nobody steps: parameters that were broadcast before do not drift apart.
+    If the root's optimizer has no state yet, every rank without state first makes a step with gradients of zero.
+    Horovod does the same, so moved scripts give the same bits (Adam counts that step, and weight decay acts on it). If
+    the root's optimizer has state, no rank steps: parameters that were broadcast before stay equal.
 
     Args:
         optimizer: an optimizer, wrapped by ``DistributedOptimizer`` or not.
@@ -78,19 +80,19 @@ def broadcast_optimizer_state(
         _step_on_zeros(optimizer, model)
         mine = optimizer.state_dict()
     tensors: list[Tensor] = []
-    structure = _without_tensors(mine, tensors) if rank() == root_rank else None
+    structure = _replaced(mine, Tensor, partial(_taken_out, tensors)) if rank() == root_rank else None
     structure = broadcast_object(structure, root_rank, "broadcast_optimizer_state", process_set)
     devices = [parameter.device for group in optimizer.param_groups for parameter in group["params"]]
     if rank() != root_rank:
-        tensors = [each.empty(devices) for each in _places(structure)]
-    names = [f"broadcast_optimizer_state.{number}" for number in range(len(tensors))]
+        mine = _replaced(structure, _Place, partial(_filled_later, tensors, devices))
     handles = [
-        broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in zip(names, tensors, strict=True)
+        broadcast_async_(tensor, root_rank, f"broadcast_optimizer_state.{number}", process_set)
+        for number, tensor in enumerate(tensors)
     ]
     for handle in handles:
         synchronize(handle)
     if rank() != root_rank:
-        optimizer.load_state_dict(_with_tensors(structure, iter(tensors)))
+        optimizer.load_state_dict(mine)
 
 
 def _step_on_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
@@ -103,43 +105,35 @@ def _step_on_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | No
     getattr(optimizer, "step_alone", optimizer.step)()  # a DistributedOptimizer's step() would be collective
 
 
+@dataclass
 class _Place:
-    """Stands where a tensor was."""
+    """In a structure, the place of a tensor."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.dtype, self.shape, self.cuda = tensor.dtype, tuple(tensor.shape), tensor.is_cuda
-
-    def empty(self, devices: list[torch.device]) -> Tensor:
-        """A tensor for it: on this rank's device, where it was on the root's."""
-        device = next((each for each in devices if each.type == "cuda"), None) if self.cuda else None
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    cuda: bool
 
 
-def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value.detach().contiguous())
-        return _Place(value)
+def _taken_out(tensors: list[Tensor], tensor: Tensor) -> _Place:
+    tensors.append(tensor.detach().contiguous())
+    return _Place(tensor.dtype, tuple(tensor.shape), tensor.is_cuda)
+
+
+def _filled_later(tensors: list[Tensor], devices: list[torch.device], place: _Place) -> Tensor:
+    """A new tensor: on a GPU of this rank, if the root's tensor was on a GPU."""
+    device = next((each for each in devices if each.type == "cuda"), None) if place.cuda else None
+    tensors.append(torch.empty(place.shape, dtype=place.dtype, device=device))
+    return tensors[-1]
+
+
+def _replaced(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples in which ``replace`` was called for each object of a kind, in order."""
+    if isinstance(value, kind):
+        return replace(value)
     if isinstance(value, dict):
-        return {key: _without_tensors(each, tensors) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_without_tensors(each, tensors) for each in value)
-    return value
-
-
-def _places(value: Any) -> list[_Place]:
-    if isinstance(value, _Place):
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [place for each in inner for place in _places(each)]
-
-
-def _with_tensors(value: Any, tensors: Any) -> Any:
-    if isinstance(value, _Place):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {key: _with_tensors(each, tensors) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_with_tensors(each, tensors) for each in value)
+        return {key: _replaced(each, kind, replace) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(each, kind, replace) for each in value)
     return value
 
 
@@ -158,15 +152,9 @@ def broadcast_object(
         ValueError: ``root_rank`` is not in the process set; this rank is not.
         HorovodInternalError: ranks disagree about the root; another rank failed.
     """
-    operations, number = _current(), _number(process_set)
-    if root_rank not in operations.members(number):
-        raise ValueError(
-            f"broadcast_object received invalid root rank {root_rank}: the process set is {operations.members(number)}"
-        )
+    operations, root = _current(), _root("broadcast_object", root_rank, process_set)
     mine = _dump(obj) if operations.rank == root_rank else torch.empty(0, dtype=torch.uint8, device="cpu")
-    pending = operations.submit(
-        "broadcast_object", "broadcast_object", name, [mine], process_set=number, root=int(root_rank)
-    )
+    pending = operations.submit("broadcast_object", name, [mine], process_set=_number(process_set), root=root)
     data = operations.wait(pending)
     return obj if operations.rank == root_rank else _load(data)
 
@@ -175,11 +163,7 @@ def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
     """A function that broadcasts the object that it is given; see :func:`broadcast_object`."""
-
-    def broadcast(obj: Any) -> Any:
-        return broadcast_object(obj, root_rank, name, process_set)
-
-    return broadcast
+    return partial(broadcast_object, root_rank=root_rank, name=name, process_set=process_set)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:

@@ -1,12 +1,12 @@
-"""Who takes part in the steps of others for a rank that called ``hvd.join()``.
+"""The optimizers that take part in the steps of others after this rank called ``hvd.join()``.
 
 Rules:
 
-1. Steps of a ``DistributedOptimizer`` are not negotiated, so a rank that joined cannot see them coming. While somebody
-   has joined, ranks announce through the coordinator which step of which channel they begin, and who joined follows
-   with zeros. As long as nobody has, nothing is sent.
-2. A channel that is not open yet on the rank that joined is opened by the optimizer that it belongs to.
-3. A follower hands in a step and does not wait for it: those it follows may need another channel to go on.
+1. Steps of a ``DistributedOptimizer`` are not negotiated, so a joined rank does not know of them. While a rank has
+   joined, the others announce to the coordinator the step of each channel that they begin, and the joined rank follows
+   with zeros. Otherwise nothing is sent.
+2. If a channel is not open yet on the joined rank, the optimizer that it belongs to opens it.
+3. A follower submits a step and does not wait for it: the other ranks may need another channel first.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from weakref import WeakValueDictionary
 
 
 class Follower(Protocol):
-    """An optimizer whose steps ranks that joined can take part in."""
+    """An optimizer in whose steps a joined rank can take part."""
 
     def channel(self) -> tuple[int, str]:
-        """Process set and name of its channel, the same on all ranks; if it has none yet, of the next one."""
+        """Process set and name of its channel, or of the one that it would open next; the same on all ranks."""
         ...
 
     def follow(self, step: int) -> None:
-        """Hand in zeros for its steps up to this number; 0: only open the channel."""
+        """Submit zeros for its steps up to this number; 0: only open the channel."""
         ...
 
     def join(self, begins: bool) -> None:
-        """This rank joins: hand in what is outstanding. All have joined (not ``begins``): await what was followed."""
+        """``begins``: this rank joins, so submit what is missing in its step. Otherwise all ranks have joined, so wait
+        for the steps that it followed."""
         ...
 
 
@@ -38,17 +39,17 @@ _numbers = count()
 
 
 def add(follower: Follower) -> None:
-    """From now on it follows, until nobody holds it any more."""
+    """Let it follow until it is garbage."""
     _followers[next(_numbers)] = follower
 
 
 def followers() -> Iterator[Follower]:
-    """In the order of construction, which names of channels depend on where parameters' names are the same."""
+    """In the order of construction: names of channels depend on it if parameters' names are equal."""
     for number in sorted(_followers):
         if (found := _followers.get(number)) is not None:
             yield found
 
 
 def find(process_set: int, name: str) -> Follower | None:
-    """The one with this channel."""
+    """The follower with this channel."""
     return next((each for each in followers() if each.channel() == (process_set, name)), None)

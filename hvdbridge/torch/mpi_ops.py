@@ -2,26 +2,26 @@
 
 Rules:
 
-1. Names, arguments, defaults and results are those of ``horovod.torch`` 0.28; what Horovod rejects is rejected with the
-   same type of exception. Where Horovod is wrong or refuses without need, docs/horovod.md says what is done here.
-2. A gradient takes the name of its forward operation, so that it never meets the gradient of another one.
-3. ``Average`` sums first and divides after, with the postscale factor in one multiplication; so the bits are Horovod's.
-4. Each rank's loss is a term of what is differentiated: the gradient of a sum is the sum of all ranks' gradients.
-   Horovod's conventions are kept where an average is concerned: of an average, and of what was gathered or broadcast,
-   the gradient is the average of the ranks' gradients.
+1. Names, arguments, defaults, results and types of exceptions are those of ``horovod.torch`` 0.28. docs/horovod.md
+   lists the differences, where Horovod is wrong or refuses without need.
+2. A gradient's name is made of the name of its forward operation, so gradients of several operations never match.
+3. ``Average`` sums first. One multiplication afterwards divides and applies the postscale factor, as in Horovod, so the
+   bits are the same.
+4. Autograd differentiates the sum of all ranks' losses: the gradient of a sum is the sum of all ranks' gradients. As in
+   Horovod, the gradient of an average, a gather or a broadcast is the average of the ranks' gradients.
 """
 
 # ruff: noqa: F401, I001 (scripts import all of these from here)
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvdbridge.torch.asynchronous import (
-    _allreduce_async, _chosen, _number, _reducescatter_async, allgather_async, allreduce_, allreduce_async,
+    _allreduce, _chosen, _reducescatter, _start, allgather_async, allreduce_, allreduce_async,
     allreduce_async_, alltoall_async, barrier, broadcast_, broadcast_async, broadcast_async_, grouped_allgather_async,
     grouped_allreduce_, grouped_allreduce_async, grouped_allreduce_async_, grouped_reducescatter_async,
     handle_average_backwards_compatibility, join, poll, reducescatter_async, sparse_allreduce_async, synchronize,
@@ -34,7 +34,6 @@ from hvdbridge.torch.basics import (
 )
 from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.exceptions import HorovodInternalError
-from hvdbridge.torch.operations import Pending
 from hvdbridge.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hvdbridge.torch.util import (
     check_installed_version, get_average_backwards_compatibility_fun, gpu_available, num_rank_is_power_2,
@@ -53,8 +52,8 @@ def allreduce(
     Args:
         tensor: dense, any shape, contiguous or not; float, int, bool and complex types.
         average: old form of ``op``: True is Average, False is Sum.
-        name: by which ranks match operations.
-        compression: what travels instead (:class:`Compression`).
+        name: ranks match operations by it.
+        compression: of the data that travels (:class:`Compression`).
         op: ``Average`` (default), ``Sum``, ``Adasum``, ``Min``, ``Max``, ``Product``.
         prescale_factor, postscale_factor: before and after the reduction.
         process_set: the ranks that take part.
@@ -65,9 +64,8 @@ def allreduce(
         HorovodInternalError: ranks disagree about shape, dtype, op or factors; or another rank failed.
     """
     small, context = compression.compress(tensor)
-    answer = HorovodAllreduce.apply(  # type: ignore[no-untyped-call]
-        small, name, _chosen(op, average), prescale_factor, postscale_factor, process_set
-    )
+    chosen, factors = _chosen(op, average), (prescale_factor, postscale_factor)
+    (answer,) = _allreduced([small], False, name, chosen, factors, process_set)
     return compression.decompress(answer, context)  # type: ignore[no-any-return]
 
 
@@ -76,11 +74,10 @@ def grouped_allreduce(
     compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:  # fmt: skip
-    """:func:`allreduce` of several tensors as one operation: all or none of them. Differentiable."""
+    """:func:`allreduce` of several tensors as one operation, which succeeds or fails as a whole. Differentiable."""
     small, contexts = zip(*map(compression.compress, tensors), strict=True)
-    answers = HorovodGroupedAllreduce.apply(  # type: ignore[no-untyped-call]
-        name, _chosen(op, average), prescale_factor, postscale_factor, process_set, *small
-    )
+    chosen, factors = _chosen(op, average), (prescale_factor, postscale_factor)
+    answers = _allreduced(small, True, name, chosen, factors, process_set)
     return [compression.decompress(answer, context) for answer, context in zip(answers, contexts, strict=True)]
 
 
@@ -94,16 +91,14 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     Raises:
         HorovodInternalError: a tensor without dimensions, or other dimensions that differ; see :func:`allreduce`.
     """
-    return HorovodAllgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call, no-any-return]
+    return _allgathered([tensor], False, name, process_set)[0]
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
     """:func:`allgather` of several tensors as one operation. Differentiable."""
-    return HorovodGroupedAllgather.apply(  # type: ignore[no-untyped-call, no-any-return]
-        name, process_set, *tensors
-    )
+    return _allgathered(tensors, True, name, process_set)
 
 
 def broadcast(
@@ -115,7 +110,15 @@ def broadcast(
         ValueError: ``root_rank`` is not in the process set.
         HorovodInternalError: ranks disagree about shape, dtype or root; see :func:`allreduce`.
     """
-    return HorovodBroadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call, no-any-return]
+
+    def start(tensors: Sequence[Tensor]) -> int:
+        return broadcast_async(tensors[0], root_rank, name, process_set)
+
+    def gradient(ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        (mean,) = _allreduced(gradients, False, ctx.name, Average, (1.0, 1.0), process_set)
+        return [mean if rank() == root_rank else torch.zeros_like(mean)]
+
+    return _apply(start, gradient, [tensor])[0]
 
 
 def alltoall(
@@ -135,7 +138,20 @@ def alltoall(
     Raises:
         ValueError: splits that do not fit the tensor or the number of ranks.
     """
-    return HorovodAlltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+
+    def start(tensors: Sequence[Tensor]) -> int:
+        return alltoall_async(tensors[0], splits, name, process_set)
+
+    def gradient(ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        received = [each[process_set.rank()] for each in ctx.sizes]
+        mine, _ = alltoall(gradients[0], received, ctx.name, process_set)
+        unsent = mine.new_zeros(ctx.shapes[0][0] - mine.shape[0], *mine.shape[1:])
+        return [torch.cat([mine, unsent]) if len(unsent) else mine]
+
+    result, received = _apply(start, gradient, [tensor])
+    if splits is None:
+        return result
+    return result, received.to(splits.device) if isinstance(splits, Tensor) else received
 
 
 def reducescatter(
@@ -155,9 +171,7 @@ def reducescatter(
         HorovodInternalError: another op; ranks disagree; see :func:`allreduce`.
     """
     small, context = compression.compress(tensor)
-    answer = HorovodReducescatter.apply(  # type: ignore[no-untyped-call]
-        small, name, op, process_set, prescale_factor, postscale_factor
-    )
+    (answer,) = _reducescattered([small], False, name, op, (prescale_factor, postscale_factor), process_set)
     return compression.decompress(answer, context)  # type: ignore[no-any-return]
 
 
@@ -167,72 +181,69 @@ def grouped_reducescatter(
 ) -> list[Tensor]:  # fmt: skip
     """:func:`reducescatter` of several tensors as one operation. Differentiable."""
     small, contexts = zip(*map(compression.compress, tensors), strict=True)
-    answers = HorovodGroupedReducescatter.apply(  # type: ignore[no-untyped-call]
-        name, op, process_set, prescale_factor, postscale_factor, *small
-    )
+    answers = _reducescattered(small, True, name, op, (prescale_factor, postscale_factor), process_set)
     return [compression.decompress(answer, context) for answer, context in zip(answers, contexts, strict=True)]
 
 
-def _carried_out(ctx: Any, handle: int) -> tuple[Pending, Any]:
-    """Wait; leaves the name for the gradient in ``ctx``."""
-    pending = _handles[handle]
-    ctx.name = f"{pending.request.name}.gradient"
-    return pending, synchronize(handle)
+Gradient = Callable[[Any, Sequence[Tensor]], Sequence[Tensor]]
+"""Of a context and the gradients of an operation's results: the gradients of its tensors."""
 
 
-class HorovodAllreduce(torch.autograd.Function):
-    """:func:`allreduce` with a gradient."""
+class HorovodOperation(torch.autograd.Function):
+    """A raw operation with a gradient.
 
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, name: str | None, op: ReduceOp, before: float, after: float, members: ProcessSet
-    ) -> Any:
-        handle = _allreduce_async([tensor], False, False, name, op, before, after, members)
-        ctx.op, ctx.factors, ctx.members = op, (before, after), members
-        _, result = _carried_out(ctx, handle)
-        if op in _PICKING:
-            ctx.save_for_backward(tensor)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        before, after = ctx.factors
-        if ctx.op in _PICKING:
-            picked = _picked_gradient(ctx.op, ctx.factors, ctx.saved_tensors[0], gradient, ctx.name, ctx.members)
-        else:
-            picked = allreduce(gradient, None, ctx.name, Compression.none, ctx.op, before, after, ctx.members)
-        return picked, None, None, None, None, None
-
-
-class HorovodGroupedAllreduce(torch.autograd.Function):
-    """:func:`grouped_allreduce` with a gradient."""
+    ``forward`` calls ``start`` with the tensors and waits for the handle that it returns. ``backward`` calls
+    ``gradient`` with the context: a ``name`` for its own operation, the decision's ``sizes``, the tensors' ``shapes``
+    and, if ``saves``, the tensors themselves.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, op: ReduceOp, before: float, after: float, members: ProcessSet, *tensors: Tensor
+        ctx: Any, start: Callable[[Sequence[Tensor]], int], gradient: Gradient, saves: bool, *tensors: Tensor
     ) -> Any:
-        handle = _allreduce_async(tensors, False, True, name, op, before, after, members)
-        ctx.op, ctx.factors, ctx.members = op, (before, after), members
-        _, result = _carried_out(ctx, handle)
-        if op in _PICKING:
+        handle = start(tensors)
+        pending = _handles[handle]
+        result = synchronize(handle)
+        ctx.gradient, ctx.name, ctx.sizes = gradient, f"{pending.request.name}.gradient", pending.sizes
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        if saves:
             ctx.save_for_backward(*tensors)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        before, after = ctx.factors
-        if ctx.op in _PICKING:
-            answer = [
-                _picked_gradient(ctx.op, ctx.factors, tensor, gradient, f"{ctx.name}.{i}", ctx.members)
-                for i, (tensor, gradient) in enumerate(zip(ctx.saved_tensors, gradients, strict=True))
-            ]
-        else:
-            answer = grouped_allreduce(gradients, None, ctx.name, Compression.none, ctx.op, before, after, ctx.members)
-        return None, None, None, None, None, *answer
+        return None, None, None, *ctx.gradient(ctx, gradients)
 
 
-_PICKING = (Min, Max, Product)
-"""Ops whose gradient depends on the inputs."""
+HorovodAllreduce = HorovodGroupedAllreduce = HorovodAllgather = HorovodGroupedAllgather = HorovodOperation
+HorovodBroadcast = HorovodAlltoall = HorovodReducescatter = HorovodGroupedReducescatter = HorovodOperation
+
+
+def _apply(
+    start: Callable[[Sequence[Tensor]], int], gradient: Gradient, tensors: Sequence[Tensor], saves: bool = False
+) -> tuple[Tensor, ...]:
+    answer = HorovodOperation.apply(start, gradient, saves, *tensors)  # type: ignore[no-untyped-call]
+    return answer if isinstance(answer, tuple) else (answer,)
+
+
+def _allreduced(
+    tensors: Sequence[Tensor], grouped: bool, name: str | None, op: ReduceOp, factors: tuple[float, float],
+    members: ProcessSet,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    picking = op in (Min, Max, Product)
+
+    def start(tensors: Sequence[Tensor]) -> int:
+        return _allreduce(tensors, name, op, *factors, members, grouped=grouped)
+
+    def gradient(ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not picking:
+            return _allreduced(gradients, grouped, ctx.name, op, factors, members)
+        return [
+            _picked_gradient(op, factors, tensor, gradient, f"{ctx.name}.{i}", members)
+            for i, (tensor, gradient) in enumerate(zip(ctx.saved_tensors, gradients, strict=True))
+        ]
+
+    return _apply(start, gradient, tensors, saves=picking)
 
 
 def _picked_gradient(
@@ -251,109 +262,31 @@ def _picked_gradient(
     return total * (winners[mine] / winners.sum(0)) * (factors[0] * factors[1])
 
 
-class HorovodAllgather(torch.autograd.Function):
-    """:func:`allgather` with a gradient."""
+def _allgathered(
+    tensors: Sequence[Tensor], grouped: bool, name: str | None, members: ProcessSet
+) -> tuple[Tensor, ...]:
+    def start(tensors: Sequence[Tensor]) -> int:
+        return _start("allgather", tensors, name, members, grouped=grouped)
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, members: ProcessSet) -> Any:
-        pending, result = _carried_out(ctx, allgather_async(tensor, name, members))
-        ctx.members, ctx.rows = members, [each[0] for each in pending.sizes]
-        return result
+    def gradient(ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        means = _allreduced(gradients, grouped, ctx.name, Average, (1.0, 1.0), members)
+        rows = zip(*ctx.sizes, strict=True)  # of each tensor, by member
+        return [mean.split(counts)[members.rank()] for mean, counts in zip(means, rows, strict=True)]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        mean = allreduce(gradient, None, ctx.name, Compression.none, Average, process_set=ctx.members)
-        return mean.split(ctx.rows)[ctx.members.rank()], None, None
-
-
-class HorovodGroupedAllgather(torch.autograd.Function):
-    """:func:`grouped_allgather` with a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str | None, members: ProcessSet, *tensors: Tensor) -> Any:
-        pending, result = _carried_out(ctx, grouped_allgather_async(tensors, name, members))
-        ctx.members, ctx.rows = members, list(zip(*pending.sizes, strict=True))
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        means = grouped_allreduce(gradients, None, ctx.name, Compression.none, Average, process_set=ctx.members)
-        mine = ctx.members.rank()
-        return None, None, *(mean.split(rows)[mine] for mean, rows in zip(means, ctx.rows, strict=True))
+    return _apply(start, gradient, tensors)
 
 
-class HorovodBroadcast(torch.autograd.Function):
-    """:func:`broadcast` with a gradient."""
+def _reducescattered(
+    tensors: Sequence[Tensor], grouped: bool, name: str | None, op: int, factors: tuple[float, float],
+    members: ProcessSet,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    def start(tensors: Sequence[Tensor]) -> int:
+        return _reducescatter(tensors, name, op, members, *factors, grouped=grouped)
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, members: ProcessSet) -> Any:
-        _, result = _carried_out(ctx, broadcast_async(tensor, root_rank, name, members))
-        ctx.members, ctx.root = members, root_rank
-        return result
+    def gradient(ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        count = members.size() if op == Sum else 1  # Horovod's: what was summed counts for every rank
+        assert count is not None
+        factor = count * factors[0] * factors[1]
+        return _allgathered([gradient * factor for gradient in gradients], grouped, ctx.name, members)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        mean = allreduce(gradient, None, ctx.name, Compression.none, Average, process_set=ctx.members)
-        return (mean if rank() == ctx.root else torch.zeros_like(mean)), None, None, None
-
-
-class HorovodAlltoall(torch.autograd.Function):
-    """:func:`alltoall` with a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, members: ProcessSet) -> Any:
-        _, (result, received) = _carried_out(ctx, alltoall_async(tensor, splits, name, members))
-        ctx.members, ctx.received = members, received
-        ctx.rows = tensor.shape[0]
-        if splits is None:
-            return result
-        if isinstance(splits, Tensor):
-            received = received.to(splits.device)
-        ctx.mark_non_differentiable(received)
-        return result, received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
-        mine, _ = alltoall(gradient, ctx.received, ctx.name, ctx.members)
-        unsent = mine.new_zeros(ctx.rows - mine.shape[0], *mine.shape[1:])
-        return torch.cat([mine, unsent]) if len(unsent) else mine, None, None, None
-
-
-class HorovodReducescatter(torch.autograd.Function):
-    """:func:`reducescatter` with a gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, name: str | None, op: int, members: ProcessSet, before: float, after: float
-    ) -> Any:
-        handle = _reducescatter_async([tensor], False, name, op, members, before, after)
-        ctx.members, ctx.factor = members, _scatter_factor(op, members, before, after)
-        return _carried_out(ctx, handle)[1]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return allgather(gradient * ctx.factor, ctx.name, ctx.members), None, None, None, None, None
-
-
-class HorovodGroupedReducescatter(torch.autograd.Function):
-    """:func:`grouped_reducescatter` with a gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, name: str | None, op: int, members: ProcessSet, before: float, after: float, *tensors: Tensor
-    ) -> Any:
-        handle = _reducescatter_async(tensors, True, name, op, members, before, after)
-        ctx.members, ctx.factor = members, _scatter_factor(op, members, before, after)
-        return _carried_out(ctx, handle)[1]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        scaled = [gradient * ctx.factor for gradient in gradients]
-        return None, None, None, None, None, *grouped_allgather(scaled, ctx.name, ctx.members)
-
-
-def _scatter_factor(op: int, members: ProcessSet, before: float, after: float) -> float:
-    """Horovod's: what was summed counts for every rank."""
-    count_ = members.size() if op == Sum else 1
-    assert count_ is not None
-    return count_ * before * after
+    return _apply(start, gradient, tensors)

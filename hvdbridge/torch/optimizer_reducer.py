@@ -19,8 +19,8 @@ from hvdbridge.reduction.context import ReductionContext
 from hvdbridge.reduction.reducer import BucketEntry, FlatBucket, Reducer, make_buckets
 from hvdbridge.reduction.source import Options
 from hvdbridge.torch import asynchronous, basics
+from hvdbridge.torch.channel import Channel
 from hvdbridge.torch.exceptions import DifferentParameters, internal_error
-from hvdbridge.torch.operations import Channel
 from hvdbridge.torch.optimizer_options import Settings, bucket_mb
 from hvdbridge.torch.process_sets import ProcessSet
 from hvdbridge.torch.util import split_list

@@ -2,41 +2,31 @@
 
 Rules:
 
-1. A set is known by its number, which is the same on every rank: sets are made and removed by operations that all
-   ranks of the job take part in, members or not.
-2. Ranks in arguments and results (``root_rank``, ``ranks``) are those of the job; only :meth:`ProcessSet.rank` counts
-   within the set.
+1. A set has the same number on every rank, because all ranks of the job take part in making and removing it, members
+   or not.
+2. Ranks in arguments and results (``root_rank``, ``ranks``) are ranks of the job. Only :meth:`ProcessSet.rank` is a
+   number within the set.
 3. Unlike under Horovod, sets may always be added after ``init``; HOROVOD_DYNAMIC_PROCESS_SETS is not needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hvdbridge.torch.exceptions import NoInitError, internal_error
+from hvdbridge.torch.operations import Operations
+
+_registry: Operations | None = None
 
 
-class Registry(Protocol):
-    """Who knows the sets of the running job."""
-
-    rank: int
-
-    def members(self, process_set_id: int) -> list[int]: ...
-    def add_set(self, ranks: list[int]) -> int: ...
-    def remove_set(self, process_set_id: int) -> bool: ...
-
-
-_registry: Registry | None = None
-
-
-def _setup(registry: Registry | None) -> None:
-    """The operations of a job begin, or (None) end."""
+def _setup(registry: Operations | None) -> None:
+    """Take the operations of this session; None when it ends."""
     global _registry
     _registry = registry
 
 
-def _registered() -> Registry:
+def _registered() -> Operations:
     if _registry is None:
         raise internal_error("Horovod has not been initialized; use hvd.init().", NoInitError)
     return _registry
@@ -72,15 +62,12 @@ class ProcessSet:
         if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
 
-    def _invalidate(self) -> None:
-        self.process_set_id = None
-
     def size(self) -> int | None:
         """The number of members; None if the set is not registered."""
         return None if self.process_set_id is None else len(_registered().members(self.process_set_id))
 
     def rank(self) -> int | None:
-        """This process's place among the members; None if the set is not registered.
+        """This process's number among the members; None if the set is not registered.
 
         Raises:
             ValueError: this process is no member.
@@ -125,7 +112,7 @@ global_process_set.process_set_id = 0
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a set; all ranks of the job call this alike, members or not. Returns the set.
+    """Register a set, and return it. All ranks of the job must call this, members or not.
 
     Raises:
         ValueError: before ``hvd.init()``; the same ranks are a set already; or no such ranks.
@@ -136,14 +123,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return wanted
 
 
-def _init_process_sets(process_set_list: Iterable[ProcessSet]) -> None:
-    """Register the sets that ``hvd.init`` was given."""
-    for each in process_set_list:
-        add_process_set(each)
-
-
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set; all ranks call this alike. Whether it was removed: the global set and unknown ones are not.
+    """Remove a set; all ranks must call this. Returns whether it was removed: the global set and unknown sets are not.
 
     Raises:
         ValueError: before ``hvd.init()``.
@@ -152,5 +133,5 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number is None or number == 0:
         return False
     registry = _registered()
-    process_set._invalidate()
+    process_set.process_set_id = None
     return registry.remove_set(number)

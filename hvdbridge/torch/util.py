@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 
 from hvdbridge.torch import basics
+from hvdbridge.torch.asynchronous import handle_average_backwards_compatibility
 
 T = TypeVar("T")
 
@@ -38,19 +39,9 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, b
     """``f(op, average)``: the reduction that a caller means who may give either, or neither.
 
     Args:
-        reduce_ops: what has ``Average`` and ``Sum``.
+        reduce_ops: not used; hvdbridge has one set of reductions.
     """
-
-    def chosen(op: Any, average: bool | None) -> Any:
-        if op is not None and average is not None:
-            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
-        if average is not None:
-            text = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
-            return reduce_ops.Average if average else reduce_ops.Sum
-        return reduce_ops.Average if op is None else op
-
-    return chosen
+    return handle_average_backwards_compatibility
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -58,29 +49,25 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return ext_base_name == "torch" and torch.cuda.is_available()
 
 
-def mpi_built(verbose: bool = False) -> Any:
+def mpi_built(verbose: bool = False) -> bool:
     """As ``hvd.mpi_built()``; so are the next four."""
-    return _asked("mpi_built")
+    return basics.mpi_built()
 
 
-def gloo_built(verbose: bool = False) -> Any:
-    return _asked("gloo_built")
+def gloo_built(verbose: bool = False) -> bool:
+    return basics.gloo_built()
 
 
-def nccl_built(verbose: bool = False) -> Any:
-    return _asked("nccl_built")
+def nccl_built(verbose: bool = False) -> int:
+    return basics.nccl_built()
 
 
-def ddl_built(verbose: bool = False) -> Any:
-    return _asked("ddl_built")
+def ddl_built(verbose: bool = False) -> bool:
+    return basics.ddl_built()
 
 
-def ccl_built(verbose: bool = False) -> Any:
-    return _asked("ccl_built")
-
-
-def _asked(name: str) -> Any:
-    return getattr(basics, name)()
+def ccl_built(verbose: bool = False) -> bool:
+    return basics.ccl_built()
 
 
 @contextmanager
@@ -116,7 +103,7 @@ def split_list(items: Sequence[T], parts: int) -> list[list[T]]:
     """
     short, longer = divmod(len(items), parts)
     ends = [short * i + min(i, longer) for i in range(parts + 1)]
-    return [list(items[ends[i] : ends[i + 1]]) for i in range(parts)]
+    return [list(items[start:end]) for start, end in pairwise(ends)]
 
 
 def is_iterable(x: object) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from hvdbridge.torch.coordinator import Coordinator, Decision, Request
 
+JOIN = Request("join", "join", label="join()")
+
 
 def allreduce(name: str = "a", shape: tuple[int, ...] = (2,), **more: Any) -> Request:
-    return Request("allreduce", f"allreduce.{name}", dtypes=("float32",), shapes=(shape,), op="Sum", **more)
+    return Request("allreduce", f"allreduce.{name}", dtypes=("float32",), shapes=(shape,), op="Sum", bytes=8, **more)
 
 
 def gather(name: str, rows: int) -> Request:
@@ -28,7 +31,7 @@ def decisions(coordinator: Coordinator) -> dict[int, list[Decision]]:
         if message == {"announce": True}:  # somebody has joined
             continue
         assert list(message) == ["do"], message
-        told.setdefault(rank, []).extend(map(Decision.unpack, message["do"]))
+        told.setdefault(rank, []).extend(Decision(*packed) for packed in message["do"])
     return told
 
 
@@ -86,7 +89,7 @@ def test_members_alone_are_asked_and_told() -> None:
 
 
 def test_what_is_open_in_a_process_set_ends_with_it() -> None:
-    coordinator = Coordinator(3, stall_seconds=1.0)
+    coordinator = Coordinator(3, stall=1.0)
     for rank in range(3):
         coordinator.submit(rank, [Request("add_set", "add_set.1", ranks=(0, 1))], 0.0)
     coordinator.submit(0, [allreduce(process_set=1)], 0.0)
@@ -104,20 +107,20 @@ def test_what_is_open_in_a_process_set_ends_with_it() -> None:
 
 def test_joined_ranks_are_told_what_they_know_nothing_of() -> None:
     coordinator = Coordinator(3)
-    coordinator.submit(2, [Request("join", "join")], 0.0)
+    coordinator.submit(2, [JOIN], 0.0)
     coordinator.submit(0, [allreduce("a")], 0.0)
     coordinator.submit(1, [allreduce("a")], 0.0)
     told = decisions(coordinator)
-    assert told[2] == [Decision("allreduce", ["allreduce.a"], requests=[allreduce("a")])]
+    assert told[2] == [Decision("allreduce", ["allreduce.a"], requests=[allreduce("a").pack()])]
     coordinator.submit(0, [gather("g", 1)], 0.0)
     coordinator.submit(1, [gather("g", 1)], 0.0)
     told = decisions(coordinator)
     assert list(told) == [0, 1]
     assert "not supported with Join at this time: rank 2 called hvd.join()" in told[0][0].error
-    coordinator.submit(1, [Request("join", "join")], 0.0)
+    coordinator.submit(1, [JOIN], 0.0)
     coordinator.submit(0, [allreduce("b")], 0.0)
     assert list(decisions(coordinator)) == [0, 1, 2]
-    coordinator.submit(0, [Request("join", "join")], 0.0)
+    coordinator.submit(0, [JOIN], 0.0)
     assert decisions(coordinator)[1] == [Decision("join", ["join"], sizes=[0])]
     coordinator.submit(0, [allreduce("c")], 0.0)
     assert coordinator.take() == [], "the join is over: all must come again"
@@ -127,16 +130,16 @@ def test_a_joined_rank_is_with_zeros_in_its_process_sets_too() -> None:
     coordinator = Coordinator(3)
     for rank in range(3):
         coordinator.submit(rank, [Request("add_set", "add_set.1", ranks=(0, 2))], 0.0)
-    coordinator.submit(2, [Request("join", "join")], 0.0)
+    coordinator.submit(2, [JOIN], 0.0)
     coordinator.take()
     coordinator.submit(0, [allreduce(process_set=1)], 0.0)
-    assert decisions(coordinator)[2][0].requests == [allreduce(process_set=1)]
+    assert decisions(coordinator)[2][0].requests == [allreduce(process_set=1).pack()]
 
 
 def test_a_join_makes_ready_what_waits_for_that_rank() -> None:
     coordinator = Coordinator(2)
     coordinator.submit(0, [allreduce()], 0.0)
-    coordinator.submit(1, [Request("join", "join")], 0.0)
+    coordinator.submit(1, [JOIN], 0.0)
     assert list(decisions(coordinator)) == [0, 1]
 
 
@@ -185,7 +188,7 @@ def test_a_rank_that_left_fails_what_needs_it_now_and_later() -> None:
     told = decisions(coordinator)
     assert list(told) == [0]
     assert "rank 1 has gone, and rank 0 waits for it" in told[0][0].error
-    coordinator.submit(2, [Request("join", "join")], 0.0)
+    coordinator.submit(2, [JOIN], 0.0)
     assert "join() cannot complete: rank 1 has gone" in decisions(coordinator)[2][0].error
     coordinator.leave(0, "has gone")
     coordinator.leave(2, "has gone")
@@ -193,7 +196,7 @@ def test_a_rank_that_left_fails_what_needs_it_now_and_later() -> None:
 
 
 def test_stalls_are_reported_once_and_end_everything_at_last() -> None:
-    coordinator = Coordinator(3, stall_seconds=1, timeout_seconds=5)
+    coordinator = Coordinator(3, stall=1, timeout=5)
     coordinator.submit(0, [allreduce("a")], 0.0)
     coordinator.submit(1, [allreduce("b")], 0.5)
     coordinator.tick(0.9)
@@ -217,9 +220,10 @@ def test_stalls_are_reported_once_and_end_everything_at_last() -> None:
 
 def test_requests_and_decisions_travel_as_json() -> None:
     request = allreduce(factors=(0.5, 2.0), splits=(1, 2), ranks=(3,))
-    assert Request.unpack(request.pack()) == request
-    decision = Decision("allreduce", ["allreduce.a"], 2, "error", [[1], [2]], [request])
-    assert Decision.unpack(decision.pack()) == decision
+    assert Request(*request.pack()) == request
+    decision = Decision("allreduce", ["allreduce.a"], 2, "error", [[1], [2]], [request.pack()])
+    assert Decision(*json.loads(json.dumps(decision.pack()))).names == decision.names
+    assert Request(*json.loads(json.dumps(request.pack()))).fusion == request.fusion
 
 
 def channel(name: str = "a") -> Request:
@@ -229,7 +233,7 @@ def channel(name: str = "a") -> Request:
 def test_who_joined_is_told_of_the_steps_that_others_begin_and_opens_their_channels() -> None:
     coordinator = Coordinator(3)
     coordinator.submit(0, [channel()], 0.0)
-    coordinator.submit(2, [Request("join", "join")], 1.0)
+    coordinator.submit(2, [JOIN], 1.0)
     announce = {"announce": True}
     assert coordinator.take() == [(0, announce), (1, announce), (2, announce), (2, {"follow": [0, "channel.a", 0]})]
     coordinator.submit(1, [channel()], 2.0)
@@ -239,15 +243,15 @@ def test_who_joined_is_told_of_the_steps_that_others_begin_and_opens_their_chann
     for rank_step in (1, 1, 2):
         coordinator.begin([(0, "channel.a", rank_step)], 4.0)
     assert coordinator.take() == [(2, {"follow": [0, "channel.a", step]}) for step in (1, 2)]
-    coordinator.submit(1, [Request("join", "join")], 5.0)
+    coordinator.submit(1, [JOIN], 5.0)
     assert (1, {"follow": [0, "channel.a", 2]}) in coordinator.take()
-    coordinator.submit(0, [Request("join", "join")], 6.0)
+    coordinator.submit(0, [JOIN], 6.0)
     assert [message for rank, message in coordinator.take() if rank == 0][-1]["do"][0][4] == [0]
 
 
 def test_a_join_is_no_stall_while_others_step() -> None:
-    coordinator = Coordinator(2, stall_seconds=10, timeout_seconds=20)
-    coordinator.submit(0, [Request("join", "join")], 0.0)
+    coordinator = Coordinator(2, stall=10, timeout=20)
+    coordinator.submit(0, [JOIN], 0.0)
     coordinator.take()
     for now in range(0, 100, 9):
         coordinator.begin([(0, "channel.a", now)], float(now))

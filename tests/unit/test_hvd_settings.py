@@ -18,8 +18,10 @@ from hvdbridge.config import Config
 from hvdbridge.errors import ConfigurationError, RendezvousError
 from hvdbridge.policies import from_spec
 from hvdbridge.supervisor.client import Monitor
+from hvdbridge.supervisor.link import SocketLink
+from hvdbridge.supervisor.spawn import HelperAddress
 from hvdbridge.supervisor.wire import Message, pack
-from hvdbridge.torch.control import Hub, Spoke
+from hvdbridge.torch.control import Hub, spoke
 from hvdbridge.torch.coordinator import Coordinator, Request
 from hvdbridge.torch.optimizer_options import bucket_mb
 from hvdbridge.torch.settings import Settings, unheeded
@@ -112,21 +114,21 @@ class Mailbox:
             return self.messages.pop(0)
 
 
-def star(coordinator: Coordinator, boxes: list[Mailbox], first: Callable[[str, int], None]) -> tuple[Hub, Spoke]:
+def star(coordinator: Coordinator, boxes: list[Mailbox], first: Callable[[str, int], None]) -> tuple[Hub, SocketLink]:
     """Rank 0 and rank 1 of a job of two; ``first`` is called with the address before rank 1 comes."""
     monitor, opened = Monitor.alone(Config()), []
 
     def join() -> None:
         while not (found := monitor.store_get("star")):
             time.sleep(0.01)
-        host, port, _ = found.decode().split(",")
-        first(host, int(port))
-        opened.append(Spoke(boxes[1], monitor, 1, "star", 5.0))
+        address = HelperAddress.parse(found.decode())
+        first(address.host, address.port)
+        opened.append(spoke(boxes[1], monitor, 1, "star", 5.0))
 
     monitor.store_set("star", b"")
     thread = threading.Thread(target=join)
     thread.start()
-    hub = Hub(coordinator, boxes[0], monitor, "127.0.0.1", "star", 5.0)
+    hub = Hub(coordinator, boxes[0], monitor, "star", 5.0)
     thread.join()
     return hub, opened[0]
 
@@ -139,24 +141,24 @@ def test_the_star_carries_decisions_and_lets_no_stranger_in() -> None:
 
     turned_away: list[bool] = []
     boxes = [Mailbox(), Mailbox()]
-    hub, spoke = star(Coordinator(2), boxes, stranger)
+    hub, other = star(Coordinator(2), boxes, stranger)
     assert turned_away == [True]
     request = Request("barrier", "barrier")
-    spoke.send([request])
-    hub.send([request])
+    other.tell({"submit": [request.pack()]})
+    hub.tell({"submit": [request.pack()]})
     assert boxes[0].wait() == boxes[1].wait() == {"do": [["barrier", ["barrier"], 0, "", [], []]]}
-    spoke.fail("no memory")
+    other.tell({"fail": "no memory"})
     assert boxes[0].wait() == boxes[1].wait() == {"failed": "no memory"}
-    hub.leave()
-    spoke.leave()
+    hub.tell({"leave": True})
+    other.tell({"leave": True})
     assert boxes[0].wait() == boxes[1].wait() == {"end": True}
-    spoke.close()
+    other.close()
     hub.close()
 
 
 def test_a_rank_that_never_comes_to_init_is_named() -> None:
     with pytest.raises(RendezvousError, match=r"ranks \[1\]"):
-        Hub(Coordinator(2), Mailbox(), Monitor.alone(Config()), "127.0.0.1", "star", 0.2)
+        Hub(Coordinator(2), Mailbox(), Monitor.alone(Config()), "star", 0.2)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -168,8 +170,8 @@ def test_a_defect_of_the_coordinator_is_told_to_all() -> None:
             raise KeyError("a set")
 
     boxes = [Mailbox(), Mailbox()]
-    hub, spoke = star(Broken(2), boxes, lambda host, port: None)
+    hub, other = star(Broken(2), boxes, lambda host, port: None)
     text = "the coordinator of operations, on rank 0, failed: KeyError('a set')"
     assert boxes[0].wait() == boxes[1].wait() == {"failed": text}
-    spoke.close()
+    other.close()
     hub.close()

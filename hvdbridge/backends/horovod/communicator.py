@@ -82,9 +82,10 @@ def has_ended() -> bool:
 
 
 class Operation(Work):
-    """A handle that is polled."""
+    """A handle that is polled. The flow that started it may wait at the same time as the one that wants its name."""
 
     def __init__(self, handle: int, name: str, seconds: float) -> None:
+        self._lock = Lock()
         self._handle: int | None = handle
         self._error: Exception | None = None
         self._name = name
@@ -94,24 +95,30 @@ class Operation(Work):
         self._ask = now + ALIVE_SECONDS
 
     def done(self) -> bool:
-        return self._handle is None or hvd.poll(self._handle) or self._lost() is not None
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread waits, and will synchronize the handle
+        try:
+            return self._handle is None or hvd.poll(self._handle) or self._lost() is not None
+        finally:
+            self._lock.release()
 
     def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._handle is None:
-            return
-        while not hvd.poll(self._handle):
-            if (lost := self._lost()) is not None:
-                raise lost
-            time.sleep(POLL_SECONDS)
-        handle, self._handle = self._handle, None
-        try:
-            hvd.synchronize(handle)
-        except Exception as error:
-            self._error = error
-            raise
-        HELD.pop(handle, None)
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._handle is None:
+                return
+            while not hvd.poll(self._handle):
+                if (lost := self._lost()) is not None:
+                    raise lost
+                time.sleep(POLL_SECONDS)
+            handle, self._handle = self._handle, None
+            try:
+                hvd.synchronize(handle)
+            except Exception as error:
+                self._error = error
+                raise
+            HELD.pop(handle, None)
 
     def _lost(self) -> Exception | None:
         """Why there is nothing more to wait for, if so."""
