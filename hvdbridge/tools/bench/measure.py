@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -21,7 +20,7 @@ from hvdbridge.reduction.parameters import trainable
 from hvdbridge.tools.bench.cost import SETTLED, kinds
 from hvdbridge.tools.bench.models import Loss
 from hvdbridge.tools.bench.models import model as named_model
-from hvdbridge.tools.bench.reference import Way, alone, native
+from hvdbridge.tools.bench.reference import Way, native
 from hvdbridge.tools.bench.transport import Network, ranks_per_node
 
 WARM_UP = 5
@@ -109,13 +108,51 @@ def measure(
     due, share = _due(policy, steps)
     torch.manual_seed(hb.rank())  # ranks that send the same gradients would flatter what picks some of them
     module, loss = named_model(model, samples)
-    module.to(hb.device())
+    ways, name, sync = _ways(module.to(hb.device()), loss, policy, against, bucket_mb)
+    try:
+        slowest, busy, parts = _train(ways, loss, steps, on_step)
+    except ConfigurationError:  # which all ranks come to
+        sync.close()
+        raise
+    sync.close()
+
+    def parted(values: Sequence[float]) -> list[tuple[float, list[float]]]:
+        """Values of our steps, those that are due and the others, with their shares."""
+        both = [[v for v, is_due in zip(values, due, strict=True) if is_due is which] for which in (False, True)]
+        return [(weight, kind) for weight, kind in zip((1 - share, share), both, strict=True) if kind]
+
+    def typical(values: Sequence[float]) -> float:
+        return sum(weight * statistics.median(kind) for weight, kind in parted(values))
+
+    step, compute = typical(slowest["ours"]), statistics.median(slowest["alone"])
+    compression, communication, sent = map(typical, parts)
+    cpu, compute_cpu = _mean([typical(busy["ours"]), statistics.median(busy["alone"])])
+    other, ratio = None, None
+    if "native" in ways:
+        ratios = parted([a / b for a, b in zip(slowest["ours"], slowest["native"], strict=True)])
+        low, middle, high = (sum(weight * _quartile(n, kind) for weight, kind in ratios) for n in range(3))
+        other, ratio = statistics.median(slowest["native"]), (low, middle, high)
+    enqueued = hb.device().type == "cuda" or not hb.current().communicator.capabilities.blocks_host
+    beside = compression if (network.cores or 2) < 2 and not enqueued else 0.0  # in the time of backward
+    floor = max(compute + beside, 0.0 if enqueued else compression, sent / _bandwidth(policy, module, network))
+    numel = sum(p.numel() for p in trainable(module).values())
+    return Row(
+        hb.backend(), hb.launcher(), hb.size(), model, policy, samples, name, numel,
+        steps, step, compute, compression, communication, max(0.0, step - compute - beside), sent, cpu, compute_cpu,
+        other, ratio, step / floor, sync.bucket_mb, enqueued,
+    )  # fmt: skip
+
+
+def _ways(
+    module: torch.nn.Module, loss: Loss, policy: str, against: str | None, bucket_mb: float | Literal["auto"] | None
+) -> tuple[dict[str, Way], str, hb.GradientSynchronizer]:
+    """The three ways with a copy of the module each; the native one's name, or why it is missing; our synchronizer."""
     name, make = native(hb.backend(), against)
-    theirs, mine, plain = module, copy.deepcopy(module), copy.deepcopy(module)
+    mine, plain = copy.deepcopy(module), copy.deepcopy(module)
     unused = _leaves_some_out(plain, loss)  # after the copies: a module may keep what has no copy, an activation
     ways = {}
     try:
-        ways["native"] = make(theirs, _optimizer(theirs), unused)
+        ways["native"] = make(module, _optimizer(module), unused)
     except ConfigurationError as error:
         if against is not None:
             raise
@@ -124,52 +161,36 @@ def measure(
         mine, _optimizer(mine), policy=policy, bucket_mb=bucket_mb, find_unused_parameters=unused
     )
     ways["ours"] = Way(sync.model, sync.optimizer.zero_grad, sync.optimizer.step, sync.stats)
-    ways["alone"] = alone(plain, _optimizer(plain))
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    busy: dict[str, list[float]] = {way: [] for way in ways}
+    alone = _optimizer(plain)
+    ways["alone"] = Way(plain, alone.zero_grad, alone.step)
+    return ways, name, sync
+
+
+Figures = dict[str, list[float]]
+"""Way -> a figure of each step."""
+
+
+def _train(
+    ways: dict[str, Way], loss: Loss, steps: int, on_step: Callable[[], None]
+) -> tuple[Figures, Figures, list[list[float]]]:
+    """Each step's seconds, of the slowest rank, and CPU seconds, of this rank; compression, communication and bytes."""
+    seconds: Figures = {way: [] for way in ways}
+    busy: Figures = {way: [] for way in ways}
     parts: list[list[float]] = []
     order = list(ways)
     for number in range(WARM_UP + steps):
         for way in order:
-            try:
-                spent, cpu = _step(ways[way], loss)
-            except ConfigurationError:  # which all ranks come to
-                sync.close()
-                raise
+            spent, cpu = _step(ways[way], loss)
             if number >= WARM_UP:
                 seconds[way].append(spent)
                 busy[way].append(cpu)
         if number >= WARM_UP:
-            figures = sync.stats()
+            figures = ways["ours"].settle()
             parts.append([figures[k] for k in ("compression_seconds", "communication_seconds", "bytes_sent")])
         order = [*order[1:], order[0]]
         on_step()
-    sync.close()
-
-    def typical(values: Sequence[float], statistic: Callable[[Sequence[float]], float] = statistics.median) -> float:
-        """Of our steps, in which those that are due have their share."""
-        parted = [[v for v, is_due in zip(values, due, strict=True) if is_due is which] for which in (False, True)]
-        return sum(weight * statistic(kind) for weight, kind in zip((1 - share, share), parted, strict=True) if kind)
-
     slowest = {way: _slowest(values) for way, values in seconds.items()}
-    step = typical(slowest["ours"])
-    compute = statistics.median(slowest["alone"])
-    compression, communication, sent = (typical(_slowest(part)) for part in zip(*parts, strict=True))
-    cpu, compute_cpu = _mean([typical(busy["ours"]), statistics.median(busy["alone"])])
-    other, ratio = None, None
-    if "native" in ways:
-        ratios = [a / b for a, b in zip(slowest["ours"], slowest["native"], strict=True)]
-        low, middle, high = (typical(ratios, quartile) for quartile in QUARTILES)
-        other, ratio = statistics.median(slowest["native"]), (low, middle, high)
-    enqueued = hb.device().type == "cuda" or not hb.current().communicator.capabilities.blocks_host
-    beside = compression if (network.cores or 2) < 2 and not enqueued else 0.0  # in the time of backward
-    floor = max(compute + beside, 0.0 if enqueued else compression, sent / _bandwidth(policy, mine, network))
-    numel = sum(p.numel() for p in trainable(mine).values())
-    return Row(
-        hb.backend(), hb.launcher(), hb.size(), model, policy, samples, name, numel,
-        steps, step, compute, compression, communication, max(0.0, step - compute - beside), sent, cpu, compute_cpu,
-        other, ratio, step / floor, sync.bucket_mb, enqueued,
-    )  # fmt: skip
+    return slowest, busy, [_slowest(part) for part in zip(*parts, strict=True)]
 
 
 def _leaves_some_out(module: torch.nn.Module, loss: Loss) -> bool:
@@ -237,9 +258,6 @@ def _due(policy: str, steps: int) -> tuple[list[bool], float]:
 
 def _quartile(number: int, values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=4)[number] if len(values) > 1 else values[0]
-
-
-QUARTILES = [partial(_quartile, number) for number in range(3)]
 
 
 def _optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
