@@ -31,17 +31,8 @@ from rich.console import Console
 
 from hvdbridge.config import Config
 from hvdbridge.errors import BackendUnavailable, HvdbridgeError
-from hvdbridge.tools import probe
-from hvdbridge.tools.horovod_build import (
-    RUN_NEEDS,
-    Recipe,
-    before_pythonpath,
-    build,
-    build_lacks,
-    call,
-    environment_lacks,
-    pip,
-)  # fmt: skip
+from hvdbridge.tools import horovod_build, probe
+from hvdbridge.tools.horovod_build import RUN_NEEDS, Recipe, call, environment_lacks
 
 VERSION = "0.28.1"
 SMOKE_SECONDS = 120
@@ -83,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.rebuild and _nothing_to_do(shelf, console):
             return 0
         wheel = None if arguments.rebuild else _cached(shelf)
-        if lacks := [*environment_lacks(), *(() if wheel else build_lacks(recipe, cache))]:
+        if lacks := [*environment_lacks(), *(() if wheel else horovod_build.build_lacks(recipe, cache))]:
             raise _lacking(lacks)
         if wheel is not None:
             console.print(f"horovod {recipe.version}: wheel from {shelf}")
@@ -93,10 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
             except SmokeTestFailed as error:
                 console.print(f"The cached wheel does not work here and is dropped.\n{error}")
                 wheel.unlink()
-            if lacks := list(build_lacks(recipe, cache)):
+            if lacks := list(horovod_build.build_lacks(recipe, cache)):
                 raise _lacking(lacks)
         with tempfile.TemporaryDirectory(prefix="hvdbridge-horovod-") as scratch:
-            built = build(recipe, Path(scratch), shelf / "build.log", console)
+            built = horovod_build.build(recipe, Path(scratch), shelf / "build.log", console)
             _install(built, console, keep=shelf)
     return 0
 
@@ -178,15 +169,16 @@ def _install(wheel: Path, console: Console, keep: Path | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="hvdbridge-stage-") as directory:
         console.print("  smoke test: 1 rank, then 2 under horovodrun")
         dependencies = ["--no-deps"] if _run_needs_are_met() else []
-        call([*pip("install"), "--no-compile", *dependencies, "--target", f"{directory}/site", str(wheel)])
+        target = ["--no-compile", *dependencies, "--target", f"{directory}/site"]
+        call([*horovod_build.pip("install"), *target, str(wheel)])
         smoke_test(Path(directory))
     if keep is not None:
         wheel = _shelve(wheel, keep)
-    call([*pip("install"), *RUN_NEEDS])
-    call([*pip("install"), "--no-deps", "--force-reinstall", str(wheel)])
+    call([*horovod_build.pip("install"), *RUN_NEEDS])
+    call([*horovod_build.pip("install"), "--no-deps", "--force-reinstall", str(wheel)])
     working = probe.ask(probe.HOROVOD)
     if isinstance(working, probe.Missing):
-        call([*pip("uninstall"), "-y", "horovod"])
+        call([*horovod_build.pip("uninstall"), "-y", "horovod"])
         raise HvdbridgeError(
             f"Horovod passed its smoke test but cannot be imported from {sys.prefix} ({working.why}), and "
             "was uninstalled again. Look for another package named horovod on sys.path or PYTHONPATH"
@@ -208,7 +200,7 @@ def smoke_test(directory: Path) -> None:
     Raises:
         SmokeTestFailed: with what the ranks printed.
     """
-    environment = {**probe.clean_environment(), "PYTHONPATH": before_pythonpath(directory / "site")}
+    environment = {**probe.clean_environment(), "PYTHONPATH": horovod_build.before_pythonpath(directory / "site")}
     launch = ["-m", "horovod.runner.launch", "--gloo", "-np", "2", "-H", "localhost:2", sys.executable]
     for size, command in ((1, [sys.executable]), (2, [sys.executable, *launch])):
         script = directory / f"smoke{size}.py"

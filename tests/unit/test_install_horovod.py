@@ -71,14 +71,13 @@ class Machine:
         monkeypatch.setattr(tempfile, "tempdir", str(self.temporary))
         monkeypatch.setattr(probe, "ask", {probe.TORCH: TORCH, probe.HOROVOD: WORKING}.get)
         monkeypatch.setattr(install_horovod, "distribution", self.distribution)
-        monkeypatch.setattr(install_horovod, "build_lacks", lambda recipe, cache: [])
+        monkeypatch.setattr(horovod_build, "build_lacks", lambda recipe, cache: [])
         monkeypatch.setattr(install_horovod, "smoke_test", self.smoke_test)
         self.pip(fails=False)
 
     def pip(self, fails: bool) -> None:
         script = PIP.format(calls=str(self.calls_file), fails=fails)
-        for module in (install_horovod, horovod_build):
-            self.monkeypatch.setattr(module, "pip", lambda action: [sys.executable, "-c", script, action])
+        self.monkeypatch.setattr(horovod_build, "pip", lambda action: [sys.executable, "-c", script, action])
 
     def distribution(self, name: str) -> None:
         raise PackageNotFoundError(name)
@@ -152,8 +151,7 @@ def test_a_bad_cached_wheel_is_dropped_and_built_again(machine, damage):
 
 def test_a_registry_that_does_not_answer_costs_no_cached_wheel(machine):
     main(["install-horovod"])
-    for module in (install_horovod, horovod_build):
-        machine.monkeypatch.setattr(module, "pip", lambda action: ["false"])
+    machine.monkeypatch.setattr(horovod_build, "pip", lambda action: ["false"])
     assert main(["install-horovod"]) == 2
     assert len(machine.wheels()) == 1
 

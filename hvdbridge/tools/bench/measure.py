@@ -126,7 +126,8 @@ def measure(
 
     step, compute = typical(slowest["ours"]), statistics.median(slowest["alone"])
     compression, communication, sent = map(typical, parts)
-    cpu, compute_cpu = _mean([typical(busy["ours"]), statistics.median(busy["alone"])])
+    cpus = _over_ranks([typical(busy["ours"]), statistics.median(busy["alone"])], hb.ReduceOp.SUM)
+    cpu, compute_cpu = (seconds / hb.size() for seconds in cpus)
     other, ratio = None, None
     if "native" in ways:
         ratios = parted([a / b for a, b in zip(slowest["ours"], slowest["native"], strict=True)])
@@ -189,17 +190,16 @@ def _train(
             parts.append([figures[k] for k in ("compression_seconds", "communication_seconds", "bytes_sent")])
         order = [*order[1:], order[0]]
         on_step()
-    slowest = {way: _slowest(values) for way, values in seconds.items()}
-    return slowest, busy, [_slowest(part) for part in zip(*parts, strict=True)]
+    slowest = {way: _over_ranks(values, hb.ReduceOp.MAX) for way, values in seconds.items()}
+    return slowest, busy, [_over_ranks(part, hb.ReduceOp.MAX) for part in zip(*parts, strict=True)]
 
 
 def _leaves_some_out(module: torch.nn.Module, loss: Loss) -> bool:
     """Whether a backward on any rank leaves a trainable parameter without a gradient."""
     loss(module).backward()
-    found = torch.tensor([any(p.grad is None for p in trainable(module).values())], dtype=torch.float64)
-    hb.all_reduce(found, op=hb.ReduceOp.MAX)
+    found = _over_ranks([any(p.grad is None for p in trainable(module).values())], hb.ReduceOp.MAX)
     module.zero_grad()
-    return bool(found)
+    return bool(found[0])
 
 
 def _bandwidth(policy: str, module: torch.nn.Module, network: Network) -> float:
@@ -291,15 +291,8 @@ def _catch_up() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def _mean(figures: Sequence[float]) -> list[float]:
-    """Over ranks."""
+def _over_ranks(figures: Sequence[float], op: hb.ReduceOp) -> list[float]:
+    """The sum, or the largest, of each figure over all ranks."""
     found = torch.tensor(figures, dtype=torch.float64)
-    hb.all_reduce(found)
-    return [float(value) / hb.size() for value in found]
-
-
-def _slowest(seconds: Sequence[float]) -> list[float]:
-    """Of each step, the figure of the rank with most."""
-    found = torch.tensor(seconds, dtype=torch.float64)
-    hb.all_reduce(found, op=hb.ReduceOp.MAX)
-    return [float(value) for value in found]
+    hb.all_reduce(found, op=op)
+    return list(found.tolist())
