@@ -9,35 +9,51 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from hvdbridge.config import HOST, PREFIX, Config
-from hvdbridge.errors import ConfigurationError
-from hvdbridge.startup import network
+from hvdbridge.errors import ConfigurationError, HvdbridgeError
+from hvdbridge.startup import channels, launchers, network
 from hvdbridge.startup.world import usable_cores
-from hvdbridge.tools import probe, starts
+from hvdbridge.tools import probe
+from hvdbridge.tools.probe import Missing, ask
 
-LAUNCHERS = ("torchrun", "horovodrun", "mpiexec", "srun")
-BACKENDS = ("torch", "horovod", "mpi")
-
-INSTALL_TORCH = "pip install torch"
 INSTALL_HOROVOD = "hvdbridge install-horovod"
 INSTALL_MPICH = "pip install 'hvdbridge[mpich]'"
 INSTALL_COMPILER = "install a C compiler, or name one in CC: compression takes a fraction of the time"
-INSTALL_MPI4PY = "pip install 'hvdbridge[mpi]'"
+INSTALL = {"torchrun": "pip install torch", "horovodrun": INSTALL_HOROVOD, "mpiexec": INSTALL_MPICH, "srun": ""}
+"""Launcher -> what installs it."""
+
+HOW = {
+    ("torchrun", "torch"): "natively",
+    ("torchrun", "horovod"): "Horovod's rendezvous server on rank 0",
+    ("torchrun", "mpi"): "PMI-1 server in the job's helper",
+    ("horovodrun", "torch"): "address through horovodrun's key-value store",
+    ("horovodrun", "horovod"): "natively",
+    ("horovodrun", "mpi"): "PMI-1 server in the job's helper",
+    ("mpiexec", "torch"): "address by an MPI broadcast",
+    ("mpiexec", "horovod"): "Horovod's rendezvous server on rank 0, its address by an MPI broadcast",
+    ("mpiexec", "mpi"): "natively",
+}
+"""Launcher and backend -> how the ranks find each other."""
+
+CONTAINERS = ("docker", "br-", "cni", "virbr", "podman", "flannel", "cbr")
+"""How the names of containers' and virtual machines' bridges begin, which have the same address on many hosts."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher's command: where it is, whether a shell finds it there, and whose it is."""
+    """A launcher's command: where it is, whether a shell finds it there, and whose MPI it is of."""
 
     path: str
     on_path: bool = True
@@ -45,20 +61,29 @@ class Launcher:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """What a check looked at, and what it saw. ``remedy`` is empty where nothing stands in the way."""
+
+    what: str
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
 class Facts:
-    """What :func:`examine` saw."""
+    """What :func:`examine` saw; the libraries are answers to the questions of :mod:`~hvdbridge.tools.probe`."""
 
     python: str
     system: str
     cores: int
-    torch: probe.Torch | probe.Missing
-    horovod: probe.Horovod | probe.Missing
-    mpi: probe.Mpi | probe.Missing
-    kernels: probe.Kernels | probe.Missing
+    torch: Any
+    horovod: Any
+    mpi: Any
+    kernels: Any
     launchers: Mapping[str, Launcher] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
-    starts: Sequence[starts.Finding] = ()
+    starts: Sequence[Finding] = ()
 
 
 @dataclass(frozen=True)
@@ -85,10 +110,10 @@ def run(arguments: argparse.Namespace) -> int:
     facts = examine()
     table = cells(facts)
     if arguments.json:
-        print(json.dumps({"facts": asdict(facts), "cells": [asdict(cell) for cell in table]}, indent=2))
+        print(json.dumps({"facts": facts, "cells": table}, indent=2, default=vars))
     else:
         report(facts, table, Console(highlight=False, markup=False))
-    return 0 if _why_not_torch(facts) is None else 1
+    return int(_why_not_torch(facts) is not None)
 
 
 def _compare_gpus() -> int:
@@ -98,7 +123,9 @@ def _compare_gpus() -> int:
     from hvdbridge.tools.gpu_kernels import differences
 
     devices = [device("cuda", i) for i in range(cuda.device_count())]
-    wrong = 0 if devices else 1
+    if not devices:
+        print("torch sees no GPU here")
+    wrong = not devices
     for each in devices:
         try:
             import hvdbridge.kernels.cuda as kernels
@@ -106,11 +133,9 @@ def _compare_gpus() -> int:
             found = differences(kernels, each)
         except Exception as error:  # of any compiler
             found = f"{type(error).__name__}: {error}"
-        wrong += bool(found)
+        wrong = wrong or found != ""
         print(f"{each} ({cuda.get_device_name(each)}): {found or 'all kernels give the bits of the CPU'}")
-    if not devices:
-        print("torch sees no GPU here")
-    return int(wrong > 0)
+    return int(wrong)
 
 
 # -- looking ---------------------------------------------------------------------------------------
@@ -119,17 +144,17 @@ def _compare_gpus() -> int:
 def examine() -> Facts:
     """Look at this machine and this interpreter's environment. Starts neither MPI nor Horovod."""
     return Facts(
-        python=f"{platform.python_version()} ({sys.executable})",
-        system=platform.platform(),
-        cores=len(usable_cores()),
-        torch=probe.torch(),
-        horovod=probe.horovod(),
-        mpi=probe.mpi(),
-        kernels=probe.kernels(),
-        launchers={name: found for name in LAUNCHERS if (found := _launcher(name))},
+        f"{platform.python_version()} ({sys.executable})",
+        platform.platform(),
+        len(usable_cores()),
+        ask(probe.TORCH),
+        ask(probe.HOROVOD),
+        ask(probe.MPI),
+        ask(probe.KERNELS),
+        launchers={name: found for name in INSTALL if (found := _launcher(name))},
         interfaces={name: str(address.ip) for name, address in network.interfaces().items()},
         variables=_variables(os.environ),
-        starts=starts.findings(os.environ),
+        starts=findings(os.environ),
     )
 
 
@@ -137,17 +162,17 @@ def _launcher(name: str) -> Launcher | None:
     """Look on PATH, then beside the interpreter: the environment may not be activated."""
     on_path = shutil.which(name)
     path = on_path or shutil.which(name, path=os.path.dirname(sys.executable))
-    if path is None:
-        return None
-    return Launcher(path, on_path is not None, _version_family(path) if name == "mpiexec" else "")
+    family = mpi_family(_output(path, "--version")) if path and name == "mpiexec" else ""
+    return Launcher(path, on_path is not None, family) if path else None
 
 
-def _version_family(path: str) -> str:
+def _output(*command: str) -> str:
+    """What a command prints; nothing where it cannot be started, or has not ended after 10 s."""
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return mpi_family(answer.stdout + answer.stderr)
+    return answer.stdout + answer.stderr
 
 
 def mpi_family(text: str) -> str:
@@ -156,11 +181,9 @@ def mpi_family(text: str) -> str:
     >>> mpi_family("Open MPI v5.0.11"), mpi_family("HYDRA build details:"), mpi_family("LAM 7.1")
     ('Open MPI', 'MPICH', '')
     """
-    if "Open MPI" in text or "OpenRTE" in text or "PRRTE" in text:
+    if re.search("Open MPI|OpenRTE|PRRTE", text):
         return "Open MPI"
-    if any(name in text for name in ("MPICH", "HYDRA", "MVAPICH", "Intel(R) MPI")):
-        return "MPICH"
-    return ""
+    return "MPICH" if re.search(r"MPICH|HYDRA|MVAPICH|Intel\(R\) MPI", text) else ""
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -178,161 +201,174 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     return parsed
 
 
+# -- a start from this shell -----------------------------------------------------------------------
+
+
+def findings(environ: Mapping[str, str]) -> list[Finding]:
+    """All that can be known before a start: the rank that the launcher's variables name, addresses, ports, cache."""
+    try:
+        config = Config.from_environment(environ)
+    except ConfigurationError as error:
+        return [Finding("variables", str(error), "mend or unset the variable that the first line names")]
+    return [finding for check in CHECKS for finding in check(environ, config)]
+
+
+def _world(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
+    try:
+        world = launchers.detect(environ)
+    except HvdbridgeError as error:
+        yield Finding("this process", str(error), "start ranks by a launcher; for one process: RANK=0 WORLD_SIZE=1")
+        return
+    yield Finding("this process", f"rank {world.rank} of {world.size} (launcher: {world.launcher})")
+    library = ask(probe.MPI) if "PMIX_NAMESPACE" in environ else Missing("")
+    if not isinstance(library, Missing) and library.implementation.startswith("MPICH") and not library.pmix:
+        yield Finding(
+            "MPI", f"this launcher speaks PMIx, and mpi4py's library, {library.implementation}, does not: MPI "
+            "joins the helper instead, for which ranks need a place to meet",
+            "set MASTER_ADDR and MASTER_PORT, start by MPICH's mpiexec or srun --mpi=pmi2, or let mpi4py take the "
+            "launcher's MPI (MPI4PY_LIBMPI)",
+        )  # fmt: skip
+    address = environ.get("MASTER_ADDR", "")
+    if ":" in address:
+        yield Finding("MASTER_ADDR", f"{address}: ranks meet there by IPv6; across hosts they also need IPv4")
+
+
+def _slurm(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
+    shown = _output("scontrol", "show", "config") if shutil.which("scontrol") and shutil.which("srun") else ""
+    if found := re.search(r"MpiDefault\s*=\s*(\S+)", shown):
+        backend, remedy = "mpi", ""
+        if found[1] == "none":
+            backend = "torch"
+            remedy = "srun --mpi=pmi2 (MPICH, Intel MPI) or srun --mpi=pmix (Open MPI), for MPI under Slurm"
+        taken = f"srun python train.py takes the {backend} backend"
+        yield Finding("srun", f"Slurm's MpiDefault is {found[1]}: {taken}", remedy)
+    if "SLURM_STEP_ID" in environ:
+        yield Finding("Slurm's port", f"torch and Horovod meet at {channels.slurm_port(environ, config)}")
+
+
+def _addresses(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
+    addresses = {name: str(address.ip) for name, address in network.interfaces().items()}
+    others = {name: ip for name, ip in addresses.items() if not network.is_loopback(ip)}
+    if config.iface:
+        try:
+            yield Finding("HVDBRIDGE_IFACE", f"hosts talk by {network.chosen_interface(config.iface).ip}")
+        except ConfigurationError as error:
+            yield Finding("HVDBRIDGE_IFACE", str(error), "HVDBRIDGE_IFACE=<a name that this host has>, or unset it")
+    if not others:
+        yield Finding("addresses", "no IPv4 address but loopback: jobs of this host alone")
+    bridges = [f"{name} {ip}" for name, ip in others.items() if name.startswith(CONTAINERS)]
+    if bridges and not config.iface:
+        yield Finding(
+            "addresses", f"{', '.join(bridges)}: of containers, on many hosts the same. Between hosts an address that "
+            "another host has, too, is passed over",
+        )  # fmt: skip
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "no address"
+    if others and (address == "no address" or network.is_loopback(address)):
+        yield Finding(
+            "host name", f"{name} has {address}: Horovod between hosts listens at the name's address",
+            f"a line '<this host's address> {name}' before others in /etc/hosts, for Horovod between hosts",
+        )  # fmt: skip
+
+
+def _ports(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
+    if config.ports:
+        text = network.gloo_leaves(config.ports)
+        low, high = config.ports[0], config.ports[-1]
+        remedy = f"sysctl net.ipv4.ip_local_port_range='{low} {high}', or HVDBRIDGE_BACKEND=mpi" if text else ""
+        yield Finding("HVDBRIDGE_PORTS", text or f"all listen at {low}-{high}", remedy)
+
+
+def _cache(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
+    nearest = next(path for path in (config.cache, *config.cache.parents) if path.exists())
+    text, remedy = str(config.cache), ""
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        text += " cannot be written: each process compiles the kernels anew"
+        remedy = "HVDBRIDGE_CACHE=<a directory of your own>"
+    yield Finding("cache", text, remedy)
+
+
+CHECKS = (_world, _slurm, _addresses, _ports, _cache)
+
+
 # -- reasoning -------------------------------------------------------------------------------------
 
 
 def cells(facts: Facts) -> list[Cell]:
     """What each of the nine combinations of launcher and backend would do."""
-    return [
-        _cell(facts, launcher, backend) for launcher in ("torchrun", "horovodrun", "mpiexec") for backend in BACKENDS
-    ]
+    return [_cell(facts, launcher, backend) for launcher, backend in HOW]
 
 
 def _cell(facts: Facts, launcher: str, backend: str) -> Cell:
-    obstacles = (
-        _why_not_torch(facts),  # the model and its gradients are torch's under every backend
-        WHY_NOT_LAUNCHER[launcher](facts),
-        WHY_NOT_BACKEND[backend](facts),
-        _why_not_together(facts, launcher, backend),
-    )
-    for obstacle in obstacles:
-        if obstacle is not None:
-            return Cell(launcher, backend, False, *obstacle)
-    return Cell(launcher, backend, True, _how(facts, launcher, backend))
+    for why, remedy in _obstacles(facts, launcher, backend):
+        return Cell(launcher, backend, False, why, remedy)
+    carrier = _carrier(facts, launcher)
+    native = backend == "horovod" and carrier == "mpiexec" and getattr(facts.horovod, "mpi", False)
+    return Cell(launcher, backend, True, "natively" if native else HOW[carrier, backend])
 
 
-Obstacle = tuple[str, str] | None  # why, remedy
-
-
-def _why_not_torch(facts: Facts) -> Obstacle:
-    if isinstance(facts.torch, probe.Missing):
-        return f"torch cannot be imported: {facts.torch.why}", INSTALL_TORCH
+def _why_not_torch(facts: Facts) -> tuple[str, str] | None:
+    """Why no backend works here, and the remedy: the model and its gradients are torch's under every backend."""
+    if isinstance(facts.torch, Missing):
+        return f"torch cannot be imported: {facts.torch.why}", INSTALL["torchrun"]
     if not (facts.torch.distributed and facts.torch.gloo):
-        return "this torch was built without torch.distributed or without Gloo", INSTALL_TORCH
+        return "this torch was built without torch.distributed or without Gloo", INSTALL["torchrun"]
     return None
 
 
-def _why_not_horovod(facts: Facts) -> Obstacle:
-    if isinstance(facts.horovod, probe.Missing):
-        return f"Horovod cannot be imported: {facts.horovod.why}", INSTALL_HOROVOD
-    return None
-
-
-def _why_not_mpi(facts: Facts) -> Obstacle:
-    if isinstance(facts.mpi, probe.Missing):
+def _obstacles(facts: Facts, launcher: str, backend: str) -> Iterator[tuple[str, str]]:
+    """Why a backend does not run under a launcher, and the remedy; the first is the one to mend."""
+    if obstacle := _why_not_torch(facts):
+        yield obstacle
+    if isinstance(facts.horovod, Missing) and "horovod" in (launcher.removesuffix("run"), backend):
+        yield f"Horovod cannot be imported: {facts.horovod.why}", INSTALL_HOROVOD
+    if launcher not in facts.launchers:
+        yield f"{launcher} was not found", INSTALL[launcher]
+    # Under mpiexec the ranks find each other by an MPI broadcast, whatever the backend
+    if isinstance(facts.mpi, Missing) and (launcher == "mpiexec" or backend == "mpi"):
         # With a launcher there is an MPI of the site's own, and mpi4py alone is missing.
-        remedy = INSTALL_MPI4PY if "mpiexec" in facts.launchers else INSTALL_MPICH
-        return f"mpi4py or its MPI library cannot be loaded: {facts.mpi.why}", remedy
-    return None
-
-
-def _why_not_torchrun(facts: Facts) -> Obstacle:
-    return None if "torchrun" in facts.launchers else ("torchrun was not found", INSTALL_TORCH)
-
-
-def _why_not_horovodrun(facts: Facts) -> Obstacle:
-    if missing := _why_not_horovod(facts):
-        return missing  # without its library the launcher does not start, either
-    return None if "horovodrun" in facts.launchers else ("horovodrun was not found", INSTALL_HOROVOD)
-
-
-def _why_not_mpiexec(facts: Facts) -> Obstacle:
-    if "mpiexec" not in facts.launchers:
-        return "mpiexec was not found", INSTALL_MPICH
-    if missing := _why_not_mpi(facts):
-        return missing  # whatever the backend, the ranks find each other by an MPI broadcast
-    family, library = facts.launchers["mpiexec"].family, _library_family(facts)
-    if family and library and family != library:
-        return (
+        remedy = "pip install 'hvdbridge[mpi]'" if "mpiexec" in facts.launchers else INSTALL_MPICH
+        yield f"mpi4py or its MPI library cannot be loaded: {facts.mpi.why}", remedy
+    library, carrier = mpi_family(getattr(facts.mpi, "implementation", "")), _carrier(facts, launcher)
+    family = facts.launchers[launcher].family if launcher in facts.launchers else ""
+    if launcher == "mpiexec" and family and library and family != library:
+        yield (
             f"mpiexec is {family}'s and mpi4py loads {library}: each rank would be a job of size 1",
             f"put {library}'s mpiexec first on PATH, or let mpi4py load {family} (MPI4PY_LIBMPI)",
         )
-    return None
-
-
-def _why_not_together(facts: Facts, launcher: str, backend: str) -> Obstacle:
-    carrier = _carrier(facts, launcher)
-    if backend == "mpi" and carrier != "mpiexec" and _library_family(facts) != "MPICH":
-        library = _library_family(facts) or "this MPI library"
-        return (
+    if backend == "mpi" and carrier != "mpiexec" and library != "MPICH":
+        library = library or "this MPI library"
+        yield (
             f"{library} does not speak PMI-1, by which {launcher}'s ranks would join MPI",
             f"mpiexec -n 2 python train.py; or, in an environment without {library}: {INSTALL_MPICH}",
         )
-    if backend == "horovod" and carrier == "torchrun" and not getattr(facts.horovod, "gloo", False):
-        return (
+    if backend == "horovod" and carrier == "torchrun" and not facts.horovod.gloo:
+        yield (
             "this Horovod was built without Gloo, by which torchrun's ranks would join it",
             f"mpiexec -n 2 python train.py; or {INSTALL_HOROVOD} --rebuild",
         )
-    return None
 
 
 def _carrier(facts: Facts, launcher: str) -> str:
-    """Who starts the processes in truth: horovodrun of a Horovod built with MPI calls mpirun."""
+    """The command that starts the processes: horovodrun of a Horovod built with MPI calls mpirun."""
     return "mpiexec" if launcher == "horovodrun" and getattr(facts.horovod, "mpi", False) else launcher
-
-
-WHY_NOT_LAUNCHER = {
-    "torchrun": _why_not_torchrun,
-    "horovodrun": _why_not_horovodrun,
-    "mpiexec": _why_not_mpiexec,
-}
-WHY_NOT_BACKEND = {"torch": _why_not_torch, "horovod": _why_not_horovod, "mpi": _why_not_mpi}
-
-
-def _how(facts: Facts, launcher: str, backend: str) -> str:
-    """How the ranks find each other, once nothing stands in the way."""
-    carrier = _carrier(facts, launcher)
-    if backend == "horovod" and carrier == "mpiexec" and getattr(facts.horovod, "mpi", False):
-        return "natively"
-    return HOW[carrier, backend]
-
-
-HOW = {
-    ("torchrun", "torch"): "natively",
-    ("torchrun", "horovod"): "Horovod's rendezvous server on rank 0",
-    ("torchrun", "mpi"): "PMI-1 server in the job's helper",
-    ("horovodrun", "torch"): "address through horovodrun's key-value store",
-    ("horovodrun", "horovod"): "natively",
-    ("horovodrun", "mpi"): "PMI-1 server in the job's helper",
-    ("mpiexec", "torch"): "address by an MPI broadcast",
-    ("mpiexec", "horovod"): "Horovod's rendezvous server on rank 0, its address by an MPI broadcast",
-    ("mpiexec", "mpi"): "natively",
-}
-
-
-def _library_family(facts: Facts) -> str:
-    return "" if isinstance(facts.mpi, probe.Missing) else mpi_family(facts.mpi.implementation)
 
 
 # -- printing --------------------------------------------------------------------------------------
 
 
 def report(facts: Facts, table: Sequence[Cell], console: Console) -> None:
-    """Print both tables, then the remedies."""
-    found = Table(title="Found here", title_justify="left", show_header=False)
-    found.add_column(no_wrap=True)
-    found.add_column(overflow="fold")
-    for name, value in _rows(facts):
-        found.add_row(name, value)
-    console.print(found)
-
-    grid = Table(title="What each launcher and backend would do here", title_justify="left")
-    for heading in ("launcher", "backend", "", "how, or why not"):
-        grid.add_column(heading)
-    for cell in table:
-        mark = "works" if cell.works else "cannot"
-        grid.add_row(cell.launcher, cell.backend, mark, cell.how, style=None if cell.works else "yellow")
-    console.print(grid)
-
-    outlook = Table(title="A start from this shell", title_justify="left", show_header=False)
-    outlook.add_column(no_wrap=True)
-    outlook.add_column(overflow="fold")
-    for finding in facts.starts:
-        outlook.add_row(finding.what, finding.text, style="yellow" if finding.remedy else None)
-    console.print(outlook)
-
-    remedies = dict.fromkeys(cell.remedy for cell in table if cell.remedy)
-    remedies |= dict.fromkeys(finding.remedy for finding in facts.starts if finding.remedy)
+    """Print the tables, then the remedies."""
+    console.print(_grid("Found here", [(row, None) for row in _rows(facts)]))
+    marks = [((cell.launcher, cell.backend, "works" if cell.works else "cannot", cell.how), cell) for cell in table]
+    headings = ("launcher", "backend", "", "how, or why not")
+    console.print(_grid("What each launcher and backend would do here", marks, headings))
+    console.print(_grid("A start from this shell", [((one.what, one.text), one) for one in facts.starts]))
+    found: list[Cell | Finding] = [*table, *facts.starts]
+    remedies = dict.fromkeys(one.remedy for one in found if one.remedy)
     if getattr(facts.kernels, "failure", ""):
         remedies[INSTALL_COMPILER] = None
     hidden = [name for name, launcher in facts.launchers.items() if not launcher.on_path]
@@ -343,32 +379,49 @@ def report(facts: Facts, table: Sequence[Cell], console: Console) -> None:
         console.print("Remedies:", *(f"  {remedy}" for remedy in remedies), sep="\n", soft_wrap=True)
 
 
-def _rows(facts: Facts) -> list[tuple[str, str]]:
-    rows = [("python", facts.python), ("system", facts.system), ("CPU cores", str(facts.cores))]
-    rows += [("torch", _describe_torch(facts.torch))]
-    gpus: Sequence[str] = [] if isinstance(facts.torch, probe.Missing) else facts.torch.gpus
-    rows += [("GPUs", "\n".join(gpus) or "none that torch can use")]
-    rows += [("horovod", _describe(facts.horovod))]
-    rows += [("mpi4py", _describe(facts.mpi)), ("CPU kernels", _describe(facts.kernels))]
-    for name in LAUNCHERS:
-        rows.append((name, _describe_launcher(facts.launchers.get(name))))
-    rows.append(("interfaces", ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())))
-    return rows + [(name, value) for name, value in facts.variables.items()]
+def _grid(
+    title: str, rows: Sequence[tuple[Sequence[str], Cell | Finding | None]], headings: Sequence[str] = ()
+) -> Table:
+    """A table; what has a remedy is yellow."""
+    grid = Table(*headings, title=title, title_justify="left", show_header=bool(headings))
+    if not headings:
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+    for row, of in rows:
+        grid.add_row(*row, style="yellow" if of and of.remedy else None)
+    return grid
 
 
-def _describe_torch(torch: probe.Torch | probe.Missing) -> str:
-    if isinstance(torch, probe.Missing):
-        return _describe(torch)
-    parts: list[Any] = [f"CUDA {torch.cuda}" if torch.cuda else "CPU", "Gloo" if torch.gloo else "no Gloo"]
-    return ", ".join([torch.version, *parts, *([f"NCCL {torch.nccl}"] if torch.nccl else [])])
+def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    """What was found, a line each."""
+    yield from (("python", facts.python), ("system", facts.system), ("CPU cores", str(facts.cores)))
+    yield "torch", _described(facts.torch, _torch_text)
+    yield "GPUs", "\n".join(getattr(facts.torch, "gpus", ())) or "none that torch can use"
+    yield "horovod", _described(facts.horovod, probe.horovod_text)
+    yield "mpi4py", _described(facts.mpi, lambda mpi: f"{mpi.mpi4py} with {mpi.implementation}")
+    yield "CPU kernels", _described(facts.kernels, _kernels_text)
+    for name in INSTALL:
+        yield name, _launcher_text(facts.launchers[name]) if name in facts.launchers else "not found"
+    yield "interfaces", ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())
+    yield from facts.variables.items()
 
 
-def _describe(found: probe.Horovod | probe.Mpi | probe.Kernels | probe.Missing) -> str:
-    return f"no ({found.why})" if isinstance(found, probe.Missing) else str(found)
+def _described(found: Any, text: Callable[[Any], str]) -> str:
+    return f"no ({found.why})" if isinstance(found, Missing) else text(found)
 
 
-def _describe_launcher(launcher: Launcher | None) -> str:
-    if launcher is None:
-        return "not found"
+def _torch_text(torch: Any) -> str:
+    parts = [torch.version, f"CUDA {torch.cuda}" if torch.cuda else "CPU", "Gloo" if torch.gloo else "no Gloo"]
+    return ", ".join([*parts, *([f"NCCL {torch.nccl}"] if torch.nccl else [])])
+
+
+def _kernels_text(kernels: Any) -> str:
+    if kernels.failure:
+        without = "an error" if kernels.setting == "native" else "torch's operations, several times slower"
+        return f"{without}: no C compiler that works ({kernels.failure})"
+    return "torch's operations (HVDBRIDGE_KERNELS=torch)" if kernels.setting == "torch" else "C, for this processor"
+
+
+def _launcher_text(launcher: Launcher) -> str:
     family = f" ({launcher.family})" if launcher.family else ""
     return launcher.path + family + ("" if launcher.on_path else ", not on PATH")

@@ -15,21 +15,24 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from hvdbridge.errors import HvdbridgeError
 from hvdbridge.startup.world import usable_cores
-from hvdbridge.tools import probe
-from hvdbridge.tools.process import before_pythonpath, call, pip
 
 RUN_NEEDS = ("cffi>=1.4", "cloudpickle", "packaging", "psutil", "pyyaml")
 BUILD_NEEDS = ("setuptools<81", "wheel")  # a setup.py of 2023: the setuptools that still has pkg_resources
@@ -37,6 +40,7 @@ CMAKE_OLDEST, CMAKE_TOO_NEW = (3, 13), (4,)  # 4.0 refuses the third-party proje
 CMAKE_NEED = "cmake>=3.13,<4"
 DISK_BYTES = 1 << 29  # sources, objects and tools take about 0.3 GB while the build runs
 BYTES_PER_JOB = 2 << 30  # what one compiler process may take on torch's headers
+TAIL_LINES = 15
 FRAMEWORKS = {
     "HOROVOD_WITH_PYTORCH": "1",
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -78,15 +82,15 @@ NO_CUDA = "-DCMAKE_CUDA_COMPILER= -DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON"
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what the wheel contains."""
+    """All that decides what the wheel contains; ``torch`` is the answer to :data:`~hvdbridge.tools.probe.TORCH`."""
 
     version: str
-    torch: probe.Torch
+    torch: SimpleNamespace
     options: Mapping[str, str]
     with_nccl: bool = False
 
     @classmethod
-    def of(cls, version: str, torch: probe.Torch, with_nccl: bool = False) -> Recipe:
+    def of(cls, version: str, torch: SimpleNamespace, with_nccl: bool = False) -> Recipe:
         """Our options, overruled by the user's own ``HOROVOD_*`` build variables and compiler flags."""
         ours = {**FRAMEWORKS, **(_nccl_of_torch() if with_nccl else {})}
         chosen = (k for k in os.environ if k.startswith(BUILD_PREFIXES) or k in COMPILER_VARIABLES)
@@ -111,104 +115,79 @@ class Recipe:
 # -- before anything starts ------------------------------------------------------------------------
 
 
-def environment_lacks() -> list[str]:
-    """What is missing to install anything here, each with its remedy; empty if nothing is."""
-    lacks = []
+def environment_lacks() -> Iterator[str]:
+    """What is missing to install anything here, each with its remedy."""
     if importlib.util.find_spec("pip") is None:
-        lacks.append(f"pip in this environment. Run: {sys.executable} -m ensurepip")
-    if not os.access(sysconfig.get_path("purelib"), os.W_OK) or _externally_managed():
-        lacks.append(
+        yield f"pip in this environment. Run: {sys.executable} -m ensurepip"
+    managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists() and sys.prefix == sys.base_prefix
+    if managed or not os.access(sysconfig.get_path("purelib"), os.W_OK):
+        yield (
             f"an environment that may be written to ({sys.prefix} may not). "
             "Run: python3 -m venv .venv, then install hvdbridge there"
         )
-    return lacks
 
 
-def build_lacks(recipe: Recipe, cache: Path) -> list[str]:
+def build_lacks(recipe: Recipe, cache: Path) -> Iterator[str]:
     """What is missing to compile, each with its remedy. A CMake is not: the registry has one."""
-    lacks = []
     if shutil.which("make") is None:
-        lacks.append("make. Debian/Ubuntu: apt install make; conda: make; macOS: xcode-select --install")
+        yield "make. Debian/Ubuntu: apt install make; conda: make; macOS: xcode-select --install"
     if shutil.which(shlex.split(os.environ.get("CC", "cc"))[0]) is None:
-        lacks.append("a C compiler (CC, or cc on PATH). Debian/Ubuntu: apt install gcc; conda: gcc_linux-64")
-    lacks += _compiler_lacks(recipe.torch.cxx_standard)
+        yield "a C compiler (CC, or cc on PATH). Debian/Ubuntu: apt install gcc; conda: gcc_linux-64"
+    yield from _compiler_lacks(recipe.torch.cxx_standard)
     for directory in {Path(tempfile.gettempdir()), cache}:
         free = shutil.disk_usage(directory).free
         if free < DISK_BYTES:
-            lacks.append(
+            yield (
                 f"space in {directory}: {free / 2**20:.0f} MiB free, {DISK_BYTES >> 20} needed. "
                 "Set TMPDIR (or HVDBRIDGE_CACHE) to a larger disk"
             )
-    return lacks + _cuda_lacks(recipe) + (_nccl_lacks(recipe) if recipe.with_nccl else [])
-
-
-def _externally_managed() -> bool:
-    in_venv = sys.prefix != sys.base_prefix
-    return not in_venv and Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists()
+    if recipe.torch.cuda is not None or recipe.with_nccl:
+        yield from _cuda_lacks(recipe)
 
 
 def _compiler() -> list[str] | None:
     """The C++ compiler's command: ``$CXX``, which may be several words (``ccache g++``), or a usual name."""
-    if given := os.environ.get("CXX"):
-        words = shlex.split(given)
-        return words if shutil.which(words[0]) else None
-    return next(([name] for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return next((shlex.split(name) for name in names if shutil.which(shlex.split(name)[0])), None)
 
 
-def _compiler_lacks(standard: int) -> list[str]:
+def _compiler_lacks(standard: int) -> Iterator[str]:
     """Compiles a line, since a version number tells less; looks for Python's headers, too."""
     compiler = _compiler()
     if compiler is None:
         named = f"CXX={os.environ['CXX']} was not found" if os.environ.get("CXX") else "none on PATH"
-        return [f"a C++ compiler ({named}). Debian/Ubuntu: apt install g++; conda: gxx_linux-64; or set CXX"]
-
-    def compiles(source: str) -> bool:
-        command = [*compiler, f"-std=c++{standard}", "-x", "c++", "-fsyntax-only", "-"]
-        return subprocess.run(command, input=source, text=True, capture_output=True).returncode == 0
-
-    lacks = []
+        yield f"a C++ compiler ({named}). Debian/Ubuntu: apt install g++; conda: gxx_linux-64; or set CXX"
+        return
     newest_header = {20: "concepts", 17: "optional"}.get(standard, "vector")
-    if not compiles(f"#include <{newest_header}>\n"):
-        lacks.append(
+    command = [*compiler, f"-std=c++{standard}", "-x", "c++", "-fsyntax-only", "-"]
+    if subprocess.run(command, input=f"#include <{newest_header}>\n", text=True, capture_output=True).returncode:
+        yield (
             f"a C++{standard} compiler for the headers of this torch ({shlex.join(compiler)} is too old or "
             "broken). GCC 11 and Clang 14 suffice; name one by CXX"
         )
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").exists():
-        lacks.append(f"Python's headers ({include}/Python.h). Debian/Ubuntu: apt install python3-dev")
-    return lacks
+        yield f"Python's headers ({include}/Python.h). Debian/Ubuntu: apt install python3-dev"
 
 
-def _cuda_home(recipe: Recipe) -> str:
-    given = recipe.options.get("HOROVOD_CUDA_HOME") or os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc")
-    return given or (str(Path(nvcc).resolve().parents[1]) if nvcc else "/usr/local/cuda")
-
-
-def _cuda_lacks(recipe: Recipe) -> list[str]:
+def _cuda_lacks(recipe: Recipe) -> Iterator[str]:
     """Horovod compiles against the toolkit whenever torch has CUDA, without NCCL, too."""
     if recipe.torch.cuda is None:
-        return []
-    home = Path(_cuda_home(recipe))
+        yield f"a torch with CUDA (this is {recipe.torch.version}), or leave out --with-nccl"
+        return
+    given = recipe.options.get("HOROVOD_CUDA_HOME") or os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc")
+    home = Path(given or (Path(nvcc).resolve().parents[1] if nvcc else "/usr/local/cuda"))
     headers = [*home.glob("include/cuda_runtime.h"), *home.glob("targets/*/include/cuda_runtime.h")]
-    if headers and (home / "bin" / "nvcc").exists():
-        return []
-    return [
-        f"the CUDA {recipe.torch.cuda} toolkit (nvcc and cuda_runtime.h; looked in {home}). Install it and set "
-        "CUDA_HOME; or, where GPUs are not used, install torch's CPU build"
-    ]
-
-
-def _nccl_lacks(recipe: Recipe) -> list[str]:
-    if recipe.torch.cuda is None:
-        return [f"a torch with CUDA (this is {recipe.torch.version}), or leave out --with-nccl"]
-    lacks = []
-    home = _cuda_home(recipe)
+    if not (headers and (home / "bin" / "nvcc").exists()):
+        yield (
+            f"the CUDA {recipe.torch.cuda} toolkit (nvcc and cuda_runtime.h; looked in {home}). Install it and set "
+            "CUDA_HOME; or, where GPUs are not used, install torch's CPU build"
+        )
     named = any(recipe.options.get(name) for name in ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE"))
-    headers = (Path(root, "include", "nccl.h") for root in (home, "/usr", "/usr/local"))
-    if not named and not any(header.exists() for header in headers):
-        lacks.append("NCCL's headers (nccl.h). Install libnccl-dev, or set HOROVOD_NCCL_HOME")
-    return lacks
+    places = (Path(root, "include", "nccl.h") for root in (home, "/usr", "/usr/local"))
+    if recipe.with_nccl and not named and not any(header.exists() for header in places):
+        yield "NCCL's headers (nccl.h). Install libnccl-dev, or set HOROVOD_NCCL_HOME"
 
 
 def _nccl_of_torch() -> dict[str, str]:
@@ -238,8 +217,9 @@ def build(recipe: Recipe, scratch: Path, log: Path, console: Console) -> Path:
     """
     tools, wheels = scratch / "tools", scratch / "wheels"
     log.parent.mkdir(parents=True, exist_ok=True)
-    console.print(f"horovod {recipe.version} for torch {recipe.torch.version}; log: {log}")
+    console.print(f"horovod {recipe.version} for torch {recipe.torch.version}; log: {log}\n  build tools")
     cmake = usable_cmake()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     environment = {
         **os.environ,
         **recipe.options,
@@ -247,28 +227,33 @@ def build(recipe: Recipe, scratch: Path, log: Path, console: Console) -> Path:
         "CXXFLAGS": f"{COMPILER_FLAGS} {os.environ.get('CXXFLAGS', '')}",
         "HOROVOD_CMAKE": cmake_wrapper(scratch, cmake or str(tools / "bin" / "cmake"), recipe.torch.cuda),
         "PYTHONPATH": before_pythonpath(tools),
-        "MAKEFLAGS": f"-j{_jobs()}",
+        "MAKEFLAGS": f"-j{max(1, min(len(usable_cores()), memory // BYTES_PER_JOB))}",
         "TMPDIR": str(scratch),
     }
-    if recipe.with_nccl and "HOROVOD_NCCL_LIB" in recipe.options:
-        environment["HOROVOD_NCCL_LIB"] = _linkable_nccl(Path(recipe.options["HOROVOD_NCCL_LIB"]), scratch)
+    nccl = Path(recipe.options.get("HOROVOD_NCCL_LIB", ""))
+    if recipe.with_nccl and (nccl / "libnccl.so.2").exists() and not (nccl / "libnccl.so").exists():
+        # A linker looks for libnccl.so, which NCCL's wheel lacks
+        (scratch / "nccl").mkdir()
+        (scratch / "nccl" / "libnccl.so").symlink_to(nccl / "libnccl.so.2")
+        environment["HOROVOD_NCCL_LIB"] = str(scratch / "nccl")
+    quarters = {25, 50, 75, 100}
+
+    def watch(line: str) -> None:
+        percent = re.match(r"\s*\[ *(\d+)%\]", line)
+        for quarter in sorted(quarter for quarter in quarters if percent and quarter <= int(percent[1])):
+            console.print(f"  compiling {quarter} %")
+            quarters.remove(quarter)
+
     needs = [*BUILD_NEEDS, *RUN_NEEDS, *([] if cmake else [CMAKE_NEED])]
-    with log.open("w") as out, _progress(console) as report:
-        report("build tools", None)
+    with log.open("w") as out:
         call([*pip("install"), "--no-compile", "--target", str(tools), *needs], log=out)
-        report("compiling", 0)
-
-        def watch(line: str) -> None:
-            if percent := re.match(r"\s*\[ *(\d+)%\]", line):
-                report("compiling", int(percent[1]))
-
+        console.print("  compiling")
         # --no-cache-dir: pip would take a wheel that it once built against another torch.
         # --use-pep517: the one way that all releases of pip have in common.
         command = [*pip("wheel"), "-v", "--no-cache-dir", "--no-deps", "--no-binary=horovod"]
         command += ["--no-build-isolation", "--use-pep517"]
         command += ["--wheel-dir", str(wheels), f"horovod=={recipe.version}"]
         call(command, environment, log=out, watch=watch)
-        report("compiling", 100)
     return next(wheels.glob("horovod-*.whl"))
 
 
@@ -276,10 +261,8 @@ def usable_cmake() -> str | None:
     """A CMake that can build Horovod: ``$HOROVOD_CMAKE``, else PATH, else None (the registry has one)."""
     for name in (os.environ.get("HOROVOD_CMAKE"), "cmake"):
         path = shutil.which(name) if name else None
-        if path is None:
-            continue
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True)
-        found = re.search(r"version (\d+)\.(\d+)", answer.stdout)
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True).stdout if path else ""
+        found = re.search(r"version (\d+)\.(\d+)", answer)
         if found and CMAKE_OLDEST <= (int(found[1]), int(found[2])) < CMAKE_TOO_NEW:
             return path
     return None
@@ -287,8 +270,7 @@ def usable_cmake() -> str | None:
 
 def compiler_wrapper(directory: Path, compiler: Sequence[str], standard: int) -> str:
     """Write a script that calls ``compiler`` with C++``standard`` where C++11 or C++14 is asked for."""
-    script = COMPILER_WRAPPER.format(compiler=shlex.join(compiler), standard=standard)
-    return _script(directory / "c++", script)
+    return _script(directory / "c++", COMPILER_WRAPPER.format(compiler=shlex.join(compiler), standard=standard))
 
 
 def cmake_wrapper(directory: Path, cmake: str, cuda: str | None) -> str:
@@ -303,43 +285,69 @@ def _script(path: Path, text: str) -> str:
     return str(path)
 
 
-def _linkable_nccl(directory: Path, scratch: Path) -> str:
-    """The NCCL wheel has libnccl.so.2 alone; a linker looks for libnccl.so."""
-    library = directory / "libnccl.so.2"
-    if not library.exists() or (directory / "libnccl.so").exists():
-        return str(directory)
-    links = scratch / "nccl"
-    links.mkdir()
-    (links / "libnccl.so").symlink_to(library)
-    return str(links)
+# -- commands --------------------------------------------------------------------------------------
 
 
-def _jobs() -> int:
-    """Compilers at a time: as many as there are cores, fewer if memory is short."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(len(usable_cores()), memory // BYTES_PER_JOB))
+def pip(action: str) -> list[str]:
+    """The beginning of a pip command for this interpreter's environment."""
+    return [sys.executable, "-m", "pip", action, "--disable-pip-version-check", "--no-input"]
 
 
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, int | None], None]]:
-    """``report(phase, percent)``: a bar on a terminal, else one line per phase and quarter."""
-    if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("", total=None)
+def before_pythonpath(directory: Path) -> str:
+    """``PYTHONPATH`` with ``directory`` in front of what the user has there (a site's torch, say)."""
+    return os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
 
-            def draw(phase: str, percent: int | None) -> None:
-                total = None if percent is None else 100
-                bar.update(task, description=phase, total=total, completed=percent or 0)
 
-            yield draw
-        return
-    said: set[tuple[str, int | None]] = set()
+def call(
+    command: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    log: TextIO | None = None,
+    watch: Callable[[str], None] | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Run a command, its output to ``log`` and line by line to ``watch``.
 
-    def say(phase: str, percent: int | None) -> None:
-        quarter = None if percent is None else percent // 25 * 25
-        if (phase, quarter) not in said:
-            said.add((phase, quarter))
-            console.print(f"  {phase}" + ("" if quarter is None else f" {quarter} %"))
+    The command gets its own process group, which ends with this call also by an exception, a timeout or Ctrl-C.
 
-    yield say
+    Raises:
+        HvdbridgeError: it failed or took too long; the message has the first error and the tail of its output.
+    """
+    child = subprocess.Popen(
+        command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", start_new_session=True,
+    )  # fmt: skip
+    late = time.monotonic() + (timeout or threading.TIMEOUT_MAX)
+    alarm = threading.Timer(timeout or threading.TIMEOUT_MAX, _end, [child])
+    alarm.daemon = True
+    alarm.start()
+    lines: list[str] = []
+    with child, ExitStack() as stack:
+        stack.callback(_end, child)
+        stack.callback(alarm.cancel)
+        for line in child.stdout or ():
+            lines.append(line)
+            if log is not None:
+                log.write(line)
+                log.flush()
+            if watch is not None:
+                watch(line)
+        status = child.wait()
+    if status:
+        how = f"took more than {timeout:g} s" if time.monotonic() >= late else f"failed with status {status}"
+        shown = "".join(lines[-TAIL_LINES:])
+        errors = [i for i, line in enumerate(lines) if re.search(r"(?i)(^|\s)(fatal |cmake )?error( at|:)", line)]
+        if errors and errors[0] < len(lines) - TAIL_LINES:
+            shown = f"{''.join(lines[errors[0] : errors[0] + TAIL_LINES])}[...]\n{shown}"
+        where = f"\nAll of it: {log.name}" if log is not None else ""
+        raise HvdbridgeError(f"{shlex.join(command)} {how}:\n\n{shown}{where}")
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """End the child's process group: politely, so that horovodrun ends its ranks, then by force."""
+    for number, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, None)):
+        if child.poll() is not None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(patience)

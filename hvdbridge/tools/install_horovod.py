@@ -22,7 +22,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -31,9 +31,8 @@ from rich.console import Console
 
 from hvdbridge.config import Config
 from hvdbridge.errors import BackendUnavailable, HvdbridgeError
-from hvdbridge.tools import probe
-from hvdbridge.tools.horovod_build import RUN_NEEDS, Recipe, build, build_lacks, environment_lacks
-from hvdbridge.tools.process import before_pythonpath, call, pip
+from hvdbridge.tools import horovod_build, probe
+from hvdbridge.tools.horovod_build import RUN_NEEDS, Recipe, call, environment_lacks
 
 VERSION = "0.28.1"
 SMOKE_SECONDS = 120
@@ -64,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check, build or take from the cache, test, install."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    torch = probe.torch()
+    torch = probe.ask(probe.TORCH)
     if isinstance(torch, probe.Missing):
         lack = f"torch, against which Horovod is built ({torch.why}). Run: pip install torch"
-        raise _missing([lack, *environment_lacks()])
+        raise _lacking([lack, *environment_lacks()])
     recipe = Recipe.of(arguments.version, torch, with_nccl=arguments.with_nccl)
     cache = (arguments.cache or Config.from_environment().cache).expanduser().absolute() / "horovod"
     shelf = cache / recipe.key
@@ -75,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.rebuild and _nothing_to_do(shelf, console):
             return 0
         wheel = None if arguments.rebuild else _cached(shelf)
-        _demand(environment_lacks() + ([] if wheel else build_lacks(recipe, cache)))
+        if lacks := [*environment_lacks(), *(() if wheel else horovod_build.build_lacks(recipe, cache))]:
+            raise _lacking(lacks)
         if wheel is not None:
             console.print(f"horovod {recipe.version}: wheel from {shelf}")
             try:
@@ -84,19 +84,15 @@ def run(arguments: argparse.Namespace) -> int:
             except SmokeTestFailed as error:
                 console.print(f"The cached wheel does not work here and is dropped.\n{error}")
                 wheel.unlink()
-            _demand(build_lacks(recipe, cache))
+            if lacks := list(horovod_build.build_lacks(recipe, cache)):
+                raise _lacking(lacks)
         with tempfile.TemporaryDirectory(prefix="hvdbridge-horovod-") as scratch:
-            built = build(recipe, Path(scratch), shelf / "build.log", console)
+            built = horovod_build.build(recipe, Path(scratch), shelf / "build.log", console)
             _install(built, console, keep=shelf)
     return 0
 
 
-def _demand(lacks: Sequence[str]) -> None:
-    if lacks:
-        raise _missing(lacks)
-
-
-def _missing(lacks: Sequence[str]) -> BackendUnavailable:
+def _lacking(lacks: Sequence[str]) -> BackendUnavailable:
     return BackendUnavailable("\n  - ".join(["Horovod cannot be installed yet. Missing:", *lacks]))
 
 
@@ -119,34 +115,29 @@ def _nothing_to_do(shelf: Path, console: Console) -> bool:
         installed = distribution("horovod")
     except PackageNotFoundError:
         return False
-    working = probe.horovod()
+    working = probe.ask(probe.HOROVOD)
     if isinstance(working, probe.Missing):
         console.print(f"horovod {installed.version} does not work here ({working.why}); replacing it")
         return False
     # pip notes the file that a package came from (PEP 610); the shelf's name tells if we built it, and how.
     url = json.loads(installed.read_text("direct_url.json") or "{}").get("url", "")
     origin = Path(unquote(urlparse(url).path)).parent
+    said, ours = "not built by this command, used as it is (--rebuild replaces it)", False
     if origin.name == shelf.name:
-        console.print(f"horovod {working}: already installed")
+        said = "already installed"
     elif origin.parent.name == shelf.parent.name and "-torch" in origin.name:
-        console.print(f"horovod {working}: built with other options or for another torch; replacing it")
-        return False
-    else:
-        console.print(f"horovod {working}: not built by this command, used as it is (--rebuild replaces it)")
-    console.print(f"  {working.location}")
-    return True
+        said, ours = "built with other options or for another torch; replacing it", True
+    where = "" if ours else f"\n  {working.location}"
+    console.print(f"horovod {probe.horovod_text(working)}: {said}{where}")
+    return not ours
 
 
 def _cached(shelf: Path) -> Path | None:
     """The wheel on the shelf. A damaged one is removed."""
     for wheel in shelf.glob("horovod-*.whl"):
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                damaged = archive.testzip() is not None
-        except zipfile.BadZipFile:
-            damaged = True
-        if not damaged:
-            return wheel
+        with suppress(zipfile.BadZipFile), zipfile.ZipFile(wheel) as archive:
+            if archive.testzip() is None:
+                return wheel
         wheel.unlink()
     return None
 
@@ -178,20 +169,21 @@ def _install(wheel: Path, console: Console, keep: Path | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="hvdbridge-stage-") as directory:
         console.print("  smoke test: 1 rank, then 2 under horovodrun")
         dependencies = ["--no-deps"] if _run_needs_are_met() else []
-        call([*pip("install"), "--no-compile", *dependencies, "--target", f"{directory}/site", str(wheel)])
+        target = ["--no-compile", *dependencies, "--target", f"{directory}/site"]
+        call([*horovod_build.pip("install"), *target, str(wheel)])
         smoke_test(Path(directory))
     if keep is not None:
         wheel = _shelve(wheel, keep)
-    call([*pip("install"), *RUN_NEEDS])
-    call([*pip("install"), "--no-deps", "--force-reinstall", str(wheel)])
-    working = probe.horovod()
+    call([*horovod_build.pip("install"), *RUN_NEEDS])
+    call([*horovod_build.pip("install"), "--no-deps", "--force-reinstall", str(wheel)])
+    working = probe.ask(probe.HOROVOD)
     if isinstance(working, probe.Missing):
-        call([*pip("uninstall"), "-y", "horovod"])
+        call([*horovod_build.pip("uninstall"), "-y", "horovod"])
         raise HvdbridgeError(
             f"Horovod passed its smoke test but cannot be imported from {sys.prefix} ({working.why}), and "
             "was uninstalled again. Look for another package named horovod on sys.path or PYTHONPATH"
         )
-    console.print(f"horovod {working}: installed\n  {working.location}")
+    console.print(f"horovod {probe.horovod_text(working)}: installed\n  {working.location}")
 
 
 def _run_needs_are_met() -> bool:
@@ -208,7 +200,7 @@ def smoke_test(directory: Path) -> None:
     Raises:
         SmokeTestFailed: with what the ranks printed.
     """
-    environment = {**probe.clean_environment(), "PYTHONPATH": before_pythonpath(directory / "site")}
+    environment = {**probe.clean_environment(), "PYTHONPATH": horovod_build.before_pythonpath(directory / "site")}
     launch = ["-m", "horovod.runner.launch", "--gloo", "-np", "2", "-H", "localhost:2", sys.executable]
     for size, command in ((1, [sys.executable]), (2, [sys.executable, *launch])):
         script = directory / f"smoke{size}.py"

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -172,13 +172,7 @@ def test_inside_a_node_its_own_line_counts() -> None:
     assert net.seconds(Load("AllReduce", "world", 1e6, 4), local_size=4) == pytest.approx(1e-3)  # nobody elsewhere
     assert net.seconds(Load("AllReduce", "world", 1e6, 8), local_size=4) == pytest.approx(1.0)
     assert net.seconds(Load("AllReduce", "world", 1e6, 1)) == 0.0
-    assert Network.from_dict(json.loads(json.dumps(net.to_dict()))) == net
-
-
-@pytest.mark.parametrize(("latency", "bandwidth"), [(-1.0, 1.0), (0.0, 0.0), (math.nan, 1.0)])
-def test_a_network_that_cannot_be(latency: float, bandwidth: float) -> None:
-    with pytest.raises(ConfigurationError, match="must not be negative"):
-        Network.given(latency, bandwidth)
+    assert Network.from_dict(json.loads(json.dumps(asdict(net)))) == net
 
 
 # The plan -----------------------------------------------------------------------------------------
@@ -374,7 +368,7 @@ def test_plan_takes_compression_as_it_was_measured(tmp_path: Path, capsys: pytes
          "compression": seconds, "cpu": 0.5, "compute_cpu": 0.25, "bucket_mb": 10.0, "samples": None, "enqueued": False}
         for spec, seconds in policies.items()
     ]  # fmt: skip
-    source.write_text(json.dumps({"network": Network.given(1e-4, 1e8).to_dict(), "rows": rows}))
+    source.write_text(json.dumps({"network": asdict(Network.given(1e-4, 1e8)), "rows": rows}))
     words = ["--model", "small:4", "--from", str(source), "--ranks", "2", "--policies", *policies, "mean"]
     assert main(["plan", *words, "--json", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -398,7 +392,7 @@ def test_plan_where_cores_are_what_lacks(tmp_path: Path, capsys: pytest.CaptureF
         {**row, "policy": "int8", "step": 6.5, "compute": 3.0, "compute_cpu": 1.5, "cpu": 6.5},
     ]
     network = replace(Network.given(1e-4, 1e8), cores=0.5)
-    source.write_text(json.dumps({"network": network.to_dict(), "rows": rows}))
+    source.write_text(json.dumps({"network": asdict(network), "rows": rows}))
     words = ["--model", "small:4", "--from", str(source), "--ranks", "2", "--policies", "bf16", "mean", "int8"]
     assert main(["plan", *words, "--json", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -483,7 +477,7 @@ def written(path: Path, *rows: tuple[str, str, int | None]) -> list[str]:
     row = {"policy": "mean", "ranks": 2, "step": 2.0, "compute": 1.0, "compression": 0.5, "cpu": 1.0,
            "compute_cpu": 0.5, "bucket_mb": 25.0, "enqueued": False}  # fmt: skip
     content = [{**row, "backend": backend, "model": name, "samples": samples} for backend, name, samples in rows]
-    path.write_text(json.dumps({"network": Network.given(1e-4, 1e8).to_dict(), "rows": content}))
+    path.write_text(json.dumps({"network": asdict(Network.given(1e-4, 1e8)), "rows": content}))
     return ["plan", "--from", str(path), "--ranks", "2", "--policies", "mean"]
 
 
@@ -571,7 +565,7 @@ def test_a_policy_that_only_another_models_file_has_is_left_out(
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [(".", "Is a directory"), ("file/x.json", "File exists"), (300 * "x", "File name too long")],
+    [(".", "Is a directory"), ("file/x.json", "Not a directory"), (300 * "x", "File name too long")],
     ids=["folder", "below a file", "long"],
 )
 @pytest.mark.parametrize("words", [["plan", "--gbits", "1"], ["bench"]])

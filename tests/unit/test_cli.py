@@ -8,19 +8,20 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from hvdbridge.errors import BackendUnavailable
-from hvdbridge.tools import COMMANDS, doctor, install_horovod, main, probe, starts
+from hvdbridge.tools import COMMANDS, doctor, install_horovod, main, probe
 from hvdbridge.tools.doctor import Cell, Facts, Launcher, cells
 
 pytestmark = pytest.mark.slow
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}
 
-TORCH = probe.Torch(
+TORCH = SimpleNamespace(
     version="2.13.0+cpu",
     git="abc",
     cuda=None,
@@ -36,9 +37,9 @@ EVERYTHING = Facts(
     system="Linux",
     cores=2,
     torch=TORCH,
-    horovod=probe.Horovod("0.28.1", "/env/horovod", gloo=True, mpi=False, nccl=False),
-    mpi=probe.Mpi("4.1.2", "MPICH Version: 5.0.2"),
-    kernels=probe.Kernels("auto", ""),
+    horovod=SimpleNamespace(version="0.28.1", location="/env/horovod", gloo=True, mpi=False, nccl=False),
+    mpi=SimpleNamespace(mpi4py="4.1.2", implementation="MPICH Version: 5.0.2"),
+    kernels=SimpleNamespace(setting="auto", failure=""),
     launchers={
         "torchrun": Launcher("/env/bin/torchrun"),
         "horovodrun": Launcher("/env/bin/horovodrun"),
@@ -54,7 +55,7 @@ WITHOUT_HOROVOD = replace(
 )
 OPEN_MPI = replace(
     EVERYTHING,
-    mpi=probe.Mpi("4.1.2", "Open MPI v5.0.11"),
+    mpi=SimpleNamespace(mpi4py="4.1.2", implementation="Open MPI v5.0.11"),
     launchers={**EVERYTHING.launchers, "mpiexec": Launcher("/usr/bin/mpiexec", family="Open MPI")},
 )
 WITHOUT_TORCH = replace(EVERYTHING, torch=probe.Missing("ModuleNotFoundError: No module named 'torch'"))
@@ -137,7 +138,8 @@ def test_an_mpiexec_of_another_mpi_would_start_jobs_of_size_1():
 
 
 def test_a_sites_horovod_with_mpi_alone():
-    facts = replace(EVERYTHING, horovod=probe.Horovod("0.28.1", "/site", gloo=False, mpi=True, nccl=False))
+    with_mpi = SimpleNamespace(version="0.28.1", location="/site", gloo=False, mpi=True, nccl=False)
+    facts = replace(EVERYTHING, horovod=with_mpi)
     nine = table(facts)
     assert nine["mpiexec", "horovod"].how == nine["horovodrun", "horovod"].how == "natively"
     assert nine["horovodrun", "torch"].how == "address by an MPI broadcast"
@@ -196,7 +198,7 @@ def test_variables_show_what_they_parse_to(monkeypatch):
     ],
 )  # fmt: skip
 def test_what_a_start_from_this_shell_would_meet(environ: dict[str, str], what: str, text: str, remedy: str) -> None:
-    found = {finding.what: finding for finding in starts.findings(environ)}[what]
+    found = {finding.what: finding for finding in doctor.findings(environ)}[what]
     assert text in found.text
     assert remedy in found.remedy
     assert bool(remedy) == bool(found.remedy)
@@ -208,7 +210,7 @@ def test_what_srun_would_take(way: str, remedy: str, tmp_path: Path, monkeypatch
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}'\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = {finding.what: finding for finding in starts.findings({})}["srun"]
+    found = {finding.what: finding for finding in doctor.findings({})}["srun"]
     assert f"MpiDefault is {way}" in found.text
     assert remedy in found.remedy
     assert bool(remedy) == bool(found.remedy)
@@ -217,8 +219,8 @@ def test_what_srun_would_take(way: str, remedy: str, tmp_path: Path, monkeypatch
 def test_a_child_does_not_take_itself_for_a_rank(monkeypatch):
     monkeypatch.setenv("HOROVOD_RANK", "1")
     monkeypatch.setenv("PMI_RANK", "1")
-    answer = probe.ask("import json, os; answer = dict(seen=[k for k in os.environ if k.endswith('_RANK')])")
-    assert answer == {"seen": []}
+    answer = probe.ask("import os; answer = dict(seen=[k for k in os.environ if k.endswith('_RANK')])")
+    assert answer == SimpleNamespace(seen=[])
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_a_child_does_not_take_itself_for_a_rank(monkeypatch):
 def test_what_computes_on_the_cpu(variables, found, monkeypatch, tmp_path):
     for name, value in {"HVDBRIDGE_CACHE": str(tmp_path), **variables}.items():
         monkeypatch.setenv(name, value)
-    facts = replace(EVERYTHING, kernels=probe.kernels())
+    facts = replace(EVERYTHING, kernels=probe.ask(probe.KERNELS))
     console = Console(width=300, highlight=False, markup=False)
     with console.capture() as captured:
         doctor.report(facts, cells(facts), console)

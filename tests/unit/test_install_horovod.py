@@ -10,20 +10,29 @@ import sys
 import tempfile
 import time
 import zipfile
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hvdbridge.errors import HvdbridgeError
 from hvdbridge.tools import horovod_build, install_horovod, main, probe
-from hvdbridge.tools.horovod_build import Recipe
+from hvdbridge.tools.horovod_build import Recipe, call
 from hvdbridge.tools.install_horovod import SmokeTestFailed
-from hvdbridge.tools.process import call
 
-TORCH = probe.Torch("2.13.0+cpu", "abc", None, True, 20, True, True, None, [])
-WORKING = probe.Horovod("0.28.1", "/env/horovod", gloo=True, mpi=False, nccl=False)
+TORCH = SimpleNamespace(
+    version="2.13.0+cpu", git="abc", cuda=None, cxx11_abi=True, cxx_standard=20, distributed=True, gloo=True,
+    nccl=None, gpus=[],
+)  # fmt: skip
+WORKING = SimpleNamespace(version="0.28.1", location="/env/horovod", gloo=True, mpi=False, nccl=False)
+NO_TORCH = probe.Missing("ModuleNotFoundError: No module named 'torch'")
+
+
+def other(**changes: object) -> SimpleNamespace:
+    """TORCH with other attributes."""
+    return SimpleNamespace(**vars(TORCH) | changes)
+
 
 # Stands in for pip: notes each call, and makes a wheel or fails as a compiler does.
 PIP = """
@@ -60,17 +69,15 @@ class Machine:
         self.smoke_failures: list[str] = []
         monkeypatch.setenv("HVDBRIDGE_CACHE", str(self.cache))
         monkeypatch.setattr(tempfile, "tempdir", str(self.temporary))
-        monkeypatch.setattr(probe, "torch", lambda: TORCH)
-        monkeypatch.setattr(probe, "horovod", lambda: WORKING)
+        monkeypatch.setattr(probe, "ask", {probe.TORCH: TORCH, probe.HOROVOD: WORKING}.get)
         monkeypatch.setattr(install_horovod, "distribution", self.distribution)
-        monkeypatch.setattr(install_horovod, "build_lacks", lambda recipe, cache: [])
+        monkeypatch.setattr(horovod_build, "build_lacks", lambda recipe, cache: [])
         monkeypatch.setattr(install_horovod, "smoke_test", self.smoke_test)
         self.pip(fails=False)
 
     def pip(self, fails: bool) -> None:
         script = PIP.format(calls=str(self.calls_file), fails=fails)
-        for module in (install_horovod, horovod_build):
-            self.monkeypatch.setattr(module, "pip", lambda action: [sys.executable, "-c", script, action])
+        self.monkeypatch.setattr(horovod_build, "pip", lambda action: [sys.executable, "-c", script, action])
 
     def distribution(self, name: str) -> None:
         raise PackageNotFoundError(name)
@@ -144,14 +151,14 @@ def test_a_bad_cached_wheel_is_dropped_and_built_again(machine, damage):
 
 def test_a_registry_that_does_not_answer_costs_no_cached_wheel(machine):
     main(["install-horovod"])
-    for module in (install_horovod, horovod_build):
-        machine.monkeypatch.setattr(module, "pip", lambda action: ["false"])
+    machine.monkeypatch.setattr(horovod_build, "pip", lambda action: ["false"])
     assert main(["install-horovod"]) == 2
     assert len(machine.wheels()) == 1
 
 
 def test_what_cannot_be_imported_afterwards_is_uninstalled(machine, capsys):
-    machine.monkeypatch.setattr(probe, "horovod", lambda: probe.Missing("ImportError: shadowed"))
+    answers = {probe.TORCH: TORCH, probe.HOROVOD: probe.Missing("ImportError: shadowed")}
+    machine.monkeypatch.setattr(probe, "ask", answers.get)
     assert main(["install-horovod"]) == 2
     assert machine.calls()[-1] == "uninstall"
     assert "ImportError: shadowed" in capsys.readouterr().err
@@ -186,14 +193,14 @@ def test_a_horovod_that_is_there(machine, capsys, url, works, said, replaced):
     url = url.format(key=Recipe.of("0.28.1", TORCH).key)  # of the compilers that this machine names
     found = iter([WORKING if works else probe.Missing("undefined symbol"), WORKING])
     machine.monkeypatch.setattr(install_horovod, "distribution", lambda name: Installed(url))
-    machine.monkeypatch.setattr(probe, "horovod", lambda: next(found))
+    machine.monkeypatch.setattr(probe, "ask", lambda source: TORCH if source == probe.TORCH else next(found))
     assert main(["install-horovod"]) == 0
     assert said in capsys.readouterr().out
     assert machine.calls_file.exists() == replaced
 
 
 def test_names_all_that_is_missing_at_once(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(probe, "torch", lambda: TORCH)
+    monkeypatch.setattr(probe, "ask", lambda source: TORCH)
     monkeypatch.setattr(install_horovod, "distribution", Machine.distribution.__get__(object()))
     monkeypatch.setattr(horovod_build, "DISK_BYTES", 1 << 60)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -205,13 +212,13 @@ def test_names_all_that_is_missing_at_once(monkeypatch, tmp_path, capsys):
 
 
 def test_torch_must_be_there(monkeypatch, capsys):
-    monkeypatch.setattr(probe, "torch", lambda: probe.Missing("ModuleNotFoundError: No module named 'torch'"))
+    monkeypatch.setattr(probe, "ask", lambda source: NO_TORCH)
     assert main(["install-horovod"]) == 2
     assert "pip install torch" in capsys.readouterr().err
 
 
 def test_a_cache_that_cannot_be_written_to(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(probe, "torch", lambda: TORCH)
+    monkeypatch.setattr(probe, "ask", lambda source: TORCH)
     (tmp_path / "file").touch()
     assert main(["install-horovod", "--cache", str(tmp_path / "file")]) == 2
     assert "--cache DIR" in capsys.readouterr().err
@@ -220,20 +227,20 @@ def test_a_cache_that_cannot_be_written_to(monkeypatch, tmp_path, capsys):
 def test_nccl_needs_a_torch_with_cuda():
     recipe = Recipe.of("0.28.1", TORCH, with_nccl=True)
     assert recipe.options["HOROVOD_GPU_OPERATIONS"] == "NCCL"
-    assert "a torch with CUDA" in horovod_build._nccl_lacks(recipe)[0]
+    assert "a torch with CUDA" in next(horovod_build._cuda_lacks(recipe))
 
 
 def test_a_torch_with_cuda_needs_the_toolkit(monkeypatch, tmp_path):
     """With and without NCCL; a compiler without headers, as a wheel brings it, is no toolkit."""
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    recipe = Recipe.of("0.28.1", replace(TORCH, cuda="13.0"))
+    recipe = Recipe.of("0.28.1", other(cuda="13.0"))
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
     (lack,) = horovod_build.build_lacks(recipe, tmp_path)
     assert f"the CUDA 13.0 toolkit (nvcc and cuda_runtime.h; looked in {tmp_path})" in lack
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "cuda_runtime.h").touch()
-    assert horovod_build.build_lacks(recipe, tmp_path) == []
+    assert not list(horovod_build.build_lacks(recipe, tmp_path))
 
 
 def test_a_compiler_that_is_too_old_is_named(monkeypatch, tmp_path):
@@ -255,8 +262,8 @@ def test_the_key_has_all_that_changes_the_wheel(monkeypatch):
     others = {
         key(version="0.28.0"),
         key(with_nccl=True),
-        key(probe.Torch("2.12.0+cpu", "abc", None, True, 20, True, True, None, [])),
-        key(probe.Torch("2.13.0+cpu", "abc", None, False, 20, True, True, None, [])),
+        key(other(version="2.12.0+cpu")),
+        key(other(cxx11_abi=False)),
     }
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")  # for runs, not for builds
     assert key() == plain

@@ -12,6 +12,7 @@ A policy of your own is one that the module or file of a model registers: --mode
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -31,6 +33,9 @@ from hvdbridge.backends.starting import starter
 from hvdbridge.errors import BackendUnavailable, ConfigurationError, Unsupported
 from hvdbridge.startup import launchers
 
+if TYPE_CHECKING:
+    from hvdbridge.tools.bench.measure import Row
+
 SHOW_SECONDS = 2.0
 """In which rank 0 shows its rows after Ctrl-C."""
 
@@ -38,22 +43,21 @@ SHOW_SECONDS = 2.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = __doc__
+    option = parser.add_argument
     backend = os.environ.get("HVDBRIDGE_BACKEND", "auto")
-    parser.add_argument("--backends", default=backend, help="torch,horovod,mpi (default: %(default)s)")
-    parser.add_argument(
-        "--models", default="small", help="resnet50, bert-base, gpt2, small[:LAYERS], module:function, file.py:function"
-    )
-    parser.add_argument("--policies", nargs="+", default=["mean", "bf16", "int8"], metavar="SPEC")
-    parser.add_argument(
-        "--against", metavar="WAY", help="a native way: ddp, ddp-hook, ddp-fp16, ddp-topk, horovod, mpi-loop, ..."
-    )
-    parser.add_argument("--steps", type=int, default=30, help="counted steps of each way (default: %(default)s)")
-    parser.add_argument("--samples", type=int, help="images or tokens per step and rank")
-    parser.add_argument("--bucket-mb", type=mib, metavar="MIB", help="size of a bucket, or auto (default: the usual)")
-    parser.add_argument("--ranks", type=int, default=2, help="without a launcher (default: %(default)s)")
+    option("--backends", default=backend, help="torch,horovod,mpi (default: %(default)s)")
+    known = "resnet50, bert-base, gpt2, small[:LAYERS], module:function, file.py:function"
+    option("--models", default="small", help=known)
+    option("--policies", nargs="+", default=["mean", "bf16", "int8"], metavar="SPEC")
+    known = "a native way: ddp, ddp-hook, ddp-fp16, ddp-topk, horovod, mpi-loop, ..."
+    option("--against", metavar="WAY", help=known)
+    option("--steps", type=int, default=30, help="counted steps of each way (default: %(default)s)")
+    option("--samples", type=int, help="images or tokens per step and rank")
+    option("--bucket-mb", type=mib, metavar="MIB", help="size of a bucket, or auto (default: the usual)")
+    option("--ranks", type=int, default=2, help="without a launcher (default: %(default)s)")
     several = "; without a launcher and with several backends a file for each, FILE's name with -BACKEND"
-    parser.add_argument("--json", type=Path, metavar="FILE", help=f"write all figures{several}")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw them (needs matplotlib){several}")
+    option("--json", type=Path, metavar="FILE", help=f"write all figures{several}")
+    option("--plot", type=Path, metavar="FILE", help=f"draw them (needs matplotlib){several}")
 
 
 def mib(text: str) -> float | str:
@@ -75,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_policies(arguments.policies, models)
     check_plot(arguments.plot)
     if launchers.detect().launcher != "none":
-        return _measure(arguments)
+        return _Session(arguments).run()
     _check_files(arguments)
     return _launch(arguments)
 
@@ -88,56 +92,39 @@ def _check_files(arguments: argparse.Namespace) -> None:
         check_file(f"--{option}", getattr(arguments, option))
 
 
-def _check_files_of_first(arguments: argparse.Namespace) -> None:
-    """Rank 0 writes them, and its machine may be another one. Collective; raises ConfigurationError on all ranks."""
-    import hvdbridge as hb
-
-    refusal = None
-    if hb.rank() == 0:
-        try:
-            _check_files(arguments)
-        except ConfigurationError as error:
-            refusal = str(error)
-    refusal = hb.broadcast_object(refusal)
-    if refusal is not None:
-        hb.shutdown()
-        raise ConfigurationError(refusal)
-
-
 def _launch(arguments: argparse.Namespace) -> int:
     """Each backend under its own launcher, on this machine."""
-    auto = arguments.backends == "auto"
+    auto, ranks = arguments.backends == "auto", str(arguments.ranks)
     names = ["torch", "horovod", "mpi"] if auto else arguments.backends.split(",")
-    words = sys.argv[1:]
+    lines = {
+        "torch": ["torchrun", "--nproc-per-node", ranks, "--standalone", "-m"],
+        "horovod": ["horovodrun", "-np", ranks, sys.executable, "-m"],
+        "mpi": ["mpiexec", "-n", ranks, sys.executable, "-m"],
+    }
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     status = 0
     for name in names:
-        ranks = str(arguments.ranks)
-        lines = {
-            "torch": ["torchrun", "--nproc-per-node", ranks, "--standalone", "-m"],
-            "horovod": ["horovodrun", "-np", ranks, sys.executable, "-m"],
-            "mpi": ["mpiexec", "-n", ranks, sys.executable, "-m"],
-        }
         if name not in lines:
             raise ConfigurationError(f"--backends {name}: known are {', '.join(lines)}")
-        line = [*lines[name], "hvdbridge", *words, "--backends", name]
+        line = [*lines[name], "hvdbridge", *sys.argv[1:], "--backends", name]
         for option in ("json", "plot"):
             path = getattr(arguments, option)
             if path is not None and len(names) > 1 and (path.is_file() or not path.exists()):  # not /dev/stdout
                 line += [f"--{option}", str(path.with_stem(f"{path.stem}-{name}"))]
-        places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         program = shutil.which(line[0], path=places)
-        if program is None and auto:
+        if program is None and not auto:
+            raise ConfigurationError(f"{line[0]} is not here, which starts the {name} backend (hvdbridge doctor)")
+        if program is None:
             print(f"{name}: left out: {line[0]} is not here (hvdbridge doctor)", file=sys.stderr)
             continue
-        if program is None:
-            raise ConfigurationError(f"{line[0]} is not here, which starts the {name} backend (hvdbridge doctor)")
+        interrupted = False
         with subprocess.Popen([program, *line[1:]], env=os.environ | {"PATH": places}) as job:
             while job.poll() is None:
                 try:
                     job.wait()
                 except KeyboardInterrupt:  # the launcher has it, too: it ends the ranks, and they leave their rows
-                    names = []
-        if not names:
+                    interrupted = True
+        if interrupted:
             return 130
         status |= job.returncode
     return status
@@ -176,97 +163,126 @@ def _heard(interrupt: Callable[..., None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _measure(arguments: argparse.Namespace) -> int:
-    import hvdbridge as hb
-    from hvdbridge.tools.bench import report, transport
-    from hvdbridge.tools.bench.measure import WARM_UP, Row, check, measure
+class _Session:
+    """One run of all backends, models and policies by the ranks of a job.
 
-    rows: list[Row] = []
-    left_out: list[str] = []
-    written: dict[Path, None] = {}
-    link: transport.Network | None = None
-    models = arguments.models.split(",")
-    console = Console(stderr=True)
-    first = launchers.detect().rank == 0
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    interrupted = leaving = False
+    Attributes:
+        interrupted: Ctrl-C came.
+        leaving: rows are being shown: signals interrupt no more.
+    """
 
-    def interrupt(*_: object) -> None:
-        nonlocal interrupted
-        interrupted = True
-        if not leaving:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.console = Console(stderr=True)
+        self.first = launchers.detect().rank == 0
+        self.rows: list[Row] = []
+        self.left_out: list[str] = []
+        self.written: dict[Path, None] = {}
+        self.interrupted = self.leaving = False
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        quiet = not (self.first and self.console.is_terminal)
+        text = TextColumn("{task.description}", markup=False)
+        self.progress = Progress(text, *columns, console=self.console, disable=quiet)
+
+    def run(self) -> int:
+        """Measure everything. Whatever ends it, rank 0 shows the rows so far."""
+        with ExitStack() as stack:
+            stack.enter_context(_heard(self.interrupt))
+            if self.first:
+                stack.callback(self.show)
+            stack.enter_context(self.progress)
+            stack.callback(self.leave)
+            try:
+                for backend in self.arguments.backends.split(","):
+                    self.measure(backend)
+            except KeyboardInterrupt:
+                self.interrupted = True
+                self.leave()
+            if self.interrupted and not self.first:
+                time.sleep(SHOW_SECONDS)  # launchers end all ranks with the first
+        if self.interrupted:
+            sys.exit(130)  # said here, hb.init's exit hooks see it: a rank that is stuck in the native way ends, too
+        return 0 if self.rows else 2
+
+    def measure(self, backend: str) -> None:
+        """Every model and policy on one backend; what cannot be measured is left out."""
+        import hvdbridge as hb
+        from hvdbridge.tools.bench.measure import WARM_UP, check, measure
+        from hvdbridge.tools.bench.report import save
+        from hvdbridge.tools.bench.transport import probe
+
+        if (reason := _missing(backend)) is not None:
+            self.left_out.append(f"{backend}: left out: {reason}")
+            return
+        words = self.arguments
+        hb.init(backend=backend)
+        self.check_files()
+        self.tell(f"{hb.backend()}: probing the network")
+        link = probe(hb.current().communicator, hb.device())
+        for model, policy in itertools.product(words.models.split(","), words.policies):
+            cell = f"{hb.backend()} · {model} · {policy}"
+            try:
+                check(policy, words.against, words.steps)
+                task = self.progress.add_task(cell, total=WARM_UP + words.steps)
+                self.tell(cell)
+                on_step = partial(self.stepped, task)
+                row = measure(model, policy, words.against, link, words.steps, words.samples, words.bucket_mb, on_step)
+            except (ConfigurationError, Unsupported) as error:
+                self.left_out.append(f"{cell}: left out: {error}")
+                continue  # the file's network is its last row's
+            self.rows.append(row)
+            self.tell(f"{cell}: {1e3 * row.step:.1f} ms a step")
+            if self.first and words.json is not None:  # after every row: Ctrl-C leaves those so far
+                save(words.json, link, self.rows)
+                self.written[words.json] = None
+        hb.shutdown()
+
+    def check_files(self) -> None:
+        """Rank 0 writes them, and its machine may be another one. Collective; raises ConfigurationError on all."""
+        import hvdbridge as hb
+
+        refusal = None
+        if self.first:
+            try:
+                _check_files(self.arguments)
+            except ConfigurationError as error:
+                refusal = str(error)
+        refusal = hb.broadcast_object(refusal)
+        if refusal is not None:
+            hb.shutdown()
+            raise ConfigurationError(refusal)
+
+    def tell(self, line: str) -> None:
+        """Print what a bar would show, for a log, or through a launcher that is no terminal."""
+        if self.first and not self.console.is_terminal:
+            self.print(line)
+
+    def print(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def show(self) -> None:
+        from hvdbridge.tools.bench import report
+
+        for line in self.left_out:
+            self.print(line)
+        if self.rows:
+            report.show(report.measured(self.rows))
+            if self.arguments.plot is not None:
+                report.plot_measured(self.arguments.plot, self.rows)
+                self.written[self.arguments.plot] = None
+            for path in self.written:
+                self.print(f"written: {path}")
+
+    def interrupt(self, *_: object) -> None:
+        self.interrupted = True
+        if not self.leaving:
             raise KeyboardInterrupt
 
-    def stepped(task: TaskID) -> None:
-        progress.advance(task)
-        if interrupted:  # in a place from which Python lets no exception out
+    def stepped(self, task: TaskID) -> None:
+        self.progress.advance(task)
+        if self.interrupted:  # in a place from which Python lets no exception out
             raise KeyboardInterrupt
 
-    def tell(line: str) -> None:
-        """What a bar would show, for those who look at a log, or through a launcher that is no terminal."""
-        if first and not console.is_terminal:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def show() -> None:
-        for line in left_out:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-        if rows and link is not None:
-            report.show(report.measured(rows))
-            if arguments.plot is not None:
-                report.plot_measured(arguments.plot, rows)
-                written[arguments.plot] = None
-            for path in written:
-                console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
-
-    def leave() -> None:
-        """Whatever ends it: a launcher's second signal takes neither the rows nor the reason from whom reads them."""
-        nonlocal leaving
-        leaving = True
-
-    with ExitStack() as stack:
-        stack.enter_context(_heard(interrupt))
-        if first:
-            stack.callback(show)  # whatever ends it: rows that were measured are not lost
-        quiet = not (first and console.is_terminal)
-        progress = stack.enter_context(Progress(*columns, console=console, disable=quiet))
-        stack.callback(leave)
-        try:
-            for backend in arguments.backends.split(","):
-                if (reason := _missing(backend)) is not None:
-                    left_out.append(f"{backend}: left out: {reason}")
-                    continue
-                hb.init(backend=backend)
-                if link is None:  # before anything is measured
-                    _check_files_of_first(arguments)
-                tell(f"{hb.backend()}: probing the network")
-                link = transport.probe(hb.current().communicator, hb.device())
-                for model in models:
-                    for policy in arguments.policies:
-                        cell = f"{hb.backend()} · {model} · {policy}"
-                        try:
-                            check(policy, arguments.against, arguments.steps)
-                            task = progress.add_task(cell, total=WARM_UP + arguments.steps)
-                            tell(cell)
-                            rows.append(
-                                measure(
-                                    model, policy, arguments.against, link, arguments.steps, arguments.samples,
-                                    arguments.bucket_mb,
-                                    partial(stepped, task),
-                                )
-                            )  # fmt: skip
-                        except (ConfigurationError, Unsupported) as error:
-                            left_out.append(f"{cell}: left out: {error}")
-                            continue  # the file's network is its last row's
-                        tell(f"{cell}: {1e3 * rows[-1].step:.1f} ms a step")
-                        if first and arguments.json is not None:  # after every row: Ctrl-C leaves those so far
-                            report.save(arguments.json, link, rows)
-                            written[arguments.json] = None
-                hb.shutdown()
-        except KeyboardInterrupt:
-            interrupted = True
-            leave()
-        if interrupted and not first:
-            time.sleep(SHOW_SECONDS)  # launchers end all ranks with the first
-    if interrupted:
-        sys.exit(130)  # said here, hb.init's exit hooks see it: a rank that is stuck in the native way ends, too
-    return 0 if rows else 2
+    def leave(self) -> None:
+        """From here on a launcher's second signal prevents neither the rows nor the reason from being shown."""
+        self.leaving = True

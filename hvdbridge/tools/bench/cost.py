@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -64,18 +64,24 @@ def kinds(policy: Policy) -> tuple[dict[bool, int], float]:
     return {which: steps[-1] for which, steps in found.items() if steps}, share
 
 
-def measure_copy(device: torch.device | str = "cpu", repeats: int = 5) -> float:
-    """Seconds per element of a copy of DDP_MB on this machine, median after one."""
+def timed(*parts: Callable[[], object], repeats: int = 5) -> list[tuple[float, float]]:
+    """Median seconds and CPU seconds of each part; the parts are done in turn, and the first turn does not count."""
+    times: list[list[tuple[float, float]]] = [[] for _ in parts]
+    for _ in range(repeats + 1):
+        for part, own in zip(parts, times, strict=True):
+            started, before = time.perf_counter(), time.process_time()
+            part()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            own.append((time.perf_counter() - started, time.process_time() - before))
+    return [(statistics.median(t for t, _ in own[1:]), statistics.median(t for _, t in own[1:])) for own in times]
+
+
+def measure_copy(device: torch.device | str) -> float:
+    """Seconds per element of a copy of DDP_MB on this machine."""
     source = torch.ones(int(DDP_MB * 2**18), device=device)
     target = torch.empty_like(source)
-    times = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        target.copy_(source)
-        if target.is_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:]) / source.numel()
+    return timed(lambda: target.copy_(source))[0][0] / source.numel()
 
 
 @dataclass(frozen=True)
@@ -130,26 +136,18 @@ def measure_computation(
     seconds, received = {}, {}
     for ranks in sizes[:2]:
         for due, step in kinds(policy)[0].items():
-            pool = BufferPool(IN_FLIGHT + BUFFERS)
-
-            def spent(where: torch.device | str) -> float:
-                events = dry_run(
-                    policy, params, ranks, step, bucket_mb, min(local_size, ranks), where, pool=pool  # noqa: B023
-                )
-                return sum(event.seconds for event in events)
-
-            seconds[ranks, due] = statistics.median([spent(device) for _ in range(repeats + 1)][1:])
-            received[ranks, due] = sum(_gathered(policy, params, ranks, step, bucket_mb, local_size))
+            pool, times, gathered = BufferPool(IN_FLIGHT + BUFFERS), [], 0.0
+            for _ in range(repeats + 1):
+                spent, gathered = 0.0, 0.0
+                for event in dry_run(
+                    policy, params, ranks, step, bucket_mb, min(local_size, ranks), device, pool=pool
+                ):
+                    spent += event.seconds
+                    if isinstance(event, Asked) and isinstance(event.request, AllGather):
+                        gathered += event.request.bytes_sent(event.size)
+                times.append(spent)
+            seconds[ranks, due], received[ranks, due] = statistics.median(times[1:]), gathered
     return Computation(seconds, received)
-
-
-def _gathered(
-    policy: Policy, params: Shapes, ranks: int, step: int, bucket_mb: float, local_size: int
-) -> Iterator[float]:
-    """Bytes that all-gathers bring in a step, each."""
-    for event in dry_run(policy, params, ranks, step, bucket_mb, min(local_size, ranks)):
-        if isinstance(event, Asked) and isinstance(event.request, AllGather):
-            yield float(event.request.bytes_sent(event.size))
 
 
 @dataclass(frozen=True)
@@ -226,11 +224,8 @@ class Planner:
         steps, due = kinds(policy)
         found = self._one(spec, policy, ranks, computation, factor, steps.get(False, SETTLED))
         if 0 < due < 1:
-            extra = self._one(spec, policy, ranks, computation, factor, steps[True])
-            mixed = {
-                name: (1 - due) * getattr(found, name) + due * getattr(extra, name)
-                for name in ("step", "compression", "communication", "bytes_sent", "cpu", "working")
-            }
+            extra = vars(self._one(spec, policy, ranks, computation, factor, steps[True]))
+            mixed = {name: (1 - due) * value + due * extra[name] for name, value in list(vars(found).items())[2:]}
             found = replace(found, **mixed)
         return found
 
@@ -242,23 +237,24 @@ class Planner:
         compression = factor * computation.at(ranks, policy.due(step), received)
         total = max(1, sum(bucket.numel for bucket in buckets))
 
-        def carried(loads: Sequence[Load], seconds: Callable[[Load, int], float]) -> float:
+        def carried(loads: Sequence[Load], seconds: Callable[[Load, int], float] = self.network.seconds) -> float:
             return sum(seconds(load, local_size) for load in loads)
 
         every = [load for bucket in buckets for load in (*bucket.loads, *bucket.behind)]
-        communication = carried(every, self.network.seconds)
-        sending = carried(every, self.network.cpu_seconds)
+        communication, sending = carried(every), carried(every, self.network.cpu_seconds)
         beside = self.cores >= 2 and not self.one_device  # a core of its own for what the policy computes
+        slower = 1 / min(1.0, self.cores)
         ready, delay, waiting = self.forward, 0.0, []
         for bucket in buckets:
             computed = compression * bucket.numel / total
             ready += (self.backward + self.copies) * bucket.numel / total
-            travels = carried(bucket.loads, self.network.seconds)
-            slower = 1 / min(1.0, self.cores)
-            if not beside:
+            travels = carried(bucket.loads)
+            if beside:
+                own = max(travels, computed)
+            else:
                 travels += carried(bucket.loads, self.network.cpu_seconds) * (slower - 1)
+                own = travels + computed
             if bucket.loads or not bucket.behind:
-                own = max(travels, computed) if beside else travels + computed
                 waiting.append((ready + delay, own, travels + computed))
             if not beside:
                 delay += slower * (computed + carried([*bucket.loads, *bucket.behind], self.network.cpu_seconds))
@@ -269,10 +265,11 @@ class Planner:
         compute = self.forward + self.backward + self.optimizer
         synchronizing = (compression + self.copies) * min(1.0, self.cores) + sending + self.overhead
         cpu = self.compute_cpu + max(0.0, synchronizing)
-        working = cpu / self.cores
-        step_seconds = max(end + self.optimizer, communication, working)
+        step_seconds = max(end + self.optimizer, communication, cpu / self.cores)
         sent = sum(load.sent for load in every)
-        return Prediction(spec, ranks, step_seconds, compute, compression, communication, sent, cpu, working)
+        return Prediction(
+            spec, ranks, step_seconds, compute, compression, communication, sent, cpu, cpu / self.cores
+        )
 
     def _buckets(self, policy: Policy, ranks: int, step: int) -> tuple[list[_Bucket], float]:
         """The buckets of a step, and the bytes that a rank receives by all-gathers."""

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -21,7 +20,7 @@ from hvdbridge.reduction.parameters import trainable
 from hvdbridge.tools.bench.cost import SETTLED, kinds
 from hvdbridge.tools.bench.models import Loss
 from hvdbridge.tools.bench.models import model as named_model
-from hvdbridge.tools.bench.reference import Way, alone, native
+from hvdbridge.tools.bench.reference import Way, native
 from hvdbridge.tools.bench.transport import Network, ranks_per_node
 
 WARM_UP = 5
@@ -109,13 +108,52 @@ def measure(
     due, share = _due(policy, steps)
     torch.manual_seed(hb.rank())  # ranks that send the same gradients would flatter what picks some of them
     module, loss = named_model(model, samples)
-    module.to(hb.device())
+    ways, name, sync = _ways(module.to(hb.device()), loss, policy, against, bucket_mb)
+    try:
+        slowest, busy, parts = _train(ways, loss, steps, on_step)
+    except ConfigurationError:  # which all ranks come to
+        sync.close()
+        raise
+    sync.close()
+
+    def parted(values: Sequence[float]) -> list[tuple[float, list[float]]]:
+        """Values of our steps, those that are due and the others, with their shares."""
+        both = [[v for v, is_due in zip(values, due, strict=True) if is_due is which] for which in (False, True)]
+        return [(weight, kind) for weight, kind in zip((1 - share, share), both, strict=True) if kind]
+
+    def typical(values: Sequence[float]) -> float:
+        return sum(weight * statistics.median(kind) for weight, kind in parted(values))
+
+    step, compute = typical(slowest["ours"]), statistics.median(slowest["alone"])
+    compression, communication, sent = map(typical, parts)
+    cpus = _over_ranks([typical(busy["ours"]), statistics.median(busy["alone"])], hb.ReduceOp.SUM)
+    cpu, compute_cpu = (seconds / hb.size() for seconds in cpus)
+    other, ratio = None, None
+    if "native" in ways:
+        ratios = parted([a / b for a, b in zip(slowest["ours"], slowest["native"], strict=True)])
+        low, middle, high = (sum(weight * _quartile(n, kind) for weight, kind in ratios) for n in range(3))
+        other, ratio = statistics.median(slowest["native"]), (low, middle, high)
+    enqueued = hb.device().type == "cuda" or not hb.current().communicator.capabilities.blocks_host
+    beside = compression if (network.cores or 2) < 2 and not enqueued else 0.0  # in the time of backward
+    floor = max(compute + beside, 0.0 if enqueued else compression, sent / _bandwidth(policy, module, network))
+    numel = sum(p.numel() for p in trainable(module).values())
+    return Row(
+        hb.backend(), hb.launcher(), hb.size(), model, policy, samples, name, numel,
+        steps, step, compute, compression, communication, max(0.0, step - compute - beside), sent, cpu, compute_cpu,
+        other, ratio, step / floor, sync.bucket_mb, enqueued,
+    )  # fmt: skip
+
+
+def _ways(
+    module: torch.nn.Module, loss: Loss, policy: str, against: str | None, bucket_mb: float | Literal["auto"] | None
+) -> tuple[dict[str, Way], str, hb.GradientSynchronizer]:
+    """The three ways with a copy of the module each; the native one's name, or why it is missing; our synchronizer."""
     name, make = native(hb.backend(), against)
-    theirs, mine, plain = module, copy.deepcopy(module), copy.deepcopy(module)
+    mine, plain = copy.deepcopy(module), copy.deepcopy(module)
     unused = _leaves_some_out(plain, loss)  # after the copies: a module may keep what has no copy, an activation
     ways = {}
     try:
-        ways["native"] = make(theirs, _optimizer(theirs), unused)
+        ways["native"] = make(module, _optimizer(module), unused)
     except ConfigurationError as error:
         if against is not None:
             raise
@@ -124,61 +162,44 @@ def measure(
         mine, _optimizer(mine), policy=policy, bucket_mb=bucket_mb, find_unused_parameters=unused
     )
     ways["ours"] = Way(sync.model, sync.optimizer.zero_grad, sync.optimizer.step, sync.stats)
-    ways["alone"] = alone(plain, _optimizer(plain))
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    busy: dict[str, list[float]] = {way: [] for way in ways}
+    alone = _optimizer(plain)
+    ways["alone"] = Way(plain, alone.zero_grad, alone.step)
+    return ways, name, sync
+
+
+Figures = dict[str, list[float]]
+"""Way -> a figure of each step."""
+
+
+def _train(
+    ways: dict[str, Way], loss: Loss, steps: int, on_step: Callable[[], None]
+) -> tuple[Figures, Figures, list[list[float]]]:
+    """Each step's seconds, of the slowest rank, and CPU seconds, of this rank; compression, communication and bytes."""
+    seconds: Figures = {way: [] for way in ways}
+    busy: Figures = {way: [] for way in ways}
     parts: list[list[float]] = []
     order = list(ways)
     for number in range(WARM_UP + steps):
         for way in order:
-            try:
-                spent, cpu = _step(ways[way], loss)
-            except ConfigurationError:  # which all ranks come to
-                sync.close()
-                raise
+            spent, cpu = _step(ways[way], loss)
             if number >= WARM_UP:
                 seconds[way].append(spent)
                 busy[way].append(cpu)
         if number >= WARM_UP:
-            figures = sync.stats()
+            figures = ways["ours"].settle()
             parts.append([figures[k] for k in ("compression_seconds", "communication_seconds", "bytes_sent")])
         order = [*order[1:], order[0]]
         on_step()
-    sync.close()
-
-    def typical(values: Sequence[float], statistic: Callable[[Sequence[float]], float] = statistics.median) -> float:
-        """Of our steps, in which those that are due have their share."""
-        parted = [[v for v, is_due in zip(values, due, strict=True) if is_due is which] for which in (False, True)]
-        return sum(weight * statistic(kind) for weight, kind in zip((1 - share, share), parted, strict=True) if kind)
-
-    slowest = {way: _slowest(values) for way, values in seconds.items()}
-    step = typical(slowest["ours"])
-    compute = statistics.median(slowest["alone"])
-    compression, communication, sent = (typical(_slowest(part)) for part in zip(*parts, strict=True))
-    cpu, compute_cpu = _mean([typical(busy["ours"]), statistics.median(busy["alone"])])
-    other, ratio = None, None
-    if "native" in ways:
-        ratios = [a / b for a, b in zip(slowest["ours"], slowest["native"], strict=True)]
-        low, middle, high = (typical(ratios, quartile) for quartile in QUARTILES)
-        other, ratio = statistics.median(slowest["native"]), (low, middle, high)
-    enqueued = hb.device().type == "cuda" or not hb.current().communicator.capabilities.blocks_host
-    beside = compression if (network.cores or 2) < 2 and not enqueued else 0.0  # in the time of backward
-    floor = max(compute + beside, 0.0 if enqueued else compression, sent / _bandwidth(policy, mine, network))
-    numel = sum(p.numel() for p in trainable(mine).values())
-    return Row(
-        hb.backend(), hb.launcher(), hb.size(), model, policy, samples, name, numel,
-        steps, step, compute, compression, communication, max(0.0, step - compute - beside), sent, cpu, compute_cpu,
-        other, ratio, step / floor, sync.bucket_mb, enqueued,
-    )  # fmt: skip
+    slowest = {way: _over_ranks(values, hb.ReduceOp.MAX) for way, values in seconds.items()}
+    return slowest, busy, [_over_ranks(part, hb.ReduceOp.MAX) for part in zip(*parts, strict=True)]
 
 
 def _leaves_some_out(module: torch.nn.Module, loss: Loss) -> bool:
     """Whether a backward on any rank leaves a trainable parameter without a gradient."""
     loss(module).backward()
-    found = torch.tensor([any(p.grad is None for p in trainable(module).values())], dtype=torch.float64)
-    hb.all_reduce(found, op=hb.ReduceOp.MAX)
+    found = _over_ranks([any(p.grad is None for p in trainable(module).values())], hb.ReduceOp.MAX)
     module.zero_grad()
-    return bool(found)
+    return bool(found[0])
 
 
 def _bandwidth(policy: str, module: torch.nn.Module, network: Network) -> float:
@@ -239,9 +260,6 @@ def _quartile(number: int, values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=4)[number] if len(values) > 1 else values[0]
 
 
-QUARTILES = [partial(_quartile, number) for number in range(3)]
-
-
 def _optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=1e-6)
 
@@ -273,15 +291,8 @@ def _catch_up() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def _mean(figures: Sequence[float]) -> list[float]:
-    """Over ranks."""
+def _over_ranks(figures: Sequence[float], op: hb.ReduceOp) -> list[float]:
+    """The sum, or the largest, of each figure over all ranks."""
     found = torch.tensor(figures, dtype=torch.float64)
-    hb.all_reduce(found)
-    return [float(value) / hb.size() for value in found]
-
-
-def _slowest(seconds: Sequence[float]) -> list[float]:
-    """Of each step, the figure of the rank with most."""
-    found = torch.tensor(seconds, dtype=torch.float64)
-    hb.all_reduce(found, op=hb.ReduceOp.MAX)
-    return [float(value) for value in found]
+    hb.all_reduce(found, op=op)
+    return list(found.tolist())

@@ -17,10 +17,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +31,7 @@ FEWEST = 8
 Loss = Callable[[nn.Module], Tensor]
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """A weight matrix with its vectors (biases, normalisation).
 
     Attributes:
@@ -48,7 +46,7 @@ class Layer:
 def resnet50(side: int = 224) -> list[Layer]:
     """He et al., *Deep residual learning for image recognition*, 2016; a sample is an image of ``side`` x ``side``.
 
-    >>> parameters(resnet50())
+    >>> sum(math.prod(layer.weight) + sum(layer.vectors) for layer in resnet50())
     25557032
     """
     layers = [Layer((64, 3, 7, 7), (64, 64), (side / 2) ** 2)]
@@ -78,7 +76,7 @@ def transformer(vocabulary: int, positions: int, layers: int, width: int) -> Ite
 def bert_base() -> list[Layer]:
     """Devlin et al., *BERT*, 2019, base, uncased, with its pooler; a sample is a token.
 
-    >>> parameters(bert_base())
+    >>> sum(math.prod(layer.weight) + sum(layer.vectors) for layer in bert_base())
     109482240
     """
     return [*transformer(30522, 512, 12, 768), Layer((2, 768), (768, 768), 0), Layer((768, 768), (768,))]
@@ -87,7 +85,7 @@ def bert_base() -> list[Layer]:
 def gpt2() -> list[Layer]:
     """Radford et al., *Language models are unsupervised multitask learners*, 2019, small; a sample is a token.
 
-    >>> parameters(gpt2())
+    >>> sum(math.prod(layer.weight) + sum(layer.vectors) for layer in gpt2())
     124439808
     """
     return [*transformer(50257, 1024, 12, 768), Layer((768, 1), (768,), 0)]
@@ -96,11 +94,6 @@ def gpt2() -> list[Layer]:
 def small(layers: int = 300) -> list[Layer]:
     """Many small layers, where the cost of an operation counts and not its bytes."""
     return [Layer((64, 64), (64,)) for _ in range(layers)]
-
-
-def parameters(layers: list[Layer]) -> int:
-    """How many numbers a model has."""
-    return sum(math.prod(layer.weight) + sum(layer.vectors) for layer in layers)
 
 
 MODELS: dict[str, tuple[Callable[..., list[Layer]], int]] = {
@@ -148,10 +141,8 @@ class Product(nn.Module):
     def _rows(self, samples: int) -> tuple[Tensor, ...]:
         rows = max(FEWEST, round(self.rows * samples))
         if rows not in self._kept:
-            weight = self.weight.detach().flatten(1)
-            self._kept = {
-                rows: tuple(torch.randn(rows, n, device=weight.device) for n in weight.T.shape)
-            }  # x, gradient
+            weight = self.weight.detach().flatten(1)  # x and gradient:
+            self._kept = {rows: tuple(torch.randn(rows, n, device=weight.device) for n in weight.T.shape)}
         return self._kept[rows]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,48 +25,35 @@ class Way:
     settle: Callable[[], Any] = lambda: None  # wait for what goes on behind a step
 
 
-def alone(model: nn.Module, optimizer: Optimizer) -> Way:
-    """No synchronization: what is left is the computation."""
-    return Way(model, optimizer.zero_grad, optimizer.step)
-
-
-def ddp(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
-    """Plain DistributedDataParallel; ``unused``: it looks for parameters without a gradient."""
+def ddp(
+    model: nn.Module, optimizer: Optimizer, unused: bool = False, hook: Callable[[], tuple[Any, Any]] | None = None
+) -> Way:
+    """DistributedDataParallel, plain or with the state and the hook that ``hook`` makes; ``unused``: it looks for
+    parameters without a gradient."""
     device = next(model.parameters()).device
     ids = [device.index] if device.type == "cuda" else None
     wrapped = nn.parallel.DistributedDataParallel(model, device_ids=ids, find_unused_parameters=unused)
+    if hook is not None:
+        wrapped.register_comm_hook(*hook())
     return Way(wrapped, optimizer.zero_grad, optimizer.step)
 
 
-def ddp_hook(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
-    """DDP with torch's all-reduce hook: what no communication hook can do without."""
-    return _with_hook("allreduce_hook", model, optimizer, unused)
-
-
-def ddp_fp16(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
-    """DDP with torch's fp16 hook."""
-    return _with_hook("fp16_compress_hook", model, optimizer, unused)
-
-
-def _with_hook(name: str, model: nn.Module, optimizer: Optimizer, unused: bool) -> Way:
+def _default_hook(name: str) -> tuple[Any, Any]:
+    """torch's all-reduce hook, without which no communication hook can do, and its fp16 hook."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    way = ddp(model, optimizer, unused)
-    way.model.register_comm_hook(None, getattr(default_hooks, name))  # type: ignore[operator]
-    return way
+    return None, getattr(default_hooks, name)
 
 
-def ddp_powersgd(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
-    """DDP with torch's PowerSGD hook, rank 4. On Gloo it aborts as soon as a model has several buckets."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+def _powersgd() -> tuple[Any, Any]:
+    """torch's PowerSGD hook, rank 4. On Gloo it aborts as soon as a model has several buckets."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as of_torch
 
-    way = ddp(model, optimizer, unused)
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    way.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)  # type: ignore[operator]
-    return way
+    state = of_torch.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    return state, of_torch.powerSGD_hook
 
 
-def ddp_topk(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
+def _topk() -> tuple[Any, Any]:
     """A straightforward top-k of 1 % in a DDP hook: torch.topk, and an all-gather of values and indices."""
     import torch.distributed as dist
 
@@ -96,9 +84,7 @@ def ddp_topk(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Wa
         futures = torch.futures.collect_all([work.get_future() for work in works])
         return futures.then(decode)
 
-    way = ddp(model, optimizer, unused)
-    way.model.register_comm_hook(None, hook)  # type: ignore[operator]
-    return way
+    return None, hook
 
 
 def horovod(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
@@ -111,60 +97,37 @@ def horovod(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way
     return Way(model, wrapped.zero_grad, wrapped.step)
 
 
-def mpi(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
-    """By hand, after backward: all gradients in one flat Allreduce."""
-    comm, params = _mpi(model)
-    flat = torch.empty(sum(p.numel() for p in params), dtype=params[0].dtype)
-
-    def step() -> None:
-        grads = _gradients(params)
-        torch.cat([grad.reshape(-1) for grad in grads], out=flat)
-        flat.div_(comm.size)
-        comm.Allreduce(_in_place(), flat.numpy())
-        pieces = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
-        optimizer.step()
-
-    return Way(model, optimizer.zero_grad, step)
-
-
-def mpi_loop(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
-    """By hand, after backward: one Allreduce per parameter."""
-    comm, params = _mpi(model)
-
-    def step() -> None:
-        for grad in _gradients(params):
-            comm.Allreduce(_in_place(), grad.numpy())
-            grad.div_(comm.size)
-        optimizer.step()
-
-    return Way(model, optimizer.zero_grad, step)
-
-
-def _mpi(model: nn.Module) -> tuple[Any, list[Any]]:
+def mpi(model: nn.Module, optimizer: Optimizer, unused: bool = False, each: bool = False) -> Way:
+    """By hand, after backward: all gradients in one flat Allreduce; ``each``: one Allreduce per parameter."""
     from mpi4py import MPI
 
-    params = list(trainable(model).values())
+    params: list[Any] = list(trainable(model).values())
     found = {f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}" for p in params}
     if found not in ({"float32 on cpu"}, {"float64 on cpu"}):
         raise ConfigurationError(
             f"the hand-written loops over MPI are for models of float32 or of float64 on the CPU, not {sorted(found)}"
         )
-    return MPI.COMM_WORLD.Dup(), params
+    comm = MPI.COMM_WORLD.Dup()
+    flat = torch.empty(0 if each else sum(p.numel() for p in params), dtype=params[0].dtype)
 
+    def step() -> None:
+        for param in params:  # zeros where this rank's backward left none: ranks must send alike
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        grads = [param.grad for param in params]
+        if each:
+            for grad in grads:
+                comm.Allreduce(MPI.IN_PLACE, grad.numpy())
+                grad.div_(comm.size)
+        else:
+            torch.cat([grad.reshape(-1) for grad in grads], out=flat)
+            flat.div_(comm.size)
+            comm.Allreduce(MPI.IN_PLACE, flat.numpy())
+            pieces = flat.split([grad.numel() for grad in grads])
+            torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
+        optimizer.step()
 
-def _gradients(params: Sequence[nn.Parameter]) -> list[Any]:
-    """Zeros where this rank's backward left none: ranks must send alike."""
-    for param in params:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-    return [param.grad for param in params]
-
-
-def _in_place() -> Any:
-    from mpi4py import MPI
-
-    return MPI.IN_PLACE
+    return Way(model, optimizer.zero_grad, step)
 
 
 Make = Callable[[nn.Module, Optimizer, bool], Way]
@@ -172,13 +135,13 @@ Make = Callable[[nn.Module, Optimizer, bool], Way]
 
 WAYS: dict[str, tuple[str, Make]] = {
     "ddp": ("torch", ddp),
-    "ddp-hook": ("torch", ddp_hook),
-    "ddp-fp16": ("torch", ddp_fp16),
-    "ddp-powersgd": ("torch", ddp_powersgd),
-    "ddp-topk": ("torch", ddp_topk),
+    "ddp-hook": ("torch", partial(ddp, hook=partial(_default_hook, "allreduce_hook"))),
+    "ddp-fp16": ("torch", partial(ddp, hook=partial(_default_hook, "fp16_compress_hook"))),
+    "ddp-powersgd": ("torch", partial(ddp, hook=_powersgd)),
+    "ddp-topk": ("torch", partial(ddp, hook=_topk)),
     "horovod": ("horovod", horovod),
     "mpi": ("mpi", mpi),
-    "mpi-loop": ("mpi", mpi_loop),
+    "mpi-loop": ("mpi", partial(mpi, each=True)),
 }
 """name -> (the backend it needs, how it is made); a backend's first is what it is compared with by default."""
 

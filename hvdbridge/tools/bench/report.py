@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,28 +20,36 @@ from hvdbridge.tools.bench.measure import Row
 from hvdbridge.tools.bench.transport import Network
 
 
+def table(title: str, rows: Sequence[Mapping[str, str]], caption: str | None = None) -> Table:
+    """Rows, which map headings to cells, as a table; markup is shown as it is."""
+    found = Table(*rows[0], title=escape(title), caption=caption)
+    for row in rows:
+        found.add_row(*map(escape, row.values()))
+    return found
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
 def measured(rows: Sequence[Row]) -> Table:
     """The table of ``hvdbridge bench``; milliseconds are medians."""
-    names = (
-        "backend model policy step compute compress communicate exposed bucket MB/step MB/s /native quartiles /limit"
-    )
     jobs = dict.fromkeys(f"{row.ranks} ranks by {row.launcher}, native: {row.against}" for row in rows)
-    table = Table(*names.split(), title=escape(f"milliseconds per step ({'; '.join(jobs)})"))
-    for row in rows:
-        quotient = ("–", "–")
-        if row.ratio is not None:
-            low, middle, high = row.ratio
-            quotient = (f"{middle:.3f}", f"{low:.2f} .. {high:.2f}")
-        own = ("–", "–") if row.enqueued else (f"{1e3 * row.compression:.1f}", f"{1e3 * row.communication:.1f}")
-        rate = "–" if row.enqueued else _mega(row.bandwidth)
-        table.add_row(
-            row.backend, escape(row.model), escape(row.policy), f"{1e3 * row.step:.1f}", f"{1e3 * row.compute:.1f}",
-            *own, f"{1e3 * row.exposed:.1f}", f"{row.bucket_mb:g}", _mega(row.bytes_sent), rate, *quotient,
-            f"{row.limit:.2f}",
-        )  # fmt: skip
-    if any(row.enqueued for row in rows):
-        table.caption = "–: work on a GPU is only enqueued, so the host cannot time it"
-    return table
+    caption = "–: work on a GPU is only enqueued, so the host cannot time it"
+    title = f"milliseconds per step ({'; '.join(jobs)})"
+    return table(title, [_cells(row) for row in rows], caption if any(row.enqueued for row in rows) else None)
+
+
+def _cells(row: Row) -> dict[str, str]:
+    low, middle, high = row.ratio or (0.0, 0.0, 0.0)
+    own = ("–", "–", "–") if row.enqueued else (_ms(row.compression), _ms(row.communication), _mega(row.bandwidth))
+    return {
+        "backend": row.backend, "model": row.model, "policy": row.policy, "step": _ms(row.step),
+        "compute": _ms(row.compute), "compress": own[0], "communicate": own[1], "exposed": _ms(row.exposed),
+        "bucket": f"{row.bucket_mb:g}", "MB/step": _mega(row.bytes_sent), "MB/s": own[2],
+        "/native": f"{middle:.3f}" if row.ratio else "–", "quartiles": f"{low:.2f} .. {high:.2f}" if row.ratio else "–",
+        "/limit": f"{row.limit:.2f}",
+    }  # fmt: skip
 
 
 def _mega(amount: float) -> str:
@@ -54,35 +63,34 @@ def _mega(amount: float) -> str:
 
 def predicted(found: Sequence[Prediction]) -> Table:
     """The table of ``hvdbridge plan``: a line per policy, a column per number of ranks, milliseconds and megabytes."""
+    at = {(one.policy, one.ranks): f"{_ms(one.step)} ({one.bytes_sent / 1e6:.1f})" for one in found}
     sizes = sorted({one.ranks for one in found})
-    title = "predicted milliseconds per step (megabytes sent per rank)"
-    table = Table("policy", *(f"{n:,} ranks" for n in sizes), title=title)
-    for policy in dict.fromkeys(one.policy for one in found):
-        at = {one.ranks: one for one in found if one.policy == policy}
-        cells = [f"{1e3 * at[n].step:.1f} ({at[n].bytes_sent / 1e6:.1f})" if n in at else "–" for n in sizes]
-        table.add_row(escape(policy), *cells)
-    return table
+    rows = [
+        {"policy": policy} | {f"{n:,} ranks": at.get((policy, n), "–") for n in sizes}
+        for policy in dict.fromkeys(one.policy for one in found)
+    ]
+    return table("predicted milliseconds per step (megabytes sent per rank)", rows)
 
 
-def compared(rows: Sequence[tuple[Prediction, float]]) -> Table:
+def compared(found: Sequence[tuple[Prediction, float]]) -> Table:
     """Predictions beside the seconds that a step took."""
-    table = Table("policy", "ranks", "predicted", "measured", "ratio", title="milliseconds per step")
-    for one, step in rows:
-        times = (f"{1e3 * one.step:.1f}", f"{1e3 * step:.1f}")
-        table.add_row(escape(one.policy), f"{one.ranks:,}", *times, f"{one.step / step:.2f}")
-    return table
+    rows = [
+        {"policy": one.policy, "ranks": f"{one.ranks:,}", "predicted": _ms(one.step), "measured": _ms(step),
+         "ratio": f"{one.step / step:.2f}"}
+        for one, step in found
+    ]  # fmt: skip
+    return table("milliseconds per step", rows)
 
 
 def show(table: Table) -> None:
     """Print it whole: where the terminal is narrower its lines wrap, but no figure is cut."""
-    wide = Console(width=1000)
-    Console(width=max(Console().width, wide.measure(table).maximum)).print(table)
+    Console(width=max(Console().width, Console(width=1000).measure(table).maximum)).print(table)
 
 
 def save(path: Path, network: Network, rows: Sequence[Row | Prediction], **more: Any) -> None:
     """All figures, in seconds and bytes, as JSON; a file that is there is replaced at once or not at all."""
     figures = [asdict(row) | ({"bandwidth": row.bandwidth} if isinstance(row, Row) else {}) for row in rows]
-    content = {**more, "network": network.to_dict(), "rows": figures}
+    content = {**more, "network": asdict(network), "rows": figures}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1) + "\n"
     if path.exists() and not path.is_file():  # /dev/stdout, a pipe whose own name leads nowhere
@@ -94,44 +102,50 @@ def save(path: Path, network: Network, rows: Sequence[Row | Prediction], **more:
     partial.replace(path)
 
 
-def plot_measured(path: Path, rows: Sequence[Row]) -> None:
-    """Stacked bars: compute, compression, what is exposed; beside each the native step as a line."""
+@contextmanager
+def _axes(path: Path, height: float) -> Iterator[Any]:
+    """Axes of a figure that is written in the end."""
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.35 * len(rows)), layout="constrained")
-    labels = [f"{row.policy} · {row.model} · {row.backend}" for row in rows]
-    left = [0.0] * len(rows)
-    for part in ("compute", "compression", "exposed"):
-        # Of compression what a step shows: all where it shares backward's core
-        shown = [row.step - row.compute - row.exposed if part == "compression" else getattr(row, part) for row in rows]
-        values = [1e3 * max(0.0, seconds) for seconds in shown]
-        axes.barh(labels, values, left=left, label=part)
-        left = [a + b for a, b in zip(left, values, strict=True)]
-    native = [(1e3 * row.native, place) for place, row in enumerate(rows) if row.native is not None]
-    if native:
-        axes.plot(*zip(*native, strict=True), "k|", markersize=14, label="native step")
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds per step")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def plot_predicted(path: Path, found: Sequence[Prediction]) -> None:
-    """Step time over the number of ranks, a line per policy."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
-    for policy in dict.fromkeys(one.policy for one in found):
-        mine = [one for one in found if one.policy == policy]
-        axes.plot([one.ranks for one in mine], [1e3 * one.step for one in mine], marker=".", label=policy)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("milliseconds per step")
+    figure, axes = plt.subplots(figsize=(9, height), layout="constrained")
+    yield axes
     axes.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def plot_measured(path: Path, rows: Sequence[Row]) -> None:
+    """Stacked bars: compute, compression, what is exposed; beside each the native step as a line."""
+    labels = [f"{row.policy} · {row.model} · {row.backend}" for row in rows]
+    left = [0.0] * len(rows)
+    parts = {
+        "compute": [row.compute for row in rows],
+        # Of compression what a step shows: all where it shares backward's core
+        "compression": [max(0.0, row.step - row.compute - row.exposed) for row in rows],
+        "exposed": [row.exposed for row in rows],
+    }
+    with _axes(path, 1.5 + 0.35 * len(rows)) as axes:
+        for part, seconds in parts.items():
+            values = [1e3 * each for each in seconds]
+            axes.barh(labels, values, left=left, label=part)
+            left = [a + b for a, b in zip(left, values, strict=True)]
+        native = [(1e3 * row.native, place) for place, row in enumerate(rows) if row.native is not None]
+        if native:
+            axes.plot(*zip(*native, strict=True), "k|", markersize=14, label="native step")
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds per step")
+
+
+def plot_predicted(path: Path, found: Sequence[Prediction]) -> None:
+    """Step time over the number of ranks, a line per policy."""
+    with _axes(path, 6) as axes:
+        for policy in dict.fromkeys(one.policy for one in found):
+            mine = [one for one in found if one.policy == policy]
+            axes.plot([one.ranks for one in mine], [1e3 * one.step for one in mine], marker=".", label=policy)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("milliseconds per step")
 
 
 def recommend(found: Sequence[Prediction], ranks: int) -> str:
@@ -149,10 +163,9 @@ def recommend(found: Sequence[Prediction], ranks: int) -> str:
     else:
         busy = simplest.step <= 1.05 * simplest.working
         reason = f"{'cores are' if busy else 'the network is'} what the step waits for"
-    gain = dense.step / simplest.step
     text = f"{ranks:,} ranks: {simplest.policy}: {1e3 * simplest.step:.1f} ms a step, {reason}"
     if simplest is not dense:
-        text += f"; {gain:.1f} times as fast as {dense.policy}"
+        text += f"; {dense.step / simplest.step:.1f} times as fast as {dense.policy}"
     elif hidden:
         text += "; nothing is gained by sending less"
     return text + "."

@@ -7,8 +7,8 @@ import math
 import socket
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +18,13 @@ from hvdbridge.backends.communicator import Communicator
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 from hvdbridge.startup.world import usable_cores
-from hvdbridge.tools.bench.checks import MOST_RANKS, number
+from hvdbridge.tools.bench.checks import read
 
 SMALL, LARGE = 256, 1 << 23
 """Elements of a probe, float32: one that is all latency, and the most that is sent to find the bandwidth."""
-KINDS = ("AllReduce", "AllGather", "AllToAll", "ReduceScatter", "Broadcast")
-ASKED = tuple((group, kind) for group in ("world", "node", "cross") for kind in KINDS)
+COLLECTIVES: dict[str, Callable[..., Collective]] = {
+    kind.__name__: kind for kind in (AllReduce, AllGather, AllToAll, ReduceScatter, Broadcast)
+}
 ENOUGH = 0.05
 """Seconds that a probe should take beyond its latency."""
 
@@ -75,14 +76,7 @@ class Network:
 
     @classmethod
     def given(cls, latency: float, bandwidth: float, local: tuple[float, float] | None = None) -> Network:
-        """One line for all kinds: seconds and bytes per second.
-
-        Raises:
-            ConfigurationError: negative latency, or a bandwidth that is not positive.
-        """
-        for seconds, rate in [(latency, bandwidth), *([local] if local else [])]:
-            if not (seconds >= 0 and rate > 0 and math.isfinite(seconds)):
-                raise ConfigurationError(f"latency={seconds} s must not be negative, bandwidth={rate} B/s positive")
+        """One line for all kinds: seconds and bytes per second; ``local``: another one inside nodes."""
         return cls({"": Line(latency, bandwidth)}, {"": Line(*local)} if local else None)
 
     def bandwidth(self, group: str = "world") -> float:
@@ -147,93 +141,66 @@ class Network:
             lines = self.local or lines
         return lines[load.kind if load.kind in lines else ""]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Network:
-        """The inverse of :meth:`to_dict`.
+        """The inverse of ``dataclasses.asdict``.
 
         Raises:
             ConfigurationError: a figure is missing or cannot be, or a kind of collective has no line.
 
         >>> net = Network.given(1e-5, 1e9)
-        >>> Network.from_dict(net.to_dict()) == net
+        >>> Network.from_dict({"lines": {"": vars(net.lines[""])}}) == net
         True
         """
-
-        def lines(group: str) -> dict[str, Line] | None:
-            if saved.get(group) is None:
-                return None
-            found = {}
-            for kind, line in saved[group].items():
-                where, figures = f"network.{group}.{kind}", {"cpu": 0.0, "latency_cpu": 0.0, **line}
-                least = {"bandwidth": None}  # positive
-                names = [field.name for field in fields(Line)]
-                found[kind] = Line(*(number(figures, where, name, least.get(name, 0)) for name in names))
-            if "" not in found and (missing := set(KINDS) - set(found)):
+        known = {name: value for name, value in saved.items() if value is not None}
+        for group in {"lines", "local", "cross"} & set(known):
+            known[group] = {
+                kind: read(Line, line, f"network.{group}.{kind}") for kind, line in known[group].items()
+            }
+            if "" not in known[group] and (missing := set(COLLECTIVES) - set(known[group])):
                 raise ConfigurationError(f"network.{group} is of no {', '.join(sorted(missing))}")
-            return found
-
-        world = lines("lines")
-        if world is None:
-            raise ConfigurationError("network.lines is missing")
-        local_size = number({"local_size": 1} | saved, "network", "local_size", most=MOST_RANKS)
-        cores = None if saved.get("cores") is None else number(saved, "network", "cores")
-        return cls(world, lines("local"), lines("cross"), local_size, cores)
+        return read(cls, known, "network")
 
 
-def probe(
-    communicator: Communicator,
-    device: torch.device,
-    repeats: int = 5,
-    asked: Iterable[tuple[str, str]] = ASKED,
-) -> Network:
+def probe(communicator: Communicator, device: torch.device) -> Network:
     """Measure a communicator's network: each kind in each group, small and large, medians. Collective.
 
-    The large one grows until it takes ENOUGH. A job of one rank has no network; its lines are those of memory. Groups
-    are measured where there are several nodes, with equal numbers of several ranks.
+    A job of one rank has no network; its lines are those of memory. Groups are measured where there are several nodes,
+    with equal numbers of several ranks.
     """
     local_size, size = ranks_per_node(communicator), communicator.size
-    sizes = {"world": size}
+    groups = {"world": size}
     if local_size > 1 and size == local_size * len(set(communicator.nodes)) > local_size:
-        sizes |= {"node": local_size, "cross": size // local_size}
-    lines: dict[str, dict[str, Line]] = {}
-    for group, kind in sorted({(group if group in sizes else "world", kind) for group, kind in asked}):
-        lines.setdefault(group, {})[kind] = _line(communicator, group, sizes[group], kind, device, repeats)
-    cores = cores_per_rank(communicator, device)
-    return Network(lines.get("world", {}), lines.get("node"), lines.get("cross"), local_size, cores)
+        groups |= {"node": local_size, "cross": size // local_size}
+    lines = {
+        group: {kind: _line(communicator, group, members, kind, device) for kind in COLLECTIVES}
+        for group, members in groups.items()
+    }
+    return Network(
+        lines["world"], lines.get("node"), lines.get("cross"), local_size, cores_per_rank(communicator, device)
+    )
 
 
-def _line(
-    communicator: Communicator, group: str, size: int, kind: str, device: torch.device, repeats: int
-) -> Line:
+def _line(communicator: Communicator, group: str, size: int, kind: str, device: torch.device) -> Line:
+    """Latency of one kind of collective by a small one, bandwidth by one that grows until it takes ENOUGH."""
+
     def request(elements: int) -> Collective:
         part = max(1, elements // size)
-        match kind:
-            case "AllReduce":
-                return AllReduce(torch.ones(elements, device=device), group=group)
-            case "AllGather":
-                return AllGather(torch.ones(part, device=device), group)
-            case "AllToAll":
-                return AllToAll(torch.ones(size, part, device=device), group)
-            case "ReduceScatter":
-                return ReduceScatter(torch.ones(size, part, device=device), group=group)
-            case _:
-                return Broadcast(torch.ones(elements, device=device), group=group)
+        shapes = {"AllGather": (part,), "AllToAll": (size, part), "ReduceScatter": (size, part)}
+        return COLLECTIVES[kind](torch.ones(shapes.get(kind, (elements,)), device=device), group=group)
 
-    small, small_busy = _median(communicator, request(SMALL), device, 4 * repeats)  # brief, so easily disturbed
+    small, small_busy = _median(communicator, request(SMALL), device, 20)  # brief, so easily disturbed
     elements, large, busy = SMALL, small, small_busy
     while elements < LARGE and large < small + ENOUGH:
         elements *= 8
-        large, busy = _median(communicator, request(elements), device, repeats)
-    unit = Network.given(0.0, 1.0)
-    loads = [Load.of(request(n), size) for n in (SMALL, elements)]
-    sent = unit.seconds(loads[1]) - unit.seconds(loads[0])  # as the prediction counts them
+        large, busy = _median(communicator, request(elements), device, 5)
+    few, many = (Load.of(request(n), size) for n in (SMALL, elements))
+    by_bytes, by_rounds = Network.given(0.0, 1.0), Network.given(1.0, math.inf)
+    sent = by_bytes.seconds(many) - by_bytes.seconds(few)  # as the prediction counts them
+    rounds = max(1.0, by_rounds.seconds(few))
     longer = max(large - small, 1e-9)
     shares = (max(0.0, busy - small_busy) / longer, small_busy / small)
-    return Line(small / _rounds(kind, size), max(sent, 1) / longer, *(min(1.0, share) for share in shares))
+    return Line(small / rounds, max(sent, 1) / longer, *(min(1.0, share) for share in shares))
 
 
 def ranks_per_node(communicator: Communicator) -> int:
@@ -280,7 +247,3 @@ def _inside(load: Load, local_size: int) -> bool:
     """Whether all of it stays on a node."""
     return load.group == "node" or (load.group != "cross" and load.size <= local_size)
 
-
-def _rounds(kind: str, size: int) -> int:
-    levels = max(1, math.ceil(math.log2(size)))
-    return {"AllReduce": 2 * levels, "AllGather": levels, "Broadcast": levels}.get(kind, max(1, size - 1))
