@@ -44,7 +44,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     codes = _longer(codes.view(torch.uint8), -n % 8)
     packed = torch.empty((*codes.shape[:-1], codes.shape[-1] // 8 * bits), dtype=torch.uint8, device=codes.device)
     kernels = fused(codes, packed) if codes.numel() else None
-    if not (kernels and kernels.squeeze(codes, bits, packed)):
+    if codes.numel() and not (kernels and kernels.squeeze(codes, bits, packed)):
         for words, out in _chunks(codes.view(torch.int64).view(-1), packed.view(-1, bits)):
             _squeeze(words, bits, out)
     return packed[..., : packed_bytes(n, bits)].contiguous()
@@ -62,7 +62,7 @@ def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
     packed = _longer(packed[..., : packed_bytes(n, bits)], words * bits - packed_bytes(n, bits))
     codes = torch.empty((*packed.shape[:-1], words * 8), dtype=torch.uint8, device=packed.device)
     kernels = fused(codes, packed) if codes.numel() else None
-    if not (kernels and kernels.spread(packed, bits, codes)):
+    if codes.numel() and not (kernels and kernels.spread(packed, bits, codes)):
         for out, some in _chunks(codes.view(torch.int64).view(-1), packed.view(-1, bits)):
             _spread(some, bits, out)
     return codes[..., :n]
