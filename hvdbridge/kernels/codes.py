@@ -8,9 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hvdbridge.kernels.fused import Fused, InC
+from hvdbridge.kernels.native import FLOAT8, LINEAR, POWER, TERNARY, Fields
 from hvdbridge.kernels.pack import pack, packed_bytes, unpack
-from hvdbridge.kernels.places import Places
 from hvdbridge.kernels.quantise import TINY, Code, row_sums
 
 Rounding = Literal["nearest", "stochastic"]
@@ -81,27 +80,14 @@ class Linear(Code):
         assert scales is not None
         self.read(codes, out).mul_(scales.unsqueeze(1))
 
-    def encoded_by(self, kernels: Fused) -> bool:
-        simple = self.norm == "max" and not self.random
-        return self.levels <= 127 and (simple or isinstance(kernels, InC))
-
-    def decoded_by(self, kernels: Fused) -> bool:
-        return self.levels <= 127
-
-    def encode_fused(
-        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
-        seed: int = 0,
-    ) -> None:  # fmt: skip
-        given = flat, places, self.levels, self._zero, (1 << self.bits) - 1, codes, scales, keep_rest
-        if isinstance(kernels, InC):
-            kernels.linear_encode(*given, self.norm == "l2", seed if self.random else None)
-        else:
-            kernels.linear_encode(*given)
-
-    def decode_fused(
-        self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
-    ) -> None:
-        kernels.linear_decode(codes, scales, places, self._zero, out, add or 0)
+    @property
+    def fields(self) -> Fields:
+        if self.levels > 127:
+            return {}
+        return {
+            "kind": LINEAR, "bits": self.bits, "levels": self.levels, "offset": self._zero,
+            "mask": (1 << self.bits) - 1, "l2": self.norm == "l2", "random": self.random,
+        }  # fmt: skip
 
     @property
     def _zero(self) -> int:
@@ -154,18 +140,9 @@ class Ternary(Linear):
     levels: int = 1
     rounding: Rounding = "stochastic"
 
-    def encoded_by(self, kernels: Fused) -> bool:
-        return Code.encoded_by(self, kernels)
-
-    def encode_fused(
-        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
-        seed: int = 0,
-    ) -> None:  # fmt: skip
-        """Of one row, and without a rest."""
-        assert isinstance(kernels, InC)
-        assert len(codes) == 1
-        assert not keep_rest
-        kernels.ternary_encode(flat, places, seed, codes, scales.contiguous())
+    @property
+    def fields(self) -> Fields:
+        return {**super().fields, "kind": TERNARY}
 
     def encode(
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
@@ -215,19 +192,11 @@ class Float8(Code):
             half, lift = (codes.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~0x4000), 2.0**8
         out.copy_(half.view(torch.float16)).mul_(lift).mul_(scales.unsqueeze(1))
 
-    def encode_fused(
-        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
-        seed: int = 0,
-    ) -> None:  # fmt: skip
-        assert isinstance(kernels, InC)
-        dice = seed if self.random else None
-        kernels.float8_encode(flat, places, *self._bits, torch.finfo(self._kind).max, dice, codes, scales, keep_rest)
-
-    def decode_fused(
-        self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
-    ) -> None:
-        assert isinstance(kernels, InC)
-        kernels.float8_decode(codes, scales, places, *self._bits, out, add or 0)
+    @property
+    def fields(self) -> Fields:
+        digits, bias = self._bits
+        top = int(torch.finfo(self._kind).max)
+        return {"kind": FLOAT8, "bits": 8, "digits": digits, "bias": bias, "top": top, "random": self.random}
 
     @property
     def _kind(self) -> torch.dtype:
@@ -268,22 +237,9 @@ class PowerOfTwo(Code):
         # The sign lies above the exponent, as it does in float32.
         torch.bitwise_left_shift(codes.to(torch.int32), 23, out=out.view(torch.int32))
 
-    def encode_fused(
-        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
-        seed: int = 0,
-    ) -> None:  # fmt: skip
-        assert isinstance(kernels, InC)
-        kernels.power_encode(flat, places, seed, codes, self._exponents(codes), keep_rest)
-
-    def decode_fused(
-        self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
-    ) -> None:
-        assert isinstance(kernels, InC)
-        kernels.power_decode(codes, places, self._exponents(codes), out, add or 0)
-
-    def _exponents(self, codes: Tensor) -> int:
-        """Elements in a row of :meth:`wire_bytes`."""
-        return codes.shape[1] * 8 // 9
+    @property
+    def fields(self) -> Fields:
+        return {"kind": POWER}
 
     def wire_bytes(self, n: int) -> int:
         return n + packed_bytes(n, 1)

@@ -11,15 +11,22 @@ Rules:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hvdbridge.kernels.places import Places
+from hvdbridge.kernels.blocks import Blocks
+from hvdbridge.kernels.native import LINEAR, SIGN, TERNARY, Fields, does_not_work
+
+F = TypeVar("F", bound=Callable[..., Any])
+_broken: set[str] = set()
+"""Functions of this module whose kernels did not compile."""
 
 AS_WRITTEN = {"enable_fp_fusion": False}
 SIZES = ("blocks", "messages", "rows", "code_stride", "scale_stride", "count", "room", "parameters", "length",
@@ -34,7 +41,6 @@ HEIGHT, WARPS = 256, 4
 long to list what was found, since it is the number of programs that takes time."""
 SIDE = 16
 """Columns that :func:`orthonormal` takes at most: a square of so many numbers is in a program's registers."""
-aligned, packs, packed = True, True, False
 
 
 @triton.jit
@@ -73,21 +79,10 @@ def _linear_encode(  # type: ignore[no-untyped-def]
         tl.store(vector + start + i, x - whole.to(tl.float32) * scale, mask=inside)
 
 
-@triton.jit
-def _and(total, part, message, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
-    if ADD == 0:
-        total = tl.where(message == 0, part, total + part)  # a first -0 stays one
-    elif ADD == 1:
-        total = total + part
-    else:
-        total = total - part
-    return total
-
-
 @triton.jit(do_not_specialize=SIZES)
-def _linear_decode(  # type: ignore[no-untyped-def]
+def _decode(  # type: ignore[no-untyped-def]
     vector, places, blocks, messages, rows, codes, code_stride, scales, scale_stride,
-    OFFSET: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr,
+    SIGNS: tl.constexpr, OFFSET: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     start, count, row, code, slot = _place(places, blocks)
     i = tl.arange(0, WIDTH)
@@ -98,9 +93,18 @@ def _linear_decode(  # type: ignore[no-untyped-def]
     for message in range(messages):
         at = message * rows + row
         given = tl.load(codes + at * code_stride + code + i, mask=inside, other=0)
-        whole = given.to(tl.int8, bitcast=True).to(tl.int32) if OFFSET == 0 else given.to(tl.int32) - OFFSET
-        part = whole.to(tl.float32) * tl.load(scales + at * scale_stride + slot)
-        total = _and(total, part, message, ADD)
+        scale = tl.load(scales + at * scale_stride + slot)
+        if SIGNS:
+            part = (given.to(tl.float32) - 0.5) * (2.0 * scale)
+        else:
+            whole = given.to(tl.int8, bitcast=True).to(tl.int32) if OFFSET == 0 else given.to(tl.int32) - OFFSET
+            part = whole.to(tl.float32) * scale
+        if ADD == 0:
+            total = tl.where(message == 0, part, total + part)  # a first -0 stays one
+        elif ADD == 1:
+            total = total + part
+        else:
+            total = total - part
     tl.store(vector + start + i, total, mask=inside)
 
 
@@ -139,25 +143,6 @@ def _sign_encode(  # type: ignore[no-untyped-def]
         tl.store(codes + row * code_stride + code + i, bit.to(tl.uint8), mask=inside)
     if KEEP_REST:
         tl.store(vector + start + i, x - (bit.to(tl.float32) - 0.5) * (2.0 * scale), mask=inside)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def _sign_decode(  # type: ignore[no-untyped-def]
-    vector, places, blocks, messages, rows, codes, code_stride, scales, scale_stride,
-    ADD: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    start, count, row, code, slot = _place(places, blocks)
-    i = tl.arange(0, WIDTH)
-    inside = i < count
-    total = tl.zeros([WIDTH], tl.float32)
-    if ADD != 0:
-        total = tl.load(vector + start + i, mask=inside, other=0.0)
-    for message in range(messages):
-        at = message * rows + row
-        given = tl.load(codes + at * code_stride + code + i, mask=inside, other=0)
-        part = (given.to(tl.float32) - 0.5) * (2.0 * tl.load(scales + at * scale_stride + slot))
-        total = _and(total, part, message, ADD)
-    tl.store(vector + start + i, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -340,57 +325,89 @@ def _combine(  # type: ignore[no-untyped-def]
         tl.store(out + (at * rank + j) * length + i, made.to(tl.float32), mask=inside)
 
 
-def linear_encode(
-    flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor, keep_rest: bool
-) -> None:
-    """See :class:`~hvdbridge.kernels.fused.Fused`, as for all below."""
-    table, blocks = places.columns(flat.device)
+def _or_torch(function: F) -> F:
+    """Return None for a kernel that does not compile, after one warning: torch's operations do the work.
+
+    Raises:
+        ConfigurationError: ``HVDBRIDGE_KERNELS=native``.
+    """
+
+    @wraps(function)
+    def attempt(*arguments: Any) -> Any:
+        if function.__name__ in _broken:
+            return None
+        try:
+            return function(*arguments)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a compiler of kernels, and of C below it, may raise
+            does_not_work(f"Triton's kernel {function.__name__}", "Triton and a C compiler", error)
+            _broken.add(function.__name__)
+            return None
+
+    return cast(F, attempt)
+
+
+@_or_torch
+def encode(
+    fields: Fields, flat: Tensor, blocks: Blocks, codes: Tensor, scales: Tensor, keep_rest: bool, seed: int
+) -> bool | None:
+    """See :class:`~hvdbridge.kernels.fused.InC`. int32 ``codes``: zeros that take 32 signs a word."""
+    kind = fields.get("kind")
+    if not blocks.fit or kind not in (LINEAR, SIGN) or fields.get("l2") or fields.get("random"):
+        return None
+    given = flat, blocks.columns, blocks.count
+    stored = codes, codes.stride(0), scales, scales.stride(0)
+    shape: dict[str, Any] = {"KEEP_REST": keep_rest, "WIDTH": blocks.width}
+    if kind == LINEAR:
+        shape |= {"OFFSET": fields["offset"], "MASK": fields["mask"]}
+        _launch(_linear_encode, blocks.count, *given, float(fields["levels"]), *stored, **shape)
+    else:
+        shape |= {"HALVINGS": blocks.width.bit_length() - 1, "PACK": codes.dtype == torch.int32}
+        _launch(_sign_encode, blocks.count, *given, *stored, **shape, num_warps=1)  # of 4 each halving waits for others
+    return True
+
+
+@_or_torch
+def decode(fields: Fields, codes: Tensor, scales: Tensor, blocks: Blocks, out: Tensor, add: int) -> bool | None:
+    kind = fields.get("kind")
+    if not blocks.fit or kind not in (LINEAR, TERNARY, SIGN):
+        return None
     _launch(
-        _linear_encode, blocks, flat, table, blocks, float(levels), codes, codes.stride(0), *_floats(scales),
-        OFFSET=offset, MASK=mask, KEEP_REST=keep_rest, WIDTH=places.width,
+        _decode, blocks.count, out, blocks.columns, blocks.count, codes.shape[0] // blocks.rows, blocks.rows,
+        codes, codes.stride(0), scales, scales.stride(0), SIGNS=kind == SIGN, OFFSET=fields.get("offset", 0), ADD=add,
+        WIDTH=blocks.width,
     )  # fmt: skip
+    return True
 
 
-def linear_decode(codes: Tensor, scales: Tensor, places: Places, offset: int, out: Tensor, add: int) -> None:
-    table, blocks = places.columns(out.device)
-    _launch(
-        _linear_decode, blocks, out, table, blocks, codes.shape[0] // places.height, places.height, codes,
-        codes.stride(0), *_floats(scales), OFFSET=offset, ADD=add, WIDTH=places.width,
-    )  # fmt: skip
-
-
-def sign_encode(flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool) -> None:
-    table, blocks = places.columns(flat.device)
-    _launch(
-        _sign_encode, blocks, flat, table, blocks, codes, codes.stride(0), *_floats(scales), KEEP_REST=keep_rest,
-        WIDTH=places.width, HALVINGS=places.width.bit_length() - 1, PACK=codes.dtype == torch.int32,
-        num_warps=1,  # of 4 each halving would wait for the others
-    )  # fmt: skip
-
-
-def sign_decode(codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: int) -> None:
-    table, blocks = places.columns(out.device)
-    _launch(
-        _sign_decode, blocks, out, table, blocks, codes.shape[0] // places.height, places.height, codes,
-        codes.stride(0), *_floats(scales), ADD=add, WIDTH=places.width,
-    )  # fmt: skip
-
-
-def squeeze(codes: Tensor, bits: int, packed: Tensor) -> None:
+@_or_torch
+def squeeze(codes: Tensor, bits: int, packed: Tensor) -> bool:
     words = codes.view(torch.int64).view(-1)
     programs = triton.cdiv(words.numel(), WORDS)
     _launch(_squeeze, programs, words, words.numel(), packed, BITS=bits, EACH=WORDS)
+    return True
 
 
-def spread(packed: Tensor, bits: int, codes: Tensor) -> None:
+@_or_torch
+def spread(packed: Tensor, bits: int, codes: Tensor) -> bool:
     words = codes.view(torch.int64).view(-1)
     programs = triton.cdiv(words.numel(), WORDS)
     _launch(_spread, programs, packed, words.numel(), words, BITS=bits, EACH=WORDS)
+    return True
 
 
-def reaching(bits: Tensor, limit: Tensor, positions: Tensor) -> None:
-    """See :class:`~hvdbridge.kernels.fused.OnDevice`: a bit for each element that is larger, and one for each that is
-    equal, are all that is read twice."""
+@_or_torch
+def reaching(bits: Tensor, limit: Tensor, positions: Tensor) -> bool:
+    """Where magnitudes reach a limit. The kernels read twice only a bit for each element that is larger, and one for
+    each that is equal.
+
+    Args:
+        bits: of float32 numbers, int32 ``[n]``, contiguous.
+        limit: int32 ``[1]``, above 0: the bits of a magnitude.
+        positions: int32, all -1: takes those of the larger ones, ascending, and behind them of the equal ones, as far
+            as there is room.
+    """
     blocks = triton.cdiv(bits.numel(), 32 * HEIGHT)
     words = torch.empty((2, blocks, HEIGHT), dtype=torch.int32, device=bits.device)
     counts = torch.empty(2 * blocks, dtype=torch.int32, device=bits.device)
@@ -398,9 +415,12 @@ def reaching(bits: Tensor, limit: Tensor, positions: Tensor) -> None:
     _launch(_mark, blocks, bits, bits.numel(), limit, words, counts, blocks, **shape)
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
     _launch(_list, blocks, words, counts, ends, blocks, positions, positions.numel(), **shape)
+    return True
 
 
+@_or_torch
 def shuffle(owner: Tensor, sizes: Tensor, first: Tensor, pivots: Tensor, salts: Tensor) -> Tensor:
+    """:func:`~hvdbridge.kernels.select.swapped`."""
     out = torch.empty(owner.numel(), dtype=torch.int32, device=owner.device)
     _launch(
         _shuffle, triton.cdiv(owner.numel(), WORDS), owner, owner.numel(), sizes, first, pivots, salts, len(sizes),
@@ -409,7 +429,9 @@ def shuffle(owner: Tensor, sizes: Tensor, first: Tensor, pivots: Tensor, salts: 
     return out
 
 
+@_or_torch
 def orthonormal(batch: Tensor, epsilon: float, high: float, low: float, nothing: float) -> Tensor:
+    """:func:`~hvdbridge.kernels.orthogonal.orthonormal` of float32, with that module's constants."""
     count, rank, length = batch.shape
     wide: dict[str, Any] = {"dtype": torch.float64, "device": batch.device}
     halves = torch.empty((count, 2 * rank, length), **wide)
@@ -429,9 +451,3 @@ def _launch(kernel: Any, programs: int, first: Tensor, *arguments: object, **con
     if programs:
         with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
             kernel[(programs,)](first, *arguments, **constants, **AS_WRITTEN)
-
-
-def _floats(scales: Tensor) -> tuple[Tensor, int]:
-    """Scales as such, and how many a row is apart: a GPU reads no float that lies across two."""
-    floats = scales.view(torch.float32) if scales.numel() else scales.new_empty((1, 1), dtype=torch.float32)
-    return floats, floats.stride(0)

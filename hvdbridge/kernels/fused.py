@@ -1,240 +1,112 @@
-"""What codes and packs in one pass over memory: native.c on a CPU, Triton on CUDA; torch's operations where there is
-neither.
+"""Kernels that code and pack in one pass over memory: native.c on a CPU, Triton on CUDA.
 
 Rules:
 
-1. All give the same bits (a block that is not finite may have any codes).
-2. Triton's kernels are used on a device where one of them compiles and runs. ``HVDBRIDGE_KERNELS`` says what a failure
-   is: ``native`` an error, ``auto`` a warning. ``hvdbridge doctor --gpu`` compares all of them with the CPU.
+1. All give the bits of the torch operations. (A block that is not finite may have any codes.)
+2. A kernel returns None if it does not know a code, or does not compile: then torch's operations do the work.
+3. Vectors are float32. Codes are uint8 and scales float32 ``[rows, n]``, see :class:`~hvdbridge.kernels.blocks.Blocks`.
 """
 
 from __future__ import annotations
 
-import logging
-from ctypes import CDLL
+import ctypes
 from functools import lru_cache
-from typing import Protocol
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvdbridge.config import Config
-from hvdbridge.errors import ConfigurationError
-from hvdbridge.kernels.native import TYPES, compiled
-from hvdbridge.kernels.places import Places
-
-logger = logging.getLogger("hvdbridge")
+from hvdbridge.kernels.blocks import Blocks
+from hvdbridge.kernels.native import POWER, TYPES, Fields, Job, compiled, does_not_work
 
 
-class Fused(Protocol):
-    """Vectors are float32 and contiguous. Codes and scales are ``[rows, n]``, what is in a row lies side by side;
-    scales are float32 or its bytes.
-
-    Attributes:
-        aligned: scales must lie as floats do.
-        packs: ``sign_encode`` takes int32 codes, too: zeros, that become words of 32 signs each, packed.
-        packed: in their rows codes have the bits that :func:`fused` was asked for, as :mod:`.pack` lays them, and are
-            written among zeros; else they have a byte each.
-    """
-
-    @property
-    def aligned(self) -> bool: ...
-
-    @property
-    def packs(self) -> bool: ...
-
-    @property
-    def packed(self) -> bool: ...
-
-    def linear_encode(
-        self, flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor,
-        keep_rest: bool,
-    ) -> None:  # fmt: skip
-        """:class:`~hvdbridge.kernels.codes.Linear`, nearest, by the largest magnitude."""
-
-    def linear_decode(
-        self, codes: Tensor, scales: Tensor, places: Places, offset: int, out: Tensor, add: int
-    ) -> None: ...
-
-    def sign_encode(self, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool) -> None:
-        """:class:`~hvdbridge.kernels.signs.ScaledSign`."""
-
-    def sign_decode(self, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: int) -> None: ...
-
-    def squeeze(self, codes: Tensor, bits: int, packed: Tensor) -> None:
-        """Eight codes of a byte each -> ``bits`` bytes."""
-
-    def spread(self, packed: Tensor, bits: int, codes: Tensor) -> None: ...
-
-
-class OnDevice(Fused, Protocol):
-    """What runs where the host may not look at what was found."""
-
-    def reaching(self, bits: Tensor, limit: Tensor, positions: Tensor) -> None:
-        """Where magnitudes reach a limit.
-
-        Args:
-            bits: of float32 numbers, int32 ``[n]``, contiguous.
-            limit: int32 ``[1]``, above 0: the bits of a magnitude.
-            positions: int32, all -1: takes those of the larger ones, ascending, and behind them of the equal ones, as
-                far as there is room.
-        """
-
-    def shuffle(self, owner: Tensor, sizes: Tensor, first: Tensor, pivots: Tensor, salts: Tensor) -> Tensor:
-        """:func:`~hvdbridge.kernels.select.swapped`."""
-
-    @property
-    def SIDE(self) -> int:
-        """Columns that :meth:`orthonormal` takes at most."""
-
-    def orthonormal(self, batch: Tensor, epsilon: float, high: float, low: float, nothing: float) -> Tensor:
-        """:func:`~hvdbridge.kernels.orthogonal.orthonormal` of float32, with that module's constants."""
-
-
-def fused(*tensors: Tensor, bits: int = 8) -> Fused | None:
-    """Who does it for such tensors, all on one device; None: torch's operations.
+def fused(*tensors: Tensor, packs: bool = False) -> InC | ModuleType | None:
+    """The kernels for such tensors, all on one device: native.c, or the module :mod:`.cuda`. None: torch's operations.
 
     Args:
-        bits: of a code in its row, where who does it has that choice (:attr:`Fused.packed`).
+        packs: native.c reads and writes codes packed as :mod:`.pack` does, among zeros; not in a byte each.
 
     Raises:
-        ConfigurationError: ``HVDBRIDGE_KERNELS=native``, and there is none.
+        ConfigurationError: ``HVDBRIDGE_KERNELS=native``, and the kernels do not compile.
     """
     device = tensors[0].device
     if device.type == "cpu":
         native = compiled(*tensors)
-        return None if native is None else InC(native, bits)
+        return None if native is None else InC(native, packs)
     if device.type != "cuda" or any(not t.is_contiguous() or t.dtype not in TYPES for t in tensors):
         return None
     return on_cuda(device)
 
 
 class InC:
-    """native.c's, which know more codes."""
+    """native.c's kernels: all codes of 8 bits or fewer, and powers of two when packed."""
 
-    aligned, packs, packed = False, False, True
+    def __init__(self, native: ctypes.CDLL, packs: bool) -> None:
+        self._native, self._packs = native, packs
 
-    def __init__(self, native: CDLL, bits: int) -> None:
-        self._native, self._bits = native, bits
+    def encode(
+        self, fields: Fields, flat: Tensor, blocks: Blocks, codes: Tensor, scales: Tensor, keep_rest: bool, seed: int
+    ) -> bool | None:
+        """Write codes and scales; with ``keep_rest`` ``flat`` becomes what these do not say.
 
-    def linear_encode(
-        self, flat: Tensor, places: Places, levels: int, offset: int, mask: int, codes: Tensor, scales: Tensor,
-        keep_rest: bool, l2: bool = False, seed: int | None = None,
-    ) -> None:  # fmt: skip
-        """``l2``: by the norm. ``seed``: at random."""
-        table = places.table(self._native)
-        self._native.linear_encode(
-            flat.data_ptr(), table.data_ptr(), len(table), places.width, levels, offset, mask, self._bits, l2,
-            *_dice(seed), *_lie(codes), *_lie(scales), keep_rest,
+        Args:
+            scales: float32, or its bytes.
+            seed: of the noise, for codes that are random.
+        """
+        halves = {"low": seed & 0xFFFFFFFF, "high": seed >> 32}
+        return self._call(self._native.encode, fields, flat, blocks, codes, scales, keep_rest=keep_rest, **halves)
+
+    def decode(
+        self, fields: Fields, codes: Tensor, scales: Tensor, blocks: Blocks, out: Tensor, add: int
+    ) -> bool | None:
+        """Write to ``out`` the sum of some messages ``[messages * rows, n]``, or add it (``add`` 1), or subtract it
+        (-1)."""
+        messages = codes.shape[0] // blocks.rows
+        return self._call(self._native.decode, fields, out, blocks, codes, scales, messages=messages, add=add)
+
+    def _call(
+        self, function: Any, fields: Fields, vector: Tensor, blocks: Blocks, codes: Tensor,
+        scales: Tensor, **more: int,
+    ) -> bool | None:  # fmt: skip
+        if not fields or not blocks.fit or (fields["kind"] == POWER and not self._packs):
+            return None
+        assert codes.stride(1) == 1 or codes.shape[1] < 2, "a row's codes are side by side"
+        table = blocks.table(self._native)
+        more |= {} if self._packs else {"bits": 8}
+        job = Job(
+            vector=vector.data_ptr(), table=table.data_ptr(), blocks=len(table), width=blocks.width, rows=blocks.rows,
+            codes=codes.data_ptr(), code_stride=codes.stride(0), length=blocks.length, scales=scales.data_ptr(),
+            scale_stride=scales.stride(0) * scales.itemsize, **{**fields, **more},
         )  # fmt: skip
+        function(ctypes.byref(job))
+        return True
 
-    def linear_decode(self, codes: Tensor, scales: Tensor, places: Places, offset: int, out: Tensor, add: int) -> None:
-        table, messages = places.table(self._native), codes.shape[0] // places.height
-        self._native.linear_decode(
-            *_lie(codes), *_lie(scales), messages, places.height, table.data_ptr(), len(table), offset,
-            self._bits, out.data_ptr(), add,
-        )  # fmt: skip
-
-    def sign_encode(self, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool) -> None:
-        table = places.table(self._native)
-        self._native.sign_encode(
-            flat.data_ptr(), table.data_ptr(), len(table), places.width, self._bits, *_lie(codes), *_lie(scales),
-            keep_rest,
-        )  # fmt: skip
-
-    def sign_decode(self, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: int) -> None:
-        table, messages = places.table(self._native), codes.shape[0] // places.height
-        self._native.sign_decode(
-            *_lie(codes), *_lie(scales), messages, places.height, table.data_ptr(), len(table), self._bits,
-            out.data_ptr(), add,
-        )  # fmt: skip
-
-    def ternary_encode(self, flat: Tensor, places: Places, seed: int, codes: Tensor, given: Tensor) -> None:
-        """:class:`~hvdbridge.kernels.codes.Ternary`, of one row: what is ``given`` is contiguous."""
-        table = places.table(self._native)
-        dice = _dice(seed)[1:]
-        self._native.ternary_encode(
-            flat.data_ptr(), table.data_ptr(), len(table), given.data_ptr(), *dice, codes.data_ptr()
-        )
-
-    def float8_encode(
-        self, flat: Tensor, places: Places, digits: int, bias: int, top: float, seed: int | None, codes: Tensor,
-        scales: Tensor, keep_rest: bool,
-    ) -> None:  # fmt: skip
-        """:class:`~hvdbridge.kernels.codes.Float8`, with so many bits of fraction; ``top`` is its largest number."""
-        table = places.table(self._native)
-        self._native.float8_encode(
-            flat.data_ptr(), table.data_ptr(), len(table), digits, bias, top, *_dice(seed), *_lie(codes),
-            *_lie(scales), keep_rest,
-        )  # fmt: skip
-
-    def float8_decode(
-        self, codes: Tensor, scales: Tensor, places: Places, digits: int, bias: int, out: Tensor, add: int
-    ) -> None:
-        table, messages = places.table(self._native), codes.shape[0] // places.height
-        self._native.float8_decode(
-            *_lie(codes), *_lie(scales), messages, places.height, table.data_ptr(), len(table), digits, bias,
-            out.data_ptr(), add,
-        )  # fmt: skip
-
-    def power_encode(
-        self, flat: Tensor, places: Places, seed: int, codes: Tensor, length: int, keep_rest: bool
-    ) -> None:
-        """:class:`~hvdbridge.kernels.codes.PowerOfTwo`: ``length`` exponents, then signs, packed, among zeros."""
-        table = places.table(self._native)
-        self._native.power_encode(
-            flat.data_ptr(), table.data_ptr(), len(table), *_dice(seed)[1:], *_lie(codes), length, keep_rest
-        )
-
-    def power_decode(self, codes: Tensor, places: Places, length: int, out: Tensor, add: int) -> None:
-        table, messages = places.table(self._native), codes.shape[0] // places.height
-        self._native.power_decode(
-            *_lie(codes), length, messages, places.height, table.data_ptr(), len(table), out.data_ptr(), add
-        )
-
-    def squeeze(self, codes: Tensor, bits: int, packed: Tensor) -> None:
+    def squeeze(self, codes: Tensor, bits: int, packed: Tensor) -> bool:
+        """Eight codes of a byte each -> ``bits`` bytes."""
         self._native.squeeze(codes.data_ptr(), codes.numel() // 8, bits, packed.data_ptr())
+        return True
 
-    def spread(self, packed: Tensor, bits: int, codes: Tensor) -> None:
+    def spread(self, packed: Tensor, bits: int, codes: Tensor) -> bool:
+        """The inverse of :meth:`squeeze`."""
         self._native.spread(packed.data_ptr(), codes.numel() // 8, bits, codes.data_ptr())
-
-
-def _dice(seed: int | None) -> tuple[bool, int, int]:
-    """Whether to throw them, and the halves of what :func:`~hvdbridge.kernels.random.hashed_bits` takes."""
-    return seed is not None, (seed or 0) & 0xFFFFFFFF, (seed or 0) >> 32
-
-
-def _lie(rows: Tensor) -> tuple[int, int]:
-    """Where rows begin, and how many bytes they are apart."""
-    assert rows.stride(1) == 1 or rows.shape[1] < 2, "what is in a row lies side by side"
-    return rows.data_ptr(), rows.stride(0) * rows.itemsize
+        return True
 
 
 @lru_cache
-def on_cuda(device: torch.device) -> OnDevice | None:
-    """Triton's, if they work there; else None, and a warning unless the user wants it so.
+def on_cuda(device: torch.device) -> ModuleType | None:
+    """The module :mod:`.cuda`, if Triton works on the device; else None, and a warning unless the user wants it so.
 
     Raises:
-        ConfigurationError: ``HVDBRIDGE_KERNELS=native``, and they do not.
+        ConfigurationError: ``HVDBRIDGE_KERNELS=native``, and Triton does not work.
     """
-    kernels = Config.from_environment().kernels
-    if kernels == "torch":
+    if Config.from_environment().kernels == "torch":
         return None
     try:
         import hvdbridge.kernels.cuda as cuda
-
-        codes = torch.ones(8, dtype=torch.uint8, device=device)
-        cuda.squeeze(codes, 1, torch.empty(1, dtype=torch.uint8, device=device))
-        return cuda
-    except Exception as error:  # whatever a compiler of kernels, and of C below it, may raise
-        wrong = f"{type(error).__name__}: {error}"
-    if kernels == "native":
-        raise ConfigurationError(
-            f"HVDBRIDGE_KERNELS=native: Triton's kernels do not work on {device}: {wrong}. Install Triton and a C "
-            "compiler, or unset the variable: torch's operations do the same, more slowly."
-        )
-    logger.warning(
-        "compression on %s takes several times as long without Triton's kernels (install Triton and a C compiler, or "
-        "set HVDBRIDGE_KERNELS=torch): %s", device, wrong,
-    )  # fmt: skip
-    return None
+    except Exception as error:  # whatever Triton may raise
+        does_not_work(f"Triton's kernels on {device}", "Triton and a C compiler", error)
+        return None
+    codes = torch.ones(8, dtype=torch.uint8, device=device)
+    return cuda if cuda.squeeze(codes, 1, torch.empty(1, dtype=torch.uint8, device=device)) else None

@@ -1,7 +1,6 @@
 /* What the CPU kernels do, as loops that read memory once. native.py compiles, loads and describes this file.
 
-   Every function but the products of matrices that enter a sum over ranks gives the bits of the torch operations beside
-   which it stands: sums in the same order, no fused multiply-add (-ffp-contract=off), rounding half to even. In a block
+   Every function gives the bits of the torch operations in whose place it runs: sums in the same order, no fused multiply-add (-ffp-contract=off), rounding half to even. In a block
    that is not finite, whose scale says so, codes may differ: any will do. */
 
 #include <math.h>
@@ -12,20 +11,17 @@
 #include <immintrin.h>
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
-
 #define TINY 0x1p-126f
 
 static inline int32_t bits_of(float x) { int32_t i; memcpy(&i, &x, 4); return i; }
 static inline float float_of(int32_t i) { float x; memcpy(&x, &i, 4); return x; }
 
-/* Where a block lies (quantise.blocks_in): `count` elements from `start` of a vector, their codes from `code` of row `row`
-   of the codes, their scale the `scale`-th of that row. Rows are `stride` bytes apart; a scale may lie at any byte.
-   Randomness calls the first element `number`. */
+/* A block (blocks.places): `count` elements from `start` of a vector, their codes from `code` of row `row` of the codes,
+   their scale the `scale`-th of that row. A scale may have any address. Randomness calls the first element `number`. */
 struct place { int64_t start; int32_t count, row, code, scale; uint32_t number; int32_t unused; };
 
-/* quantise.blocks_in: the blocks of some quantise.Strip. Those whose parts lie between each other's take turns, so that
-   the vector is gone through in its order: the other way a coder takes up to three times as long. */
+/* blocks.Strip, blocks.places: strips whose parts alternate in the vector take turns, so that a coder reads the vector in
+   its order. */
 struct strip { int64_t start, hop, parts, size, row, code, scale, number, skip; };
 
 void lay_blocks(const struct strip *restrict strips, int64_t number, int64_t width, struct place *restrict out)
@@ -166,12 +162,6 @@ static inline uint32_t hashed(uint32_t number, uint32_t low, uint32_t high)
     return mix(mix(number + low) ^ high) >> 8;
 }
 
-/* Of a block's i-th element: from 0 to below 1, exactly. */
-static inline float dice(const struct place *at, int64_t i, uint32_t low, uint32_t high)
-{
-    return (float)(int32_t)hashed(at->number + (uint32_t)i, low, high) * 0x1p-24f;
-}
-
 void hash_bits(const uint32_t *restrict numbers, int64_t count, uint32_t low, uint32_t high, uint32_t *restrict out)
 {
     for (int64_t i = 0; i < count; i++) out[i] = hashed(numbers[i], low, high);
@@ -196,7 +186,7 @@ static inline float sum_of(float *restrict x, int64_t width)
     return x[0];
 }
 
-/* quantise.norms. */
+/* codes.norms. */
 static inline float norm(const float *restrict x, int64_t count, int64_t width, float *restrict room)
 {
     float top = largest(x, count), safe = top < TINY ? TINY : top, inverse = 1.0f / safe;
@@ -208,85 +198,66 @@ static inline float norm(const float *restrict x, int64_t count, int64_t width, 
     return sqrtf(sum_of(room, width)) * safe;
 }
 
-/* quantise.Linear: by the largest magnitude or, with `l2`, by the norm; to the nearest or, with `random`, at random.
-   `keep_rest`: the vector becomes what the codes do not say. */
-void linear_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, int64_t width,
-                   int32_t levels, int32_t offset, int32_t mask, int32_t bits, int32_t l2, int32_t random, uint32_t low,
-                   uint32_t high, uint8_t *restrict codes, int64_t code_stride, uint8_t *restrict scales,
-                   int64_t scale_stride, int32_t keep_rest)
+/* fused.InC, native.Job: what to encode or decode; 0 where Python says nothing. Rows are `..._stride` bytes apart. */
+enum { LINEAR, TERNARY, SIGN, FLOAT8, POWER };
+struct job {
+    float *vector;
+    const struct place *table;
+    uint8_t *codes, *scales;
+    int64_t blocks, width, rows, messages, length, code_stride, scale_stride;
+    int32_t kind, bits, levels, offset, mask, l2, random, digits, bias, top, keep_rest, add;
+    uint32_t low, high;
+};
+
+/* The noise of a block's i-th element: from 0 to below 1, exactly. */
+static inline float dice(const struct job *job, const struct place *at, int64_t i)
 {
-    struct some some;
-    float room[WIDTH];
-    for (const struct place *at = places; at < places + blocks; at++) {
-        float *x = vector + at->start;
-        uint8_t *row = codes + at->row * code_stride, *code = codes_for(at, bits, row, &some);
-        float scale = (l2 ? norm(x, at->count, width, room) : largest(x, at->count)) / (float)levels;
-        scale = scale < TINY ? TINY : scale;
-        memcpy(scales + at->row * scale_stride + 4 * (int64_t)at->scale, &scale, 4);
-        float inverse = 1.0f / scale, last = (float)levels;
-        if (random)
-            for (int64_t i = 0; i < at->count; i++) {
-                float y = floorf(x[i] * inverse + dice(at, i, low, high));
-                y = y > last ? last : y < -last ? -last : y;
-                code[i] = (uint8_t)(((int32_t)y + offset) & mask);
-            }
-        else
-            for (int64_t i = 0; i < at->count; i++)
-                code[i] = (uint8_t)(((int32_t)rintf(x[i] * inverse) + offset) & mask);
-        put_codes(at, bits, row, &some);
-        if (!keep_rest) continue;
-        if (offset == 0)
-            for (int64_t i = 0; i < at->count; i++) x[i] -= (float)(int8_t)code[i] * scale;
-        else
-            for (int64_t i = 0; i < at->count; i++) x[i] -= (float)(code[i] - offset) * scale;
-    }
+    return (float)(int32_t)hashed(at->number + (uint32_t)i, job->low, job->high) * 0x1p-24f;
 }
 
-/* Its inverse, of `messages` times `rows` rows: the vector is, or with `add` 1 or -1 changes by, what they say. */
-void linear_decode(const uint8_t *restrict codes, int64_t code_stride, const uint8_t *restrict scales,
-                   int64_t scale_stride, int64_t messages, int64_t rows, const struct place *restrict places,
-                   int64_t blocks, int32_t offset, int32_t bits, float *restrict vector, int32_t add)
+/* codes.Linear: by the largest magnitude or by the norm; to the nearest or at random. */
+static inline float linear(const struct job *job, const struct place *at, const float *restrict x, uint8_t *restrict code,
+                           float *restrict room)
 {
-    struct some some;
-    for (const struct place *at = places; at < places + blocks; at++) {
-        float *out = vector + at->start;
-        for (int64_t message = 0; message < messages; message++) {
-            int64_t row = message * rows + at->row;
-            const uint8_t *code = codes_of(at, bits, codes + row * code_stride, &some);
-            float scale = float_at(scales + row * scale_stride + 4 * (int64_t)at->scale);
-            float signed_scale = add < 0 ? -scale : scale;
-            int writes = add == 0 && message == 0;
-            if (offset == 0 && writes)
-                for (int64_t i = 0; i < at->count; i++) out[i] = (float)(int8_t)code[i] * scale;
-            else if (offset == 0)
-                for (int64_t i = 0; i < at->count; i++) out[i] += (float)(int8_t)code[i] * signed_scale;
-            else if (writes)
-                for (int64_t i = 0; i < at->count; i++) out[i] = (float)(code[i] - offset) * scale;
-            else
-                for (int64_t i = 0; i < at->count; i++) out[i] += (float)(code[i] - offset) * signed_scale;
+    int32_t count = at->count, offset = job->offset, mask = job->mask;
+    float scale = (job->l2 ? norm(x, count, job->width, room) : largest(x, count)) / (float)job->levels;
+    scale = scale < TINY ? TINY : scale;
+    float inverse = 1.0f / scale, last = (float)job->levels;
+    if (job->random)
+        for (int64_t i = 0; i < count; i++) {
+            float y = floorf(x[i] * inverse + dice(job, at, i));
+            y = y > last ? last : y < -last ? -last : y;
+            code[i] = (uint8_t)(((int32_t)y + offset) & mask);
         }
-    }
+    else
+        for (int64_t i = 0; i < count; i++) code[i] = (uint8_t)(((int32_t)rintf(x[i] * inverse) + offset) & mask);
+    return scale;
 }
 
-/* quantise.Ternary: of each block, scale and limit are given, side by side. A code has a byte. */
-void ternary_encode(const float *restrict vector, const struct place *restrict places, int64_t blocks,
-                    const float *restrict given, uint32_t low, uint32_t high, uint8_t *restrict codes)
+/* codes.Ternary: the scale and the limit of a block are given, side by side. */
+static inline void ternary(const struct job *job, const struct place *at, const float *restrict x, uint8_t *restrict code)
 {
-    for (const struct place *at = places; at < places + blocks; at++) {
-        const float *x = vector + at->start;
-        uint8_t *code = codes + at->code;
-        float scale = given[2 * (int64_t)at->scale], limit = given[2 * (int64_t)at->scale + 1];
-        float inverse = 1.0f / (scale < TINY ? TINY : scale);
-        limit = limit < TINY ? TINY : limit;
-        for (int64_t i = 0; i < at->count; i++) {
-            float y = x[i] > limit ? limit : x[i] < -limit ? -limit : x[i];
-            y = floorf(y * inverse + dice(at, i, low, high));
-            code[i] = (uint8_t)(((int32_t)(y > 1.0f ? 1.0f : y < -1.0f ? -1.0f : y) + 1) & 3);
-        }
+    const uint8_t *given = job->scales + at->row * job->scale_stride + 8 * (int64_t)at->scale;
+    float scale = float_at(given), limit = float_at(given + 4), inverse = 1.0f / (scale < TINY ? TINY : scale);
+    limit = limit < TINY ? TINY : limit;
+    for (int64_t i = 0; i < at->count; i++) {
+        float y = x[i] > limit ? limit : x[i] < -limit ? -limit : x[i];
+        y = floorf(y * inverse + dice(job, at, i));
+        code[i] = (uint8_t)(((int32_t)(y > 1.0f ? 1.0f : y < -1.0f ? -1.0f : y) + 1) & 3);
     }
 }
 
-/* quantise.Float8: 3 bits of fraction and a bias of 7 (e4m3), or 2 and 15 (e5m2). Nothing is above the largest number,
+/* signs.ScaledSign. */
+static inline float sign(const struct job *job, const struct place *at, const float *restrict x, uint8_t *restrict code,
+                         float *restrict room)
+{
+    for (int64_t i = 0; i < at->count; i++) room[i] = fabsf(x[i]);
+    for (int64_t i = at->count; i < job->width; i++) room[i] = 0.0f;
+    for (int64_t i = 0; i < at->count; i++) code[i] = x[i] >= 0.0f;
+    return sum_of(room, job->width) / (float)at->count;
+}
+
+/* codes.Float8: 3 bits of fraction and a bias of 7 (e4m3), or 2 and 15 (e5m2). Nothing is above the largest number,
    and of what is not finite e4m3 knows nothing: its scale does. */
 static inline uint8_t narrow(float y, int32_t digits, int32_t bias)
 {
@@ -309,139 +280,108 @@ static inline float wide(uint8_t code, int32_t digits, int32_t bias)
     return code & 0x80 ? -magnitude : magnitude;
 }
 
-void float8_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, int32_t digits,
-                   int32_t bias, float top, int32_t random, uint32_t low, uint32_t high, uint8_t *restrict codes,
-                   int64_t code_stride, uint8_t *restrict scales, int64_t scale_stride, int32_t keep_rest)
+static inline float float8(const struct job *job, const struct place *at, const float *restrict x, uint8_t *restrict code,
+                           float *restrict room)
 {
-    const float smallest = float_of((128 - bias) << 23), unit = float_of((127 - digits) << 23);
-    float value[256], room[WIDTH];
-    for (int i = 0; i < 256; i++) value[i] = wide((uint8_t)i, digits, bias);
-    for (const struct place *at = places; at < places + blocks; at++) {
-        float *x = vector + at->start;
-        uint8_t *code = codes + at->row * code_stride + at->code;
-        float scale = largest(x, at->count) / top;
-        scale = scale < TINY ? TINY : scale;
-        memcpy(scales + at->row * scale_stride + 4 * (int64_t)at->scale, &scale, 4);
-        float inverse = 1.0f / scale;
-        for (int64_t i = 0; i < at->count; i++) room[i] = x[i] * inverse;
-        if (random)
-            for (int64_t i = 0; i < at->count; i++) {
-                float power = float_of(bits_of(room[i]) & 0x7f800000), step = (power < smallest ? smallest : power) * unit;
-                float y = floorf(room[i] / step + dice(at, i, low, high)) * step;
-                room[i] = y > top ? top : y < -top ? -top : y;
-            }
-        for (int64_t i = 0; i < at->count; i++) code[i] = narrow(room[i], digits, bias);
-        if (keep_rest)
-            for (int64_t i = 0; i < at->count; i++) x[i] -= value[code[i]] * scale;
-    }
-}
-
-void float8_decode(const uint8_t *restrict codes, int64_t code_stride, const uint8_t *restrict scales,
-                   int64_t scale_stride, int64_t messages, int64_t rows, const struct place *restrict places,
-                   int64_t blocks, int32_t digits, int32_t bias, float *restrict vector, int32_t add)
-{
-    float value[256];
-    for (int i = 0; i < 256; i++) value[i] = wide((uint8_t)i, digits, bias);
-    for (const struct place *at = places; at < places + blocks; at++) {
-        float *out = vector + at->start;
-        for (int64_t message = 0; message < messages; message++) {
-            int64_t row = message * rows + at->row;
-            const uint8_t *code = codes + row * code_stride + at->code;
-            float scale = float_at(scales + row * scale_stride + 4 * (int64_t)at->scale);
-            if (add == 0 && message == 0)
-                for (int64_t i = 0; i < at->count; i++) out[i] = value[code[i]] * scale;
-            else if (add >= 0)
-                for (int64_t i = 0; i < at->count; i++) out[i] += value[code[i]] * scale;
-            else
-                for (int64_t i = 0; i < at->count; i++) out[i] -= value[code[i]] * scale;
-        }
-    }
-}
-
-/* quantise.PowerOfTwo as it travels: a row has `length` exponents, a byte each, and behind them the signs, a bit each. */
-void power_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, uint32_t low,
-                  uint32_t high, uint8_t *restrict codes, int64_t code_stride, int64_t length, int32_t keep_rest)
-{
-    struct some some;
-    for (const struct place *at = places; at < places + blocks; at++) {
-        float *x = vector + at->start;
-        uint8_t *row = codes + at->row * code_stride, *exponent = row + at->code;
-        uint8_t *sign = codes_for(at, 1, row + length, &some);
+    int32_t digits = job->digits, bias = job->bias;
+    const float smallest = float_of((128 - bias) << 23), unit = float_of((127 - digits) << 23), top = (float)job->top;
+    float scale = largest(x, at->count) / top;
+    scale = scale < TINY ? TINY : scale;
+    float inverse = 1.0f / scale;
+    for (int64_t i = 0; i < at->count; i++) room[i] = x[i] * inverse;
+    if (job->random)
         for (int64_t i = 0; i < at->count; i++) {
-            int32_t word = bits_of(x[i]), magnitude = word & 0x7fffffff;
-            int32_t finite = magnitude < 0x7f800000, number = magnitude < 0x7f7fffff ? magnitude : 0x7f7fffff;
-            int32_t carry = (int32_t)(hashed(at->number + (uint32_t)i, low, high) >> 1), raised = (number + carry) >> 23;
-            exponent[i] = (uint8_t)(!finite ? 255 : raised < 254 ? raised : 254);
-            sign[i] = word < 0;
+            float power = float_of(bits_of(room[i]) & 0x7f800000), step = (power < smallest ? smallest : power) * unit;
+            float y = floorf(room[i] / step + dice(job, at, i)) * step;
+            room[i] = y > top ? top : y < -top ? -top : y;
         }
-        put_codes(at, 1, row + length, &some);
-        if (keep_rest)
-            for (int64_t i = 0; i < at->count; i++)
-                x[i] -= float_of((int32_t)((uint32_t)exponent[i] << 23 | (uint32_t)sign[i] << 31));
+    for (int64_t i = 0; i < at->count; i++) code[i] = narrow(room[i], digits, bias);
+    return scale;
+}
+
+/* codes.PowerOfTwo. */
+static inline void power(const struct job *job, const struct place *at, const float *restrict x,
+                         uint8_t *restrict exponent, uint8_t *restrict sign)
+{
+    for (int64_t i = 0; i < at->count; i++) {
+        int32_t word = bits_of(x[i]), magnitude = word & 0x7fffffff;
+        int32_t finite = magnitude < 0x7f800000, number = magnitude < 0x7f7fffff ? magnitude : 0x7f7fffff;
+        int32_t carry = (int32_t)(hashed(at->number + (uint32_t)i, job->low, job->high) >> 1);
+        int32_t raised = (number + carry) >> 23;
+        exponent[i] = (uint8_t)(!finite ? 255 : raised < 254 ? raised : 254);
+        sign[i] = word < 0;
     }
 }
 
-void power_decode(const uint8_t *restrict codes, int64_t code_stride, int64_t length, int64_t messages, int64_t rows,
-                  const struct place *restrict places, int64_t blocks, float *restrict vector, int32_t add)
+/* What the codes of a block stand for is written (`how` 0) to `out`, added to it (1), or subtracted (-1). */
+#define EACH(VALUE) \
+    do { \
+        if (how == 0) for (int64_t i = 0; i < count; i++) out[i] = VALUE; \
+        else if (how > 0) for (int64_t i = 0; i < count; i++) out[i] += VALUE; \
+        else for (int64_t i = 0; i < count; i++) out[i] -= VALUE; \
+    } while (0)
+
+static inline void say(const struct job *job, const float *restrict value, const uint8_t *restrict code,
+                       const uint8_t *restrict exponent, float scale, int how, int64_t count, float *restrict out)
 {
-    struct some some;
-    for (const struct place *at = places; at < places + blocks; at++) {
-        float *out = vector + at->start;
-        for (int64_t message = 0; message < messages; message++) {
-            const uint8_t *row = codes + (message * rows + at->row) * code_stride, *exponent = row + at->code;
-            const uint8_t *sign = codes_of(at, 1, row + length, &some);
-            uint32_t flip = add < 0;
-            if (add == 0 && message == 0)
-                for (int64_t i = 0; i < at->count; i++)
-                    out[i] = float_of((int32_t)((uint32_t)exponent[i] << 23 | (uint32_t)sign[i] << 31));
-            else
-                for (int64_t i = 0; i < at->count; i++)
-                    out[i] += float_of((int32_t)((uint32_t)exponent[i] << 23 | ((uint32_t)sign[i] ^ flip) << 31));
-        }
+    int32_t offset = job->offset;
+    float twice = 2.0f * scale;
+    switch (job->kind) {
+    case LINEAR: case TERNARY:
+        if (offset) EACH((float)(code[i] - offset) * scale);
+        else EACH((float)(int8_t)code[i] * scale);
+        break;
+    case SIGN: EACH(((float)code[i] - 0.5f) * twice); break;
+    case FLOAT8: EACH(value[code[i]] * scale); break;
+    case POWER: EACH(float_of((int32_t)((uint32_t)exponent[i] << 23 | (uint32_t)code[i] << 31))); break;
     }
 }
 
-/* signs.ScaledSign. */
-void sign_encode(float *restrict vector, const struct place *restrict places, int64_t blocks, int64_t width,
-                 int32_t bits, uint8_t *restrict codes, int64_t code_stride, uint8_t *restrict scales,
-                 int64_t scale_stride, int32_t keep_rest)
+/* Codes have `bits` each in their rows, which hold zeros. A row of POWER has `length` exponents, a byte each, and behind
+   them the signs, a bit each: these are its codes. `keep_rest`: the vector becomes what the codes do not say. */
+void encode(const struct job *job)
 {
     struct some some;
-    float room[WIDTH];
-    for (const struct place *at = places; at < places + blocks; at++) {
-        float *x = vector + at->start;
-        uint8_t *row = codes + at->row * code_stride, *code = codes_for(at, bits, row, &some);
-        for (int64_t i = 0; i < at->count; i++) room[i] = fabsf(x[i]);
-        for (int64_t i = at->count; i < width; i++) room[i] = 0.0f;
-        float scale = sum_of(room, width) / (float)at->count;
-        memcpy(scales + at->row * scale_stride + 4 * (int64_t)at->scale, &scale, 4);
-        for (int64_t i = 0; i < at->count; i++) code[i] = x[i] >= 0.0f;
-        put_codes(at, bits, row, &some);
-        if (!keep_rest) continue;
-        float twice = 2.0f * scale;
-        for (int64_t i = 0; i < at->count; i++) x[i] -= ((float)code[i] - 0.5f) * twice;
+    float room[WIDTH], value[256];
+    int32_t bits = job->kind == POWER ? 1 : job->bits;
+    int64_t skip = job->kind == POWER ? job->length : 0;
+    for (int i = 0; i < 256 && job->kind == FLOAT8; i++) value[i] = wide((uint8_t)i, job->digits, job->bias);
+    for (const struct place *at = job->table; at < job->table + job->blocks; at++) {
+        float *x = job->vector + at->start, scale = 0.0f;
+        uint8_t *row = job->codes + at->row * job->code_stride, *exponent = row + at->code;
+        uint8_t *code = codes_for(at, bits, row + skip, &some);
+        switch (job->kind) {
+        case LINEAR: scale = linear(job, at, x, code, room); break;
+        case TERNARY: ternary(job, at, x, code); break;
+        case SIGN: scale = sign(job, at, x, code, room); break;
+        case FLOAT8: scale = float8(job, at, x, code, room); break;
+        case POWER: power(job, at, x, exponent, code); break;
+        }
+        if (job->kind != TERNARY && job->kind != POWER)
+            memcpy(job->scales + at->row * job->scale_stride + 4 * (int64_t)at->scale, &scale, 4);
+        put_codes(at, bits, row + skip, &some);
+        if (job->keep_rest) say(job, value, code, exponent, scale, -1, at->count, x);
     }
 }
 
-void sign_decode(const uint8_t *restrict codes, int64_t code_stride, const uint8_t *restrict scales,
-                 int64_t scale_stride, int64_t messages, int64_t rows, const struct place *restrict places,
-                 int64_t blocks, int32_t bits, float *restrict vector, int32_t add)
+/* The inverse, of `messages` times `rows` rows: the vector becomes, or with `add` 1 or -1 changes by, what they say. */
+void decode(const struct job *job)
 {
     struct some some;
-    for (const struct place *at = places; at < places + blocks; at++) {
-        float *out = vector + at->start;
-        for (int64_t message = 0; message < messages; message++) {
-            int64_t row = message * rows + at->row;
-            const uint8_t *code = codes_of(at, bits, codes + row * code_stride, &some);
-            float scale = 2.0f * float_at(scales + row * scale_stride + 4 * (int64_t)at->scale);
-            if (add == 0 && message == 0)
-                for (int64_t i = 0; i < at->count; i++) out[i] = ((float)code[i] - 0.5f) * scale;
-            else if (add >= 0)
-                for (int64_t i = 0; i < at->count; i++) out[i] += ((float)code[i] - 0.5f) * scale;
-            else
-                for (int64_t i = 0; i < at->count; i++) out[i] -= ((float)code[i] - 0.5f) * scale;
+    float value[256];
+    int32_t bits = job->kind == POWER ? 1 : job->bits;
+    int64_t skip = job->kind == POWER ? job->length : 0;
+    for (int i = 0; i < 256 && job->kind == FLOAT8; i++) value[i] = wide((uint8_t)i, job->digits, job->bias);
+    for (const struct place *at = job->table; at < job->table + job->blocks; at++)
+        for (int64_t message = 0; message < job->messages; message++) {
+            int64_t number = message * job->rows + at->row;
+            const uint8_t *row = job->codes + number * job->code_stride;
+            const uint8_t *code = codes_of(at, bits, row + skip, &some);
+            float scale = 0.0f;
+            if (job->kind != POWER) scale = float_at(job->scales + number * job->scale_stride + 4 * (int64_t)at->scale);
+            int how = job->add ? job->add : message > 0;
+            say(job, value, code, row + at->code, scale, how, at->count, job->vector + at->start);
         }
-    }
 }
 
 /* A bit for each of 32 whose magnitude is not below the limit. A compiler finds no instruction for it. */
@@ -484,203 +424,25 @@ int64_t reaching(const int32_t *restrict bits, int64_t count, int32_t limit, int
     return found;
 }
 
-/* matrices.project and matrices.outer: matrices beside few vectors, up to four at a time, in one pass over the
-   matrix, wherever it lies. A sum is made in LANES and these in halves, or row by row in groups of ROWS: its order
-   depends on the shape alone. The bits are not those of a BLAS, whose order of additions nobody knows. */
-#define TOGETHER 4
-#define HEIGHT 4
-#define LANES 8
-#define ROWS 64
-#define PIECE 512
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
-
-static inline float added(lanes sum)
+/* matrices.add_outer: a matrix [rows, cols] becomes, or with `take` is lessened by, p [rank, rows] transposed times q [rank,
+   cols]: products rounded, then added in the order of the vectors. */
+void outer(float *restrict matrix, int64_t rows, int64_t cols, const float *restrict p, const float *restrict q,
+           int64_t rank, int32_t take)
 {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int lane = 0; lane < half; lane++) sum[lane] += sum[lane + half];
-    return sum[0];
-}
-
-/* `height` rows times `n` vectors. */
-INLINE void dots(const float *restrict x, const float *restrict vectors, int64_t cols, const int height, const int n,
-                 float *restrict out, int64_t rows)
-{
-    lanes sum[HEIGHT][TOGETHER];
-    for (int r = 0; r < height; r++)
-        for (int k = 0; k < n; k++) sum[r][k] = (lanes){0};
-    int64_t i = 0;
-    for (; i + LANES <= cols; i += LANES)
-        for (int k = 0; k < n; k++) {
-            lanes vector = *(const lanes *)(vectors + k * cols + i);
-            for (int r = 0; r < height; r++) sum[r][k] += *(const lanes *)(x + r * cols + i) * vector;
-        }
-    for (int k = 0; k < n; k++)
-        for (int r = 0; r < height; r++) {
-            for (int64_t j = i; j < cols; j++) sum[r][k][j - i] += x[r * cols + j] * vectors[k * cols + j];
-            out[k * rows + r] = added(sum[r][k]);
-        }
-}
-
-INLINE void some_dots(const float *restrict x, const float *restrict vectors, int64_t rows, int64_t cols, const int n,
-                      float *restrict out)
-{
-    int64_t r = 0;
-    for (; r + HEIGHT <= rows; r += HEIGHT) dots(x + r * cols, vectors, cols, HEIGHT, n, out + r, rows);
-    for (; r < rows; r++) dots(x + r * cols, vectors, cols, 1, n, out + r, rows);
-}
-
-/* out [batch, rank, rows] = vectors [batch, rank, cols] times each row of matrices [batch, rows, cols]. */
-void project_rows(const float *restrict matrices, int64_t pitch, int64_t batch, int64_t rows, int64_t cols,
-                  const float *restrict vectors, int64_t vectors_pitch, int64_t rank, float *restrict out,
-                  int64_t out_pitch)
-{
-    for (int64_t b = 0; b < batch; b++) {
-        const float *x = matrices + b * pitch, *v = vectors + b * vectors_pitch;
-        float *to = out + b * out_pitch;
-        for (int64_t k = TOGETHER; k <= rank; k += TOGETHER, v += TOGETHER * cols, to += TOGETHER * rows)
-            some_dots(x, v, rows, cols, TOGETHER, to);
-        switch (rank % TOGETHER) {
-        case 3: some_dots(x, v, rows, cols, 3, to); break;
-        case 2: some_dots(x, v, rows, cols, 2, to); break;
-        case 1: some_dots(x, v, rows, cols, 1, to); break;
-        }
-    }
-}
-
-INLINE void columns(const float *restrict x, int64_t rows, int64_t cols, int64_t width, const float *restrict vectors,
-                    const int n, float *restrict out)
-{
-    float total[TOGETHER][PIECE] = {{0}}, some[TOGETHER][PIECE];
-    for (int64_t first = 0; first < rows; first += ROWS) {
-        int64_t last = first + ROWS < rows ? first + ROWS : rows, r = first;
-        memset(some, 0, sizeof some);
-        for (; r + 4 <= last; r += 4) {
-            const float *x0 = x + r * cols, *x1 = x0 + cols, *x2 = x1 + cols, *x3 = x2 + cols;
-            for (int k = 0; k < n; k++) {
-                const float *w = vectors + k * rows + r;
-                for (int64_t c = 0; c < width; c++)
-                    some[k][c] = some[k][c] + w[0] * x0[c] + w[1] * x1[c] + w[2] * x2[c] + w[3] * x3[c];
+    float made[WIDTH];
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t first = 0; first < cols; first += WIDTH) {
+            int64_t width = cols - first < WIDTH ? cols - first : WIDTH;
+            float *x = matrix + r * cols + first;
+            for (int64_t c = 0; c < width; c++) made[c] = p[r] * q[first + c];
+            for (int64_t k = 1; k < rank; k++) {
+                const float *row = q + k * cols + first;
+                float factor = p[k * rows + r];
+                for (int64_t c = 0; c < width; c++) made[c] += factor * row[c];
             }
+            if (take) for (int64_t c = 0; c < width; c++) x[c] -= made[c];
+            else memcpy(x, made, 4 * (size_t)width);
         }
-        for (; r < last; r++)
-            for (int k = 0; k < n; k++)
-                for (int64_t c = 0; c < width; c++) some[k][c] += vectors[k * rows + r] * x[r * cols + c];
-        for (int k = 0; k < n; k++)
-            for (int64_t c = 0; c < width; c++) total[k][c] += some[k][c];
-    }
-    for (int k = 0; k < n; k++) memcpy(out + k * cols, total[k], 4 * (size_t)width);
-}
-
-/* out [batch, rank, cols] = vectors [batch, rank, rows] times matrices [batch, rows, cols]. */
-void project_columns(const float *restrict matrices, int64_t pitch, int64_t batch, int64_t rows, int64_t cols,
-                     const float *restrict vectors, int64_t vectors_pitch, int64_t rank, float *restrict out,
-                     int64_t out_pitch)
-{
-    for (int64_t b = 0; b < batch; b++)
-        for (int64_t c = 0; c < cols; c += PIECE) {
-            const float *x = matrices + b * pitch + c, *v = vectors + b * vectors_pitch;
-            float *to = out + b * out_pitch + c;
-            int64_t width = c + PIECE <= cols ? PIECE : cols - c, k = 0;
-            for (; k + TOGETHER <= rank; k += TOGETHER) columns(x, rows, cols, width, v + k * rows, TOGETHER, to + k * cols);
-            for (; k < rank; k++) columns(x, rows, cols, width, v + k * rows, 1, to + k * cols);
-        }
-}
-
-/* matrices [batch, rows, cols] become, or with `take` are lessened by, p [batch, rank, rows] transposed times q [batch,
-   rank, cols]. What they become has the bits of matrices.outer: products rounded, added in the order of the vectors.
-   At most four vectors (matrices.FEW). */
-#define EACH(SUM) for (int64_t c = 0; c < cols; c++) x[c] SUM
-void outer(float *restrict matrices, int64_t pitch, int64_t batch, int64_t rows, int64_t cols, const float *restrict p,
-           int64_t p_pitch, const float *restrict q, int64_t q_pitch, int64_t rank, int32_t take)
-{
-    for (int64_t b = 0; b < batch; b++)
-        for (int64_t r = 0; r < rows; r++) {
-            float *x = matrices + b * pitch + r * cols;
-            const float *w = p + b * p_pitch + r, *v0 = q + b * q_pitch, *v1 = v0 + cols, *v2 = v1 + cols, *v3 = v2 + cols;
-            float w0 = w[0], w1 = rank > 1 ? w[rows] : 0, w2 = rank > 2 ? w[2 * rows] : 0, w3 = rank > 3 ? w[3 * rows] : 0;
-            switch (2 * rank + !!take) {
-            case 8: EACH( = w0 * v0[c] + w1 * v1[c] + w2 * v2[c] + w3 * v3[c]); break;
-            case 9: EACH(-= w0 * v0[c] + w1 * v1[c] + w2 * v2[c] + w3 * v3[c]); break;
-            case 6: EACH( = w0 * v0[c] + w1 * v1[c] + w2 * v2[c]); break;
-            case 7: EACH(-= w0 * v0[c] + w1 * v1[c] + w2 * v2[c]); break;
-            case 4: EACH( = w0 * v0[c] + w1 * v1[c]); break;
-            case 5: EACH(-= w0 * v0[c] + w1 * v1[c]); break;
-            case 2: EACH( = w0 * v0[c]); break;
-            case 3: EACH(-= w0 * v0[c]); break;
-            }
-        }
-}
-
-/* orthogonal.orthonormal, of one matrix [rank, length]: what it says step by step. `work`: 2 rank (length + rank) + 2
-   rank numbers. Sums are exact, so they may be made in LANES. */
-typedef double wide_lanes __attribute__((vector_size(8 * LANES), aligned(8)));
-
-static double inner(const double *restrict x, const double *restrict y, int64_t length)
-{
-    wide_lanes sum = {0};
-    int64_t i = 0;
-    for (; i + LANES <= length; i += LANES) sum += *(const wide_lanes *)(x + i) * *(const wide_lanes *)(y + i);
-    for (; i < length; i++) sum[0] += x[i] * y[i];
-    for (int lane = 1; lane < LANES; lane++) sum[0] += sum[lane];
-    return sum[0];
-}
-
-void orthonormal(const float *restrict matrix, int64_t rank, int64_t length, double high_steps, double low_steps,
-                 double nothing, double epsilon, double *restrict work, float *restrict out)
-{
-    double *high = work, *low = high + rank * length, *gram = low + rank * length, *change = gram + rank * rank;
-    double *unit = change + rank * rank, *first = unit + rank;
-    for (int64_t i = 0; i < rank; i++) {
-        const float *x = matrix + i * length;
-        double *h = high + i * length, *l = low + i * length;
-        int32_t top = 0; /* NaN is above all */
-        for (int64_t n = 0; n < length; n++) {
-            int32_t magnitude = bits_of(x[n]) & 0x7fffffff;
-            top = magnitude > top ? magnitude : top;
-        }
-        unit[i] = top == 0 ? 1.0 : (double)float_of(top);
-        double step = unit[i] / high_steps;
-        for (int64_t n = 0; n < length; n++) {
-            double all = (double)x[n] / step;
-            h[n] = rint(all);
-            l[n] = rint((all - h[n]) * low_steps);
-        }
-    }
-    for (int64_t i = 0; i < rank; i++)
-        for (int64_t j = 0; j <= i; j++) {
-            const double *hi = high + i * length, *hj = high + j * length, *li = low + i * length, *lj = low + j * length;
-            double mixed = inner(hi, lj, length) + inner(li, hj, length), lows = inner(li, lj, length) / low_steps;
-            double both = (inner(hi, hj, length) + (mixed + lows) / low_steps) / (high_steps * high_steps);
-            gram[i * rank + j] = gram[j * rank + i] = both;
-        }
-    for (int64_t i = 0; i < rank * length; i++) high[i] = (high[i] + low[i] / low_steps) / high_steps;
-    for (int64_t i = 0; i < rank; i++) {
-        first[i] = gram[i * rank + i];
-        for (int64_t j = 0; j < rank; j++) change[i * rank + j] = i == j;
-    }
-    for (int64_t i = 0; i < rank; i++) {
-        double square = gram[i * rank + i];
-        int lost = square <= nothing * nothing * first[i]; /* not for NaN */
-        double reach = sqrt(lost ? 1.0 : square);
-        double factor = lost ? 0.0 : epsilon != 0.0 ? unit[i] / (unit[i] * reach + epsilon) : 1.0 / reach;
-        for (int64_t j = 0; j < rank; j++) gram[i * rank + j] *= factor;
-        for (int64_t j = 0; j < rank; j++) gram[j * rank + i] *= factor;
-        for (int64_t j = 0; j < rank; j++) change[j * rank + i] *= factor;
-        double one = 2.0 - gram[i * rank + i]; /* but for epsilon */
-        for (int64_t j = 0; j < rank; j++)
-            for (int64_t k = i + 1; k < rank; k++) {
-                double along = gram[i * rank + k];
-                change[j * rank + k] -= change[j * rank + i] * along;
-                if (j > i) gram[j * rank + k] -= one * (gram[i * rank + j] * along);
-            }
-    }
-    for (int64_t j = 0; j < rank; j++) {
-        double *made = low; /* not needed any more */
-        for (int64_t n = 0; n < length; n++) made[n] = change[j] * high[n];
-        for (int64_t i = 1; i <= j; i++)
-            for (int64_t n = 0; n < length; n++) made[n] += change[i * rank + j] * high[i * length + n];
-        for (int64_t n = 0; n < length; n++) out[j * length + n] = (float)made[n];
-    }
 }
 
 /* feedback._corrected: a gradient times this rank's share, plus what is left over. */

@@ -1,13 +1,12 @@
-"""The CPU's kernels in C (native.c): compiled by this machine's compiler when first needed, and kept in the cache.
+"""The CPU's kernels in C (native.c): this machine's compiler compiles them at first use, and the cache keeps them.
 
 Rules:
 
-1. The bits are those of the torch operations, which are what runs without a compiler, on other devices and for other
-   types. So ranks need not agree on who has a compiler, and tests compare both. Products of a rank's own matrices have
-   bits of their own: nobody else makes them again.
-2. What codes and packs is asked for by way of :mod:`.fused`, which has it for GPUs, too.
+1. The bits are those of the torch operations, which run without a compiler, on other devices and for other types. So
+   ranks need not agree on who has a compiler, and tests compare both.
+2. Codes and packing use them by way of :mod:`.fused`, which has the kernels of GPUs, too.
 3. ``HVDBRIDGE_KERNELS=torch`` leaves the compiler alone; ``native`` makes its failure an error; ``auto``, the default,
-   warns if there is none.
+   warns.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -36,25 +36,33 @@ SOURCE = Path(__file__).with_name("native.c")
 # Without trapping-math and errno a rounding is one instruction; neither changes a result.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 P, I32, I64, U32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
-F32, F64 = ctypes.c_float, ctypes.c_double
+F32 = ctypes.c_float
+LINEAR, TERNARY, SIGN, FLOAT8, POWER = range(5)
+"""Kinds of codes."""
+Fields = Mapping[str, int]
+"""What kernels must know of a code, by the names of :class:`Job`; empty: kernels do not know it."""
+
+
+class Job(ctypes.Structure):
+    """native.c's ``struct job``: what to encode or decode; 0 where it says nothing."""
+
+    _fields_ = (
+        *((name, P) for name in ("vector", "table", "codes", "scales")),
+        *((name, I64) for name in ("blocks", "width", "rows", "messages", "length", "code_stride", "scale_stride")),
+        *((name, I32) for name in ("kind", "bits", "levels", "offset", "mask", "l2", "random")),
+        *((name, I32) for name in ("digits", "bias", "top", "keep_rest", "add")),
+        *((name, U32) for name in ("low", "high")),
+    )
+
+
 FUNCTIONS = {
     "lay_blocks": (None, P, I64, I64, P),
-    "linear_encode": (None, P, P, I64, I64, I32, I32, I32, I32, I32, I32, U32, U32, P, I64, P, I64, I32),
-    "linear_decode": (None, P, I64, P, I64, I64, I64, P, I64, I32, I32, P, I32),
-    "sign_encode": (None, P, P, I64, I64, I32, P, I64, P, I64, I32),
-    "sign_decode": (None, P, I64, P, I64, I64, I64, P, I64, I32, P, I32),
-    "ternary_encode": (None, P, P, I64, P, U32, U32, P),
-    "float8_encode": (None, P, P, I64, I32, I32, F32, I32, U32, U32, P, I64, P, I64, I32),
-    "float8_decode": (None, P, I64, P, I64, I64, I64, P, I64, I32, I32, P, I32),
-    "power_encode": (None, P, P, I64, U32, U32, P, I64, I64, I32),
-    "power_decode": (None, P, I64, I64, I64, I64, P, I64, P, I32),
+    "encode": (None, P),
+    "decode": (None, P),
     "squeeze": (None, P, I64, I32, P),
     "spread": (None, P, I64, I32, P),
     "hash_bits": (None, P, I64, U32, U32, P),
-    "project_rows": (None, P, I64, I64, I64, I64, P, I64, I64, P, I64),
-    "project_columns": (None, P, I64, I64, I64, I64, P, I64, I64, P, I64),
-    "outer": (None, P, I64, I64, I64, I64, P, I64, P, I64, I64, I32),
-    "orthonormal": (None, P, I64, I64, F64, F64, F64, F64, P, P),
+    "outer": (None, P, I64, I64, P, P, I64, I32),
     "weigh_and_add": (None, P, F32, P, I64, P),
     "move_runs": (None, P, P, P, I64, I64, I32),
     "reaching": (I64, P, I64, I32, I32, P, I64),
@@ -65,11 +73,11 @@ logger = logging.getLogger("hvdbridge")
 
 
 def compiled(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The functions of native.c, if there are any and all ``tensors`` are as they expect: on a CPU, contiguous, of
-    float32 where of floats.
+    """The functions of native.c, if they compile and all ``tensors`` suit them: on a CPU, contiguous, of float32 where
+    of floats.
 
     Raises:
-        ConfigurationError: ``HVDBRIDGE_KERNELS=native``, and it cannot be compiled.
+        ConfigurationError: ``HVDBRIDGE_KERNELS=native``, and native.c does not compile.
     """
     for tensor in tensors:
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in TYPES:
@@ -77,44 +85,38 @@ def compiled(*tensors: Tensor) -> ctypes.CDLL | None:
     return _load()
 
 
-def compiled_if_possible() -> ctypes.CDLL | None:
-    """The functions of native.c, for those who lose little without: nobody hears of a compiler that is missing."""
-    found = _found()
-    return None if isinstance(found, Exception) else found
-
-
 @lru_cache(maxsize=1)
 def _load() -> ctypes.CDLL | None:
-    found = _found()
-    if not isinstance(found, Exception):
-        return found
-    reason = getattr(found, "stderr", None) or found
-    if Config.from_environment().kernels == "native":
-        raise ConfigurationError(
-            f"HVDBRIDGE_KERNELS=native: hvdbridge/kernels/native.c does not compile: {reason}. Install a C "
-            "compiler, name one in CC, or unset the variable: torch's operations do the same, more slowly."
-        ) from found
-    logger.warning(
-        "compression takes several times as long without a C compiler (install one, or set HVDBRIDGE_KERNELS=torch)"
-        ": torch's operations, as native.c does not compile: %s", reason,
-    )  # fmt: skip
-    return None
-
-
-@lru_cache(maxsize=1)
-def _found() -> ctypes.CDLL | OSError | subprocess.SubprocessError | None:
-    """None: it is not wanted. An error: why there is none."""
     config = Config.from_environment()
     if config.kernels == "torch":
         return None
     try:
         found = library(config.cache)
     except (OSError, subprocess.SubprocessError) as error:
-        return error
+        does_not_work("hvdbridge/kernels/native.c", "a C compiler, or name one in CC", error)
+        return None
     for name, (result, *parameters) in FUNCTIONS.items():
         function = getattr(found, name)
         function.restype, function.argtypes = result, parameters
     return found
+
+
+def does_not_work(what: str, remedy: str, error: Exception) -> None:
+    """Warn that torch's operations do the work of ``what``.
+
+    Raises:
+        ConfigurationError: ``HVDBRIDGE_KERNELS=native``.
+    """
+    reason = getattr(error, "stderr", None) or f"{type(error).__name__}: {error}"
+    if Config.from_environment().kernels == "native":
+        raise ConfigurationError(
+            f"HVDBRIDGE_KERNELS=native: {what}: compilation failed: {reason}. Install {remedy}, or unset the variable: "
+            "torch's operations do the same, more slowly."
+        ) from error
+    logger.warning(
+        "compression takes several times as long with torch's operations in place of %s (install %s; or set "
+        "HVDBRIDGE_KERNELS=torch): compilation failed: %s", what, remedy, reason,
+    )  # fmt: skip
 
 
 def library(folder: Path) -> ctypes.CDLL:

@@ -14,13 +14,11 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import CDLL
 
 import torch
 from torch import Tensor
 
 from hvdbridge.kernels.fused import on_cuda
-from hvdbridge.kernels.native import compiled
 
 NOTHING = 2.0**-18
 """Part of a column's length that float32 cannot tell from rounding."""
@@ -40,12 +38,12 @@ def orthonormal(batches: Sequence[Tensor], epsilon: float = 0.0) -> list[Tensor]
             [[0.0000, 0.0000],
              [0.0000, 1.0000]]])
     """
-    if all(batch.dtype == torch.float32 for batch in batches):
-        if native := compiled(*batches):
-            return [_in_c(native, batch, epsilon) for batch in batches]
-        kernels = on_cuda(batches[0].device) if all(batch.is_cuda for batch in batches) else None
+    if all(batch.dtype == torch.float32 and batch.is_cuda for batch in batches):
+        kernels = on_cuda(batches[0].device)
         if kernels and all(batch.shape[1] <= kernels.SIDE for batch in batches):
-            return [kernels.orthonormal(batch.contiguous(), epsilon, HIGH, LOW, NOTHING) for batch in batches]
+            made = [kernels.orthonormal(batch.contiguous(), epsilon, HIGH, LOW, NOTHING) for batch in batches]
+            if all(some is not None for some in made):
+                return made
     columns, grams, units = [], [], []
     for batch in batches:
         # Columns of 1e30 and of 1e-30 alike. (inf / inf is NaN, as it should be.)
@@ -59,17 +57,6 @@ def orthonormal(batches: Sequence[Tensor], epsilon: float = 0.0) -> list[Tensor]
         units.append(unit.squeeze(-1))
     changes = _gram_schmidt(torch.cat(grams), torch.cat(units), epsilon).split([len(batch) for batch in batches])
     return [_combine(c, change).to(b.dtype) for c, change, b in zip(columns, changes, batches, strict=True)]
-
-
-def _in_c(native: CDLL, batch: Tensor, epsilon: float) -> Tensor:
-    _, rank, length = batch.shape
-    work = torch.empty(2 * rank * (length + rank + 1), dtype=torch.float64, device="cpu")
-    out = torch.empty_like(batch)
-    for matrix, made in zip(batch.unbind(), out.unbind(), strict=True):
-        native.orthonormal(
-            matrix.data_ptr(), rank, length, HIGH, LOW, NOTHING, epsilon, work.data_ptr(), made.data_ptr()
-        )
-    return out
 
 
 def _gram(high: Tensor, low: Tensor) -> Tensor:

@@ -43,11 +43,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         return codes
     codes = _longer(codes.view(torch.uint8), -n % 8)
     packed = torch.empty((*codes.shape[:-1], codes.shape[-1] // 8 * bits), dtype=torch.uint8, device=codes.device)
-    if not codes.numel():
-        pass
-    elif kernels := fused(codes, packed):
-        kernels.squeeze(codes, bits, packed)
-    else:
+    kernels = fused(codes, packed) if codes.numel() else None
+    if codes.numel() and not (kernels and kernels.squeeze(codes, bits, packed)):
         for words, out in _chunks(codes.view(torch.int64).view(-1), packed.view(-1, bits)):
             _squeeze(words, bits, out)
     return packed[..., : packed_bytes(n, bits)].contiguous()
@@ -64,11 +61,8 @@ def unpack(packed: Tensor, n: int, bits: int) -> Tensor:
     words = -(-n // 8)
     packed = _longer(packed[..., : packed_bytes(n, bits)], words * bits - packed_bytes(n, bits))
     codes = torch.empty((*packed.shape[:-1], words * 8), dtype=torch.uint8, device=packed.device)
-    if not codes.numel():
-        pass
-    elif kernels := fused(codes, packed):
-        kernels.spread(packed, bits, codes)
-    else:
+    kernels = fused(codes, packed) if codes.numel() else None
+    if codes.numel() and not (kernels and kernels.spread(packed, bits, codes)):
         for out, some in _chunks(codes.view(torch.int64).view(-1), packed.view(-1, bits)):
             _spread(some, bits, out)
     return codes[..., :n]

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from hvdbridge.kernels.blocks import Blocks
-from hvdbridge.kernels.fused import Fused, InC, fused
+from hvdbridge.kernels.fused import InC, fused
+from hvdbridge.kernels.native import Fields
 from hvdbridge.kernels.pack import pack, packed_bytes, unpack
-from hvdbridge.kernels.places import Places
 
 TINY = 2.0**-126
 
@@ -66,46 +66,10 @@ class Code(ABC):
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
         """Write into ``out``, float32, what ``codes`` and ``scales`` stand for."""
 
-    def add(self, codes: Tensor, scales: Tensor | None, out: Tensor, sign: int, spare: Tensor) -> None:
-        """Add to ``out``, float32 or wider, or take off it (``sign`` 1, -1) what they stand for.
-
-        ``spare``: of its shape, float32, to be overwritten.
-        """
-        self.decode(codes, scales, spare)
-        out.add_(spare, alpha=sign)
-
-    def encoded_by(self, kernels: Fused) -> bool:
-        """Whether they know it: C, what fits into a byte."""
-        return isinstance(kernels, InC)
-
-    def decoded_by(self, kernels: Fused) -> bool:
-        """Whether they know it: C, what fits into a byte."""
-        return isinstance(kernels, InC)
-
-    @abstractmethod
-    def encode_fused(
-        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
-        seed: int = 0,
-    ) -> None:  # fmt: skip
-        """All blocks in one pass.
-
-        Args:
-            flat: float32; with ``keep_rest`` it becomes what the codes do not say.
-            codes, scales: uint8 and float32 (or its bytes), ``[rows, n]``, to be written; what is in a row lies side by
-                side.
-            seed: of the noise, where the code is :attr:`random`.
-        """
-
-    def room(self, kernels: Fused, rows: int, n: int, device: torch.device) -> Tensor:
-        """For what :meth:`encode_fused` makes of ``[rows, n]`` elements, and :meth:`to_wire` turns into bytes, of which
-        some more than :meth:`wire_bytes` may come: codes in whole words, or packed already."""
-        return torch.empty((rows, n + -n % 8), dtype=torch.uint8, device=device)
-
-    @abstractmethod
-    def decode_fused(
-        self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
-    ) -> None:
-        """The inverse, of one message or the sum of several, ``[messages * rows, n]``; see :func:`decode`."""
+    @property
+    def fields(self) -> Fields:
+        """What the fused kernels must know of this code; empty: they do not know it."""
+        return {}
 
     def wire_bytes(self, n: int) -> int:
         """Of ``n`` codes."""
@@ -123,11 +87,11 @@ class Code(ABC):
 def encode(
     code: Code, flat: Tensor, blocks: Blocks, seed: int = 0, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Codes ``[numel]`` of a vector, and scales ``[blocks]`` where the code has them.
+    """The codes of a vector ``[blocks.length]``, and its scales ``[blocks.count]`` where the code has them.
 
     Args:
         seed: of the noise.
-        given: ``[blocks, ...]``, for a code that does not find its scales itself.
+        given: ``[blocks.count, ...]``, for a code that does not find its scales itself.
 
     >>> from hvdbridge.kernels.blocks import Part
     >>> from hvdbridge.kernels.codes import Linear
@@ -136,30 +100,44 @@ def encode(
     >>> codes.view(torch.int8).tolist(), scales.tolist()
     ([127, -64, 1, 0, 64, -127], [1.0, 0.07874015718698502])
     """
-    codes = torch.empty(blocks.numel, dtype=code.dtype, device=flat.device)
-    blocks.clear_padding(codes)
-    scales = (
-        torch.empty(blocks.count, dtype=torch.float32, device=flat.device) if code.scaled and given is None else given
-    )
-    kernels = fused(codes) if flat.itemsize <= 4 else None
-    if scales is not None and kernels and code.encoded_by(kernels):
-        x = flat.to(torch.float32).contiguous()
-        code.encode_fused(kernels, x, blocks.places, codes.unsqueeze(0), scales.unsqueeze(0), seed=seed)
-        return codes, scales
-    for at, first, count in blocks.pieces():
-        these = slice(first, first + count)
-        x = blocks.view(flat, at, count).to(torch.float32)
-        noise = blocks.noise(these, seed) if code.random else None
-        code.encode(x, blocks.width, noise, blocks.view(codes, at, count), None if scales is None else scales[these])
-    for some in blocks.loose:
-        x = blocks.gather(flat, some).to(torch.float32)
-        noise = blocks.noise(some.which, seed) if code.random else None
-        theirs = None if scales is None else scales.index_select(0, some.which)
-        coded = torch.empty(x.shape, dtype=code.dtype, device=flat.device)
-        code.encode(x, some.lengths, noise, coded, theirs)
-        blocks.scatter(coded, codes, some)
-        if given is None and scales is not None and theirs is not None:
-            scales.index_copy_(0, some.which, theirs)
+    codes, scales = encode_rows(code, flat, blocks, seed, False, given)
+    return codes[0], None if scales is None else scales[0]
+
+
+def encode_rows(
+    code: Code, flat: Tensor, blocks: Blocks, seed: int, keep_rest: bool, given: Tensor | None = None,
+    packs: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The same as rows of a message, zeros where no block is: codes ``[rows, length]``, scales ``[rows, slots]``.
+
+    Args:
+        keep_rest: ``flat`` becomes what the codes do not say.
+        packs: signs may come packed on CUDA, in int32 words; ``code.to_wire`` knows both.
+    """
+    device = flat.device
+    codes = torch.zeros((blocks.rows, blocks.length), dtype=code.dtype, device=device)
+    scales = None if given is None else given.contiguous().unsqueeze(0)
+    if code.scaled and given is None:
+        scales = torch.zeros((blocks.rows, blocks.slots), dtype=torch.float32, device=device)
+    if scales is not None and flat.itemsize <= 4 and (kernels := fused(codes, scales)):
+        x, made = flat.to(torch.float32).contiguous(), codes
+        if packs and code.bits == 1 and not isinstance(kernels, InC):
+            made = torch.zeros((blocks.rows, -(-blocks.length // 32)), dtype=torch.int32, device=device)
+        if kernels.encode(code.fields, x, blocks, made, scales, keep_rest, seed):
+            if keep_rest and x is not flat:
+                flat.copy_(x)
+            return made, scales
+    for chunk, matrix in blocks.matrices(flat):
+        x = matrix.to(torch.float32)
+        noise = chunk.noise(seed) if code.random else None
+        made = torch.empty(x.shape, dtype=code.dtype, device=device)
+        found = None if scales is None else chunk.scales(scales)
+        code.encode(x, chunk.counts, noise, made, found)
+        chunk.write(made, codes, scales, found if given is None else None)
+        if keep_rest:
+            said = torch.empty_like(x)
+            code.decode(made, found, said)
+            chunk.scatter(matrix.sub_(said), flat)
     return codes, scales
 
 
@@ -171,12 +149,12 @@ def decode(
     out: Tensor | None = None,
     add: Literal[1, -1] | None = None,
 ) -> Tensor:
-    """What ``codes`` ``[rows, numel]`` and ``scales`` ``[rows, blocks]`` stand for, added in the order of rows:
-    float32 ``[numel]``.
+    """What messages stand for, added in their order: float32 ``[numel]``.
 
     Args:
+        codes, scales: ``[messages * rows, n]``, as :func:`encode_rows` makes them.
         out: where to, float32 or wider ``[numel]``; it is returned.
-        add: to what is in ``out`` add what they stand for, or take it off.
+        add: 1: add it to what is in ``out``; -1: subtract it.
 
     >>> from hvdbridge.kernels.blocks import Part
     >>> from hvdbridge.kernels.codes import Linear
@@ -185,40 +163,22 @@ def decode(
     >>> decode(Linear(127), codes.view(torch.uint8), scales, blocks)
     tensor([ 127.,  -64.,    1.,    0.,  128., -254.])
     """
-    total = torch.empty(blocks.numel, dtype=torch.float32, device=codes.device) if out is None else out
-    rows = range(codes.shape[0])
-    direct = add is None and total.dtype == torch.float32  # the first row is written where it belongs
-    if add is None:
-        blocks.clear_padding(total)
+    total = torch.zeros(blocks.numel, dtype=torch.float32, device=codes.device) if out is None else out
     if scales is not None and total.dtype == torch.float32:
-        lying = codes.contiguous(), scales.contiguous()
-        if (kernels := fused(*lying, total)) and code.decoded_by(kernels):
-            code.decode_fused(kernels, *lying, blocks.places, total, add)
+        given = codes if codes.stride(1) == 1 else codes.contiguous(), scales.contiguous()
+        kernels = fused(given[1], total)
+        if kernels and kernels.decode(code.fields, *given, blocks, total, add or 0):
             return total
-    for at, first, count in blocks.pieces():
-        here = blocks.view(total, at, count)
-        spare = here if direct and len(rows) == 1 else torch.empty(here.shape, dtype=torch.float32, device=here.device)
-        for row in rows:
-            theirs = None if scales is None else scales[row, first : first + count]
-            coded = blocks.view(codes[row], at, count)
-            if row or add is not None:
-                code.add(coded, theirs, here, add or 1, spare)
-            elif direct:
-                code.decode(coded, theirs, here)
-            else:
-                code.decode(coded, theirs, spare)
-                here.copy_(spare)
-    for some in blocks.loose:
-        spare = torch.zeros((some.which.numel(), blocks.width), dtype=torch.float32, device=codes.device)
-        whole = torch.zeros_like(spare) if add is None else blocks.gather(total, some)
-        for row in rows:
-            theirs = None if scales is None else scales[row].index_select(0, some.which)
-            coded = blocks.gather(codes[row], some)
-            if row or add is not None:
-                code.add(coded, theirs, whole, add or 1, spare)
-            else:
-                code.decode(coded, theirs, whole)
-        blocks.scatter(whole, total, some)
+    rows = blocks.rows
+    for chunk in blocks.chunks:
+        whole: Tensor | None = None if add is None else chunk.gather(total)
+        for first in range(0, len(codes), rows):
+            coded = chunk.codes(codes[first : first + rows])
+            said = torch.empty(coded.shape, dtype=torch.float32, device=coded.device)
+            code.decode(coded, None if scales is None else chunk.scales(scales[first : first + rows]), said)
+            whole = said.to(total.dtype) if whole is None else whole.add_(said, alpha=add or 1)
+        if whole is not None:
+            chunk.scatter(whole, total)
     return total
 
 
@@ -234,5 +194,3 @@ def row_sums(x: Tensor) -> Tensor:
         half = x.shape[1] // 2
         x = x[:, :half].add_(x[:, half:])
     return x[:, 0]
-
-

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.kernels.fused import OnDevice, on_cuda
+from hvdbridge.kernels.fused import on_cuda
 from hvdbridge.kernels.native import compiled
 from hvdbridge.kernels.random import generator, key
 from hvdbridge.policy.bucket import Layout
@@ -222,7 +223,7 @@ def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     return indices, flat.index_select(0, indices).masked_fill_(empty, 0)
 
 
-def _largest(bits: Tensor, plan: Plan, mask: int, kernels: OnDevice | None) -> tuple[Tensor, Tensor]:
+def _largest(bits: Tensor, plan: Plan, mask: int, kernels: ModuleType | None) -> tuple[Tensor, Tensor]:
     """Indices, and which slots are empty: without a look at any value by the host. By ``kernels`` where a sample tells
     them what to look for in many, else by comparing all."""
     # One more slot than the message has: where rows put what is beyond their count.
@@ -236,22 +237,23 @@ def _largest(bits: Tensor, plan: Plan, mask: int, kernels: OnDevice | None) -> t
         indices[slots] = top.indices.add_(group.starts[:, None])
     for part in plan.large:
         here, piece = slice(part.slot, part.slot + part.count), bits[part.start : part.start + part.size]
-        if kernels and part.drawn and part.size >= KERNEL:
-            places, found[here] = _among_candidates(piece, part, mask, kernels)
-        else:
-            found[here], places = torch.topk(piece & mask, part.count, sorted=False)
+        sampled = kernels if part.drawn and part.size >= KERNEL else None
+        chosen = _among_candidates(piece, part, mask, sampled) if sampled else None
+        found[here], places = chosen or torch.topk(piece & mask, part.count, sorted=False)
         torch.add(places, part.start, out=indices[here])
     indices, empty = indices[: plan.total], found[: plan.total] == 0
     return indices.masked_fill_(empty, 0), empty
 
 
-def _among_candidates(bits: Tensor, part: Large, mask: int, kernels: OnDevice) -> tuple[Tensor, Tensor]:
-    """Positions and magnitudes of the largest; of equal ones those that stand first, and magnitudes of 0 where there
-    are fewer. What :func:`_largest_on_cpu` finds, but those that are equal to the limit stand behind the others."""
+def _among_candidates(bits: Tensor, part: Large, mask: int, kernels: ModuleType) -> tuple[Tensor, Tensor] | None:
+    """Magnitudes and positions of the largest; of equal ones those that stand first, and magnitudes of 0 where there
+    are fewer. What :func:`_largest_on_cpu` finds, but those that are equal to the limit stand behind the others. None:
+    the kernel does not compile."""
     sampled = bits.index_select(0, _sample_on(part.size, part.drawn, bits.device)).bitwise_and_(mask)
     limit = torch.topk(sampled, part.tail).values[-1:].clamp_(min=1)
     positions = torch.full((part.room,), -1, dtype=torch.int32, device=bits.device)
-    kernels.reaching(bits, limit, positions)
+    if kernels.reaching(bits, limit, positions) is None:
+        return None
     missing = positions < 0
     positions.masked_fill_(missing, 0)
     magnitudes = bits.index_select(0, positions).bitwise_and_(mask).masked_fill_(missing, 0)
@@ -261,7 +263,7 @@ def _among_candidates(bits: Tensor, part: Large, mask: int, kernels: OnDevice) -
     chosen = larger.logical_or_(equal.logical_and_(torch.cumsum(equal, 0, dtype=torch.int32) <= left))
     numbers = torch.arange(1, part.count + 1, dtype=torch.int32, device=bits.device)
     places = torch.searchsorted(torch.cumsum(chosen, 0, dtype=torch.int32), numbers, out_int32=True)
-    return positions.index_select(0, places), magnitudes.index_select(0, places)
+    return magnitudes.index_select(0, places), positions.index_select(0, places)
 
 
 def _largest_on_cpu(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:
@@ -399,8 +401,9 @@ def shuffled(plan: Plan, seed: int, device: torch.device) -> Tensor:
     pivots = ((drawn >> 1) & ((1 << 62) - 1)).remainder_(sizes).int()
     salts = (_mixed(drawn) & 0x7FFFFFFF).int()
     kernels = on_cuda(device) if device.type == "cuda" else None
-    swap = kernels.shuffle if kernels else swapped
-    return start.index_select(0, owner).add_(swap(owner, sizes.int(), first, pivots, salts))
+    tables = owner, sizes.int(), first, pivots, salts
+    images = kernels.shuffle(*tables) if kernels else None
+    return start.index_select(0, owner).add_(swapped(*tables) if images is None else images)
 
 
 def swapped(owner: Tensor, sizes: Tensor, first: Tensor, pivots: Tensor, salts: Tensor) -> Tensor:

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hvdbridge.kernels.blocks import CHUNK
-from hvdbridge.kernels.fused import Fused
+from hvdbridge.kernels.native import SIGN, Fields
 from hvdbridge.kernels.pack import pack_bits, unpack_bits
-from hvdbridge.kernels.places import Places
 from hvdbridge.kernels.quantise import Code, row_sums
 
 
@@ -36,11 +34,6 @@ class ScaledSign(Code):
 
     bits = 1
 
-    def encoded_by(self, kernels: Fused) -> bool:
-        return True
-
-    decoded_by = encoded_by
-
     def encode(
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
     ) -> None:
@@ -52,24 +45,12 @@ class ScaledSign(Code):
         assert scales is not None
         out.copy_(codes).sub_(0.5).mul_((2 * scales).unsqueeze(1))
 
-    def encode_fused(
-        self, kernels: Fused, flat: Tensor, places: Places, codes: Tensor, scales: Tensor, keep_rest: bool = False,
-        seed: int = 0,
-    ) -> None:  # fmt: skip
-        kernels.sign_encode(flat, places, codes, scales, keep_rest)
-
-    def room(self, kernels: Fused, rows: int, n: int, device: torch.device) -> Tensor:
-        if kernels.packs:
-            return torch.zeros((rows, -(-n // 32)), dtype=torch.int32, device=device)
-        return super().room(kernels, rows, n, device)
+    @property
+    def fields(self) -> Fields:
+        return {"kind": SIGN, "bits": 1}
 
     def to_wire(self, codes: Tensor) -> Tensor:
         return codes.view(torch.uint8) if codes.dtype == torch.int32 else super().to_wire(codes)
-
-    def decode_fused(
-        self, kernels: Fused, codes: Tensor, scales: Tensor, places: Places, out: Tensor, add: Literal[1, -1] | None
-    ) -> None:
-        kernels.sign_decode(codes, scales, places, out, add or 0)
 
 
 def majority(votes: Tensor, ties: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from hvdbridge.kernels.orthogonal import orthonormal
 from hvdbridge.kernels.random import generator, hashed, key
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.feedback import WithFeedback
-from hvdbridge.policies.matrices import COLS, ROWS, Matrices, Pair, Plan, Square, aligned, as_matrix, project, side_of
+from hvdbridge.policies.matrices import COLS, ROWS, Matrices, Pair, Square, aligned, as_matrix, project, side_of
 from hvdbridge.policy.base import Aggregated, Flow, Slot, State
 from hvdbridge.policy.bucket import Bucket, Layout
 from hvdbridge.policy.collectives import AllReduce, Collective
@@ -46,9 +46,9 @@ class PowerSGD(WithFeedback):
     one. A column of P that lies in the span of others (a zero gradient has only such) is dropped for that step,
     and its column of Q stays.
 
-    Memory: beside gradients, state and factors, the new residual; and for a moment a copy and a product of the largest
-    matrices of one shape that are not multiplied where they lie: by a BLAS (on GPUs, above rank 4, of other types than
-    float32, without a C compiler) if they are not aligned, small ones at unequal distances, and what is ``batched``.
+    Memory: beside gradients, state and factors, the new residual; and for a moment copies of the matrices that are
+    not aligned in the bucket, of small ones at unequal distances, and of what is ``batched``. On GPUs and above rank 4
+    also a product of the largest matrices of one shape.
 
     Ranks end with equal bits on CPUs up to rank 4; beyond, as far as the matrix products do that add ``rank`` terms:
     those of one BLAS do.
@@ -161,12 +161,12 @@ class PowerSGD(WithFeedback):
         out = bucket.output(wide.dtype) if bucket.needs_sent else wide
         return Aggregated(plan.build(summed, total, out), state=new, rest=rest)
 
-    def _plan(self, layout: Layout) -> Plan:
+    def _plan(self, layout: Layout) -> Matrices:
         if self.batched:
             return layout.derive(("square", self.rank), lambda: Square(layout, self.rank))
         return layout.derive(("matrices", self.rank, self.min_rate), lambda: Matrices(layout, self.rank, self.min_rate))
 
-    def _both(self, bucket: Bucket, plan: Plan, matrices: list[Tensor], dense: Tensor, state: State) -> Factors:
+    def _both(self, bucket: Bucket, plan: Matrices, matrices: list[Tensor], dense: Tensor, state: State) -> Factors:
         """P, then Q."""
         old = plan.load(state["q"], COLS, dense.dtype) if self.warm_start else self._drawn(plan, bucket, dense.dtype)
         # The span of P is that of any basis of Q; only an epsilon asks for its length.
@@ -179,7 +179,9 @@ class PowerSGD(WithFeedback):
         kept = {"q": plan.store(state["q"], _revived(q, old))} if self.warm_start else None
         return (p, q), (p, mine), total, kept
 
-    def _alternating(self, bucket: Bucket, plan: Plan, matrices: list[Tensor], dense: Tensor, state: State) -> Factors:
+    def _alternating(
+        self, bucket: Bucket, plan: Matrices, matrices: list[Tensor], dense: Tensor, state: State
+    ) -> Factors:
         """P in even steps, Q in odd ones."""
         even = bucket.step % 2 == 0
         (known, given), (wanted, side) = (("q", COLS), ("p", ROWS)) if even else (("p", ROWS), ("q", COLS))
@@ -199,7 +201,7 @@ class PowerSGD(WithFeedback):
             made.update(zip(where, orthonormal([factors[i] for i in where], self.epsilon), strict=True))
         return [aligned(made[i]) for i in range(len(factors))]
 
-    def _drawn(self, plan: Plan, bucket: Bucket, dtype: torch.dtype) -> list[Tensor]:
+    def _drawn(self, plan: Matrices, bucket: Bucket, dtype: torch.dtype) -> list[Tensor]:
         """Standard normal numbers by (seed, step, name), equal on all ranks; by Box and Muller."""
         numbers = plan.numbers(bucket.buffer.device)
         seeds = (key(bucket.seed, bucket.step, self.seed, "powersgd", half) for half in (0, 1))

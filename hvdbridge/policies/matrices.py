@@ -4,17 +4,15 @@ Rules:
 
 1. Factors are transposed, ``[rank, length]``: the rows are the columns of P and Q in the papers. So both products
    read the gradient along its rows.
-2. A matrix's factors have the same bits wherever bucket boundaries lie. native.c multiplies it where it is; for a BLAS
-   it is batched by its shape alone and lies at an aligned address: what is not aligned in the bucket is copied.
-3. What all ranks make of the same factors has the same bits with and without a C compiler (:func:`outer`).
+2. A matrix's factors have the same bits whatever the bucket boundaries. Matrices are batched by their shape alone, and
+   a BLAS reads them at aligned addresses: a matrix that is not aligned in the bucket is copied.
+3. Up to rank 4 on CPUs ``P Q'`` has the same bits for any BLAS (:func:`add_outer`).
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from ctypes import CDLL
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +27,10 @@ ALIGNED = 16
 SMALL = 1 << 16
 """Matrices of up to so many elements are copied together to be multiplied as one batch."""
 FEW = 4
-"""Vectors up to which native.c is faster than a BLAS."""
+"""Vectors whose products are added element by element on a CPU."""
 ROWS, COLS = 0, 1
 Pair = tuple[list[Tensor], list[Tensor]]
 """P and Q of each group of matrices, ``[batch, rank, length]``."""
-Parts = list[tuple[slice, Tensor]] | None
-"""Which matrices of a batch, and these where they lie; see :meth:`Group.parts`."""
 
 
 def as_matrix(shape: torch.Size, rank: int, min_rate: float) -> tuple[int, int, int] | None:
@@ -65,74 +61,36 @@ def aligned(matrices: Tensor) -> Tensor:
     return slots(batch, rows, cols, matrices).copy_(matrices)
 
 
-def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+def product(left: Tensor, right: Tensor) -> Tensor:
     """Products of matrices, batch by batch. All three are aligned, so that the bits are the same in any batch."""
-    if out is None:
-        out = slots(len(left), left.shape[1], right.shape[2], left)
-    return torch.bmm(left, right, out=out)
+    return torch.bmm(left, right, out=slots(len(left), left.shape[1], right.shape[2], left))
 
 
 def project(vectors: Tensor, matrices: Tensor, side: int) -> Tensor:
-    """What a rank adds to P or Q: for ROWS the vectors ``[batch, rank, cols]`` times each row of its matrices
-    ``[batch, rows, cols]``, for COLS the vectors ``[batch, rank, rows]`` times each column; both aligned.
-
-    Other bits with and without a C compiler: it enters a sum over ranks, which is the same for all.
-    """
-    batch, rank, _ = vectors.shape
-    _, rows, cols = matrices.shape
-    if (native := _in_c(vectors, matrices)) is None:
-        return product(vectors, matrices.mT if side == ROWS else matrices)
-    out = slots(batch, rank, rows if side == ROWS else cols, matrices)
-    (native.project_rows if side == ROWS else native.project_columns)(
-        matrices.data_ptr(), matrices.stride(0), batch, rows, cols, vectors.data_ptr(), vectors.stride(0), rank,
-        out.data_ptr(), out.stride(0),
-    )  # fmt: skip
-    return out
+    """A rank's share of P or Q: for ROWS the vectors ``[batch, rank, cols]`` times each row of its matrices
+    ``[batch, rows, cols]``, for COLS the vectors ``[batch, rank, rows]`` times each column; both aligned."""
+    return product(vectors, matrices.mT if side == ROWS else matrices)
 
 
-def outer(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """``P Q'`` ``[batch, rows, cols]`` of ``[batch, rank, rows]`` and ``[batch, rank, cols]``, all aligned.
+def add_outer(p: Tensor, q: Tensor, matrices: list[Tensor], sign: int) -> None:
+    """``matrices`` ``[rows, cols]`` become (``sign`` 0) or are lessened by (-1) ``P Q'``, of ``[batch, rank, rows]``
+    and ``[batch, rank, cols]``, both aligned.
 
     For few vectors on a CPU products are rounded, then added in the order of the vectors; else by a BLAS.
     """
     if p.shape[1] > FEW or p.device.type != "cpu":
-        return product(p.mT, q, out)
-    if out is None:
-        out = slots(len(p), p.shape[2], q.shape[2], p)
-    if (native := _in_c(p, q, out)) is not None:
-        _outer_in_c(native, p, q, out, take=False)
-    else:
-        torch.mul(p[:, 0, :, None], q[:, 0, None], out=out)
-        for k in range(1, p.shape[1]):
-            out += p[:, k, :, None] * q[:, k, None]
-    return out
-
-
-def take_outer(p: Tensor, q: Tensor, matrices: Tensor) -> None:
-    """``matrices`` are lessened by ``P Q'``, as :func:`outer` makes it."""
-    if (native := _in_c(p, q, matrices)) is not None:
-        _outer_in_c(native, p, q, matrices, take=True)
-    else:
-        matrices -= outer(p, q)
-
-
-def _outer_in_c(native: CDLL, p: Tensor, q: Tensor, matrices: Tensor, take: bool) -> None:
-    batch, rows, cols = matrices.shape
-    native.outer(
-        matrices.data_ptr(), matrices.stride(0), batch, rows, cols, p.data_ptr(), p.stride(0), q.data_ptr(),
-        q.stride(0), p.shape[1], take,
-    )  # fmt: skip
-
-
-def in_c(rank: int, like: Tensor) -> CDLL | None:
-    """native.c, if that can multiply matrices like this one by ``rank`` vectors: float32 on a CPU, few vectors."""
-    return compiled() if rank <= FEW and like.device.type == "cpu" and like.dtype == torch.float32 else None
-
-
-def _in_c(*tensors: Tensor) -> CDLL | None:
-    """The same for vectors and matrices, if what is in a row lies side by side."""
-    rank, lies = tensors[0].shape[1], all(each.stride()[1:] == (each.shape[2], 1) for each in tensors)
-    return compiled() if lies and all(in_c(rank, each) for each in tensors) else None
+        products = list(product(p.mT, q).unbind())
+        torch._foreach_copy_(matrices, products) if sign == 0 else torch._foreach_sub_(matrices, products)
+        return
+    for columns, rows, matrix in zip(p, q, matrices, strict=True):
+        if native := compiled(columns, rows, matrix) if p.dtype == torch.float32 else None:
+            shape, vectors = matrix.shape, (columns.data_ptr(), rows.data_ptr(), len(rows))
+            native.outer(matrix.data_ptr(), *shape, *vectors, sign)
+            continue
+        made = columns[0, :, None] * rows[0]
+        for column, row in zip(columns[1:], rows[1:], strict=True):
+            made += column[:, None] * row
+        matrix.copy_(made) if sign == 0 else matrix.sub_(made)
 
 
 @dataclass(frozen=True)
@@ -149,60 +107,90 @@ class Group:
         return self.cols if side == COLS else self.rows
 
     def view(self, flat: Tensor) -> Tensor | None:
-        """All matrices where they lie, if that is at equal distances, and at aligned addresses for a BLAS."""
+        """All matrices where they are, if that is at equal distances and at aligned addresses."""
         first, step = self.offsets[0], self.offsets[1] - self.offsets[0] if len(self.offsets) > 1 else 0
         if not all(offset == first + i * step for i, offset in enumerate(self.offsets)):
             return None
-        unaligned = first % ALIGNED or step % ALIGNED or flat.data_ptr() % (ALIGNED * flat.element_size())
-        if unaligned and in_c(self.rank, flat) is None:
+        if first % ALIGNED or step % ALIGNED or flat.data_ptr() % (ALIGNED * flat.element_size()):
             return None
         shape, stride = (len(self.offsets), self.rows, self.cols), (step or self.rows * self.cols, self.cols, 1)
         return flat.as_strided(shape, stride, flat.storage_offset() + first)
-
-    def parts(self, flat: Tensor) -> Parts:
-        """All matrices where they lie, ``[part of batch, rows, cols]``, and which of the batch they are; None: a BLAS
-        multiplies them, and cannot do so there."""
-        if (view := self.view(flat)) is not None:
-            return [(slice(None), view)]
-        if in_c(self.rank, flat) is None:
-            return None
-        return [(slice(i, i + 1), piece[None]) for i, piece in enumerate(self.pieces(flat))]
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
         numel = self.rows * self.cols
         return [flat[offset : offset + numel].view(self.rows, self.cols) for offset in self.offsets]
 
 
-class Plan(ABC):
-    """How a bucket is taken apart into matrices and the rest, and put together again."""
+class Matrices:
+    """The matrices of a bucket, one for each parameter that is worth it, and the rest.
 
-    layout: Layout
-    groups: tuple[Group, ...]
-    dense_numel: int = 0
+    Attributes:
+        dense_numel: elements of the rest.
+    """
 
-    @abstractmethod
+    def __init__(self, layout: Layout, rank: int, min_rate: float) -> None:
+        self.layout = layout
+        self.groups: tuple[Group, ...]
+        alike: dict[object, tuple[tuple[int, int, int], list[str]]] = {}
+        self.runs: list[tuple[int, int]] = []
+        for name, shape in layout.shapes.items():
+            start, end = layout.offsets[name], layout.offsets[name] + layout.sizes[name]
+            if matrix := as_matrix(shape, rank, min_rate):
+                large = shape.numel() > SMALL
+                alike.setdefault(name if large else matrix, (matrix, []))[1].append(name)
+            elif self.runs and self.runs[-1][1] == start:
+                self.runs[-1] = (self.runs[-1][0], end)
+            elif start < end:
+                self.runs.append((start, end))
+        offsets = layout.offsets
+        self.groups = tuple(
+            Group(tuple(names), *matrix, tuple(offsets[n] for n in names)) for matrix, names in alike.values()
+        )
+        self.dense_numel = sum(end - start for start, end in self.runs)
+
     def matrices(self, flat: Tensor) -> list[Tensor]:
         """The matrices of each group, ``[batch, rows, cols]``, aligned; may be views of ``flat``."""
+        return [self._copied(group, flat) if (m := group.view(flat)) is None else m for group in self.groups]
 
-    @abstractmethod
+    def _copied(self, group: Group, flat: Tensor) -> Tensor:
+        made = slots(len(group.offsets), group.rows, group.cols, flat)
+        torch._foreach_copy_(list(made.unbind()), group.pieces(flat))
+        return made
+
     def dense(self, flat: Tensor) -> Tensor:
         """The rest, flat; may be a view of ``flat``."""
+        pieces = [flat[start:end] for start, end in self.runs] or [flat[:0]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    @abstractmethod
     def build(self, pair: Pair, dense: Tensor, out: Tensor) -> Tensor:
         """``P Q'`` and the rest, written to ``out``."""
+        self._add_outer(pair, out, 0)
+        if self.runs:
+            sizes = [end - start for start, end in self.runs]
+            torch._foreach_copy_([out[start:end] for start, end in self.runs], list(dense.split(sizes)))
+        return out
 
-    @abstractmethod
     def take_off(self, pair: Pair, flat: Tensor) -> Tensor:
         """``flat`` less ``P Q'``, and zeros in the place of the rest, which travels whole; in place."""
+        self._add_outer(pair, flat, -1)
+        for start, end in self.runs:
+            flat[start:end].zero_()
+        return flat
 
-    @abstractmethod
+    def _add_outer(self, pair: Pair, flat: Tensor, sign: int) -> None:
+        for group, p, q in zip(self.groups, *pair, strict=True):
+            add_outer(aligned(p), aligned(q), group.pieces(flat), sign)
+
     def load(self, slot: Mapping[str, Tensor], side: int, dtype: torch.dtype) -> list[Tensor]:
         """The factors that the state holds, group by group."""
+        return [torch.stack([slot[name] for name in group.names]).to(dtype) for group in self.groups]
 
-    @abstractmethod
     def store(self, slot: Mapping[str, Tensor], factors: list[Tensor]) -> dict[str, Tensor]:
         """The state that holds these factors in the place of those in ``slot``."""
+        state: dict[str, Tensor] = {}
+        for group, many in zip(self.groups, factors, strict=True):
+            state.update((n, f.to(slot[n].dtype)) for n, f in zip(group.names, many.unbind(), strict=True))
+        return state
 
     def pack(self, factors: list[Tensor], dense: Tensor | None = None) -> Tensor:
         """One message of all factors and the rest."""
@@ -228,77 +216,7 @@ class Plan(ABC):
         return self.layout.derive(("numbers", type(self), tuple(self.groups), device), make)
 
 
-class Matrices(Plan):
-    """Each parameter that is worth it is a matrix."""
-
-    def __init__(self, layout: Layout, rank: int, min_rate: float) -> None:
-        self.layout = layout
-        alike: dict[object, tuple[tuple[int, int, int], list[str]]] = {}
-        self.runs: list[tuple[int, int]] = []
-        for name, shape in layout.shapes.items():
-            start, end = layout.offsets[name], layout.offsets[name] + layout.sizes[name]
-            if matrix := as_matrix(shape, rank, min_rate):
-                large = shape.numel() > SMALL
-                alike.setdefault(name if large else matrix, (matrix, []))[1].append(name)
-            elif self.runs and self.runs[-1][1] == start:
-                self.runs[-1] = (self.runs[-1][0], end)
-            elif start < end:
-                self.runs.append((start, end))
-        offsets = layout.offsets
-        self.groups = tuple(
-            Group(tuple(names), *matrix, tuple(offsets[n] for n in names)) for matrix, names in alike.values()
-        )
-        self.dense_numel = sum(end - start for start, end in self.runs)
-
-    def matrices(self, flat: Tensor) -> list[Tensor]:
-        return [self._copied(group, flat) if (m := group.view(flat)) is None else m for group in self.groups]
-
-    def _copied(self, group: Group, flat: Tensor) -> Tensor:
-        made = slots(len(group.offsets), group.rows, group.cols, flat)
-        torch._foreach_copy_(list(made.unbind()), group.pieces(flat))
-        return made
-
-    def dense(self, flat: Tensor) -> Tensor:
-        pieces = [flat[start:end] for start, end in self.runs] or [flat[:0]]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def build(self, pair: Pair, dense: Tensor, out: Tensor) -> Tensor:
-        for group, p, q, parts in self._outer(pair, out):
-            for which, there in parts or ():
-                outer(p[which], q[which], there)
-            if parts is None:
-                torch._foreach_copy_(group.pieces(out), list(outer(p, q).unbind()))
-        if self.runs:
-            sizes = [end - start for start, end in self.runs]
-            torch._foreach_copy_([out[start:end] for start, end in self.runs], list(dense.split(sizes)))
-        return out
-
-    def take_off(self, pair: Pair, flat: Tensor) -> Tensor:
-        for group, p, q, parts in self._outer(pair, flat):
-            for which, there in parts or ():
-                take_outer(p[which], q[which], there)
-            if parts is None:
-                torch._foreach_sub_(group.pieces(flat), list(outer(p, q).unbind()))
-        for start, end in self.runs:
-            flat[start:end].zero_()
-        return flat
-
-    def _outer(self, pair: Pair, flat: Tensor) -> Iterator[tuple[Group, Tensor, Tensor, Parts]]:
-        """Each group, its P and Q, and its matrices where they lie in ``flat``."""
-        for group, p, q in zip(self.groups, *pair, strict=True):
-            yield group, aligned(p), aligned(q), group.parts(flat)
-
-    def load(self, slot: Mapping[str, Tensor], side: int, dtype: torch.dtype) -> list[Tensor]:
-        return [torch.stack([slot[name] for name in group.names]).to(dtype) for group in self.groups]
-
-    def store(self, slot: Mapping[str, Tensor], factors: list[Tensor]) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {}
-        for group, many in zip(self.groups, factors, strict=True):
-            state.update((n, f.to(slot[n].dtype)) for n, f in zip(group.names, many.unbind(), strict=True))
-        return state
-
-
-class Square(Plan):
+class Square(Matrices):
     """The whole bucket is one square matrix.
 
     Its factors are kept by parameter: the first rows of what all parameters of the bucket keep, each as many as the
@@ -306,7 +224,7 @@ class Square(Plan):
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
-        self.layout = layout
+        self.layout, self.dense_numel = layout, 0
         self.widths = [side_of(size) for size in layout.sizes.values()]
         side = side_of(layout.numel)
         self.groups = (Group(("",), side, side, min(rank, side), (0,)),) if side else ()
@@ -324,12 +242,16 @@ class Square(Plan):
         return flat[:0]
 
     def build(self, pair: Pair, dense: Tensor, out: Tensor) -> Tensor:
-        ((p,), (q,)) = pair
-        return out.copy_(outer(aligned(p), aligned(q)).view(-1)[: self.layout.numel])
+        return out.copy_(self._outer(pair))
 
     def take_off(self, pair: Pair, flat: Tensor) -> Tensor:
+        return flat.sub_(self._outer(pair))
+
+    def _outer(self, pair: Pair) -> Tensor:
         ((p,), (q,)) = pair
-        return flat.sub_(outer(aligned(p), aligned(q)).view(-1)[: self.layout.numel])
+        square = p.new_empty(p.shape[2], q.shape[2])
+        add_outer(aligned(p), aligned(q), [square], 0)
+        return square.view(-1)[: self.layout.numel]
 
     def load(self, slot: Mapping[str, Tensor], side: int, dtype: torch.dtype) -> list[Tensor]:
         group = self.groups[0]

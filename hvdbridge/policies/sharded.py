@@ -21,18 +21,16 @@ Rules:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.blocks import Blocks, Part
-from hvdbridge.kernels.fused import fused
-from hvdbridge.kernels.places import Places, Strip
-from hvdbridge.kernels.quantise import Code, decode, encode
+from hvdbridge.kernels.fused import InC, fused
+from hvdbridge.kernels.quantise import Code, decode, encode_rows
 from hvdbridge.kernels.random import seed_of
 from hvdbridge.policies.shards import BlockShards, Shards, accumulator, add, block_shards, first_blocks, sum_rows
 from hvdbridge.policy.base import Aggregated
@@ -134,7 +132,7 @@ def sharded_code(
     message = plan.everyone.encode(code, flat, seed, bucket.needs_sent, sent)
     theirs = yield AllToAll(message, out=came[: message.numel()])
     wide, total = accumulator(flat.dtype), bucket.scratch(plan.shards.length, torch.float32)
-    plan.own.decode(code, *plan.own.read(code, theirs), total)
+    plan.own.decode(code, theirs, total)
     if carry is not None:
         plan.shards.add_to(total, carry, rank)
     seed = seed_of(bucket, "back") if back.random else 0
@@ -145,7 +143,7 @@ def sharded_code(
     elif rest is not None:
         plan.shards.add_owned(rest, rank, total)
     answer = yield AllGather(message, out=came[: bucket.size * message.numel()])
-    update = plan.everyone.decode(back, *plan.everyone.read(back, answer, wide), bucket.output(wide))
+    update = plan.everyone.decode(back, answer, bucket.output(wide))
     pool.give(sent, came, total)
     return Coded(update, rest, error)
 
@@ -163,112 +161,57 @@ def check_block(policy: object, block: int) -> None:
 
 
 class _Messages:
-    """A vector in coded blocks as messages, one for each shard: its scales, then its codes, padded to the longest.
+    """A vector in coded blocks as messages, one for each row of ``blocks``: its scales, then its codes.
 
-    By fused kernels where these can, in one pass between vector and message; else codes and scales are made in the
-    order of the vector, and moved.
-
-    Args:
-        blocks: of the vector.
-        strips: of all shards, those of each in its order.
-        used: elements and blocks of each shard.
-        slots, length: blocks and elements of the longest shard.
-        shards: how the vector is divided; None: it is one shard, in this order.
+    Fused kernels write and read messages in one pass where they can.
     """
 
-    def __init__(
-        self, blocks: Blocks, strips: Sequence[Strip], used: Sequence[tuple[int, int]], slots: int, length: int,
-        shards: BlockShards | None = None,
-    ) -> None:  # fmt: skip
-        self._blocks, self._shards = blocks, shards
-        self._slots, self._length = slots, length
-        self._used = used
-        self._places = Places(strips, len(used), blocks.width)
-
-    @cached_property
-    def _slot(self) -> Tensor:
-        """Of each block, the place of its scale among those of all messages."""
-        _, _, row, _, scale = self._places.blocks().unbind(1)
-        return (row * self._slots + scale).to(self._blocks.device)
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
 
     def nbytes(self, code: Code) -> int:
         """Of all messages."""
-        return len(self._used) * (self._head(code) + code.wire_bytes(self._length))
+        return self._blocks.rows * (self._head(code) + code.wire_bytes(self._blocks.length))
 
     def encode(self, code: Code, flat: Tensor, seed: int, keep_rest: bool, out: Tensor) -> Tensor:
-        """uint8 ``[shards, bytes]``, in ``out``, uint8 and long enough; with ``keep_rest`` ``flat`` becomes what these
+        """uint8 ``[rows, bytes]``, in ``out``, uint8 and long enough; with ``keep_rest`` ``flat`` becomes what these
         do not say."""
-        head, rows = self._head(code), len(self._used)
-        messages = out[: self.nbytes(code)].view(rows, -1)
-        scales, packed = messages[:, :head], messages[:, head:]
-        kernels = fused(flat, bits=code.bits) if flat.dtype == torch.float32 else None
-        if kernels and code.encoded_by(kernels):
-            if kernels.aligned:
-                scales = torch.empty_like(scales, memory_format=torch.contiguous_format)
-            among_zeros, direct = kernels.packed and code.bits != 8, kernels.packed or code.bits == 8
-            codes = packed if direct else code.room(kernels, rows, self._length, flat.device)
-            if among_zeros:
-                packed.zero_()
-            code.encode_fused(kernels, flat, self._places, codes, scales, keep_rest, seed)
-            for i, (elements, blocks) in enumerate(self._used):
-                if not among_zeros:
-                    codes[i, elements:] = 0
-                scales[i, 4 * blocks :] = 0
-            if not direct:
-                packed.copy_(code.to_wire(codes)[:, : packed.shape[1]])
-            if kernels.aligned:
-                messages[:, :head] = scales
-            return messages
-        codes, found = encode(code, flat, self._blocks, seed)
-        if keep_rest:
-            decode(code, codes.unsqueeze(0), None if found is None else found.unsqueeze(0), self._blocks, flat, add=-1)
-        codes = codes.unsqueeze(0) if self._shards is None else self._shards.pack(codes, codes.dtype)
-        packed.copy_(code.to_wire(codes))
+        blocks, messages = self._blocks, out[: self.nbytes(code)].view(self._blocks.rows, -1)
+        scales, packed = self._split(code, messages)
+        kernels = fused(flat, packs=True) if flat.dtype == torch.float32 else None
+        if isinstance(kernels, InC):
+            messages.zero_()
+            if kernels.encode(code.fields, flat, blocks, packed, scales, keep_rest, seed):
+                return messages
+        codes, found = encode_rows(code, flat, blocks, seed, keep_rest, packs=True)
+        packed.copy_(code.to_wire(codes)[:, : packed.shape[1]])
         if found is not None:
-            floats = torch.zeros(rows * self._slots, dtype=torch.float32, device=flat.device)
-            floats[self._slot] = found
-            scales.copy_(floats.view(torch.uint8).view(rows, head))
+            scales.copy_(found.view(torch.uint8))
         return messages
 
-    def read(self, code: Code, messages: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
-        """The codes and scales of messages, uint8 ``[messages, bytes]``: one for each shard of the vector, or several
-        of an only shard. They are for :meth:`decode` alone, to write ``dtype``."""
-        head = self._head(code)
-        scales, packed = messages[:, :head], messages[:, head:]
-        kernels = fused(messages, bits=code.bits) if dtype == torch.float32 else None
-        if kernels and code.decoded_by(kernels):
-            codes = packed if kernels.packed else code.from_wire(packed, self._length)
-            return codes, scales.clone(memory_format=torch.contiguous_format) if kernels.aligned else scales
-        codes = code.from_wire(packed, self._length)
+    def decode(self, code: Code, messages: Tensor, out: Tensor) -> Tensor:
+        """What messages ``[messages * rows, bytes]`` stand for, added in their order, in ``out`` ``[numel]``."""
+        scales, packed = self._split(code, messages)
+        kernels = fused(messages, out, packs=True) if out.dtype == torch.float32 else None
+        if isinstance(kernels, InC) and kernels.decode(code.fields, packed, scales, self._blocks, out, 0):
+            return out
         floats = None
         if code.scaled:
-            # Where their bytes lie aligned
-            floats = torch.empty((messages.shape[0], self._slots), dtype=torch.float32, device=messages.device)
+            floats = torch.empty((len(messages), self._blocks.slots), dtype=torch.float32, device=out.device)
             floats.view(torch.uint8).copy_(scales)
-            floats = (
-                floats[:, : self._blocks.count] if self._shards is None else floats.view(-1)[self._slot].unsqueeze(0)
-            )
-        return codes if self._shards is None else self._shards.unpack(codes, codes.dtype).unsqueeze(0), floats
+        return decode(code, code.from_wire(packed, self._blocks.length), floats, self._blocks, out)
 
-    def decode(self, code: Code, codes: Tensor, scales: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """What was :meth:`read`, float32 ``[numel]``, several messages added in their order; ``out``: where to."""
-        if scales is None or scales.dtype == torch.float32:
-            return decode(code, codes, scales, self._blocks, out)
-        total = torch.empty(self._blocks.numel, dtype=torch.float32, device=codes.device) if out is None else out
-        total = total.contiguous()
-        kernels = fused(total, bits=code.bits)
-        assert kernels is not None, "as it was read"
-        code.decode_fused(kernels, codes, scales, self._places, total, None)
-        self._blocks.clear_padding(total)
-        return total if out is None or total is out else out.copy_(total)
+    def _split(self, code: Code, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """The bytes of scales, and those of codes."""
+        return messages[:, : self._head(code)], messages[:, self._head(code) :]
 
     def _head(self, code: Code) -> int:
-        """Bytes of a shard's scales."""
-        return 4 * self._slots if code.scaled else 0
+        """Bytes of a message's scales."""
+        return 4 * self._blocks.slots if code.scaled else 0
 
 
 class _CodePlan:
-    """Where blocks and their scales lie in the vector, in the shards and in messages.
+    """The messages of a bucket.
 
     Attributes:
         everyone: this rank's vector, for the owners of its shards, and back from them.
@@ -276,19 +219,16 @@ class _CodePlan:
     """
 
     def __init__(self, bucket: Bucket, block: int) -> None:
-        self.shards, rank, device = block_shards(bucket), bucket.rank, bucket.buffer.device
-        shards, hop = self.shards, bucket.size * BLOCK
-        first, strips, used = _first_numbers(bucket), [], [(0, 0)] * bucket.size
-        for start, count, width, owner, at in shards.pieces:
-            elements, blocks = used[owner]
-            strips.append(Strip(start, hop, count, width, owner, at, blocks, first(start), hop))
-            used[owner] = elements + count * width, blocks + count * -(-width // block)
-        slots, length = max(blocks for _, blocks in used), shards.length
-        self.everyone = _Messages(blocks_of(bucket, block), strips, used, slots, length, shards)
-        mine = [strip for strip in strips if strip.row == rank]
-        owned = Blocks([Part(s.code, s.size, s.number, s.parts, hop) for s in mine], block, length, device)
-        mine = [strip._replace(start=strip.code, hop=strip.size, row=0) for strip in mine]
-        self.own = _Messages(owned, mine, [used[rank]], slots, length)
+        self.shards, device, hop = block_shards(bucket), bucket.buffer.device, bucket.size * BLOCK
+        first, length = _first_numbers(bucket), self.shards.length
+        pieces = [
+            (at, Part(start, width, first(start), owner, count, hop, hop))
+            for start, count, width, owner, at in self.shards.pieces
+        ]
+        blocks = Blocks((part for _, part in pieces), block, bucket.layout.numel, device, bucket.size, length)
+        mine = (part._replace(start=at, row=0, hop=part.size) for at, part in pieces if part.row == bucket.rank)
+        self.everyone = _Messages(blocks)
+        self.own = _Messages(Blocks(mine, block, length, device, slots=blocks.slots))
 
 
 def _first_numbers(bucket: Bucket) -> Callable[[int], int]:

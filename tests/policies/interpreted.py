@@ -34,9 +34,9 @@ some = settings(max_examples=10, deadline=None)
 def both(work: Any) -> tuple[Any, Any]:
     """What it gives with Triton, and with torch's operations."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "fused", lambda *tensors, bits=8: cuda)
+        patch.setattr(fused, "fused", lambda *tensors, packs=False: cuda)
         for name in ("kernels.quantise", "kernels.pack", "policies.sharded"):
-            patch.setattr(f"hvdbridge.{name}.fused", lambda *tensors, bits=8: cuda)
+            patch.setattr(f"hvdbridge.{name}.fused", lambda *tensors, packs=False: cuda)
         ours = work()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_load", lambda: None)
@@ -79,11 +79,14 @@ def test_signs_packed_in_the_same_pass(seed: int, width: int, size: int, numels:
     layout, code = Layout({str(i): (numel,) for i, numel in enumerate(numels)}), ScaledSign()
     x = vector(seed, layout.numel, 0.0)
     bucket = Bucket(x, layout, size=size)
-    places, length = _code_plan(bucket, width).everyone._places, _code_plan(bucket, width).shards.length
-    codes, words = torch.zeros((size, length), dtype=torch.uint8), code.room(cuda, size, length, CPU)
+    blocks = _code_plan(bucket, width).everyone._blocks
+    length = blocks.length
+    codes, words = (
+        torch.zeros((size, n), dtype=t) for n, t in ((length, torch.uint8), (-(-length // 32), torch.int32))
+    )
     scales, again = torch.zeros((2, size, length))
-    code.encode_fused(cuda, x.clone(), places, codes, scales)
-    code.encode_fused(cuda, x, places, words, again)
+    assert cuda.encode(code.fields, x.clone(), blocks, codes, scales, False, 0)
+    assert cuda.encode(code.fields, x, blocks, words, again, False, 0)
     assert torch.equal(code.to_wire(words)[:, : code.wire_bytes(length)], pack.pack(codes, 1))
     assert torch.equal(scales, again)
 
@@ -159,9 +162,8 @@ def wrong(*names: str) -> Any:
 @pytest.mark.parametrize(
     "named",
     [
-        {"linear_encode": "Linear", "sign_decode": "ScaledSign", "squeeze": "3 bits", "reaching": "33 that reach 2"},
-        {"linear_decode": "Linear", "sign_encode": "ScaledSign", "spread": "3 bits", "shuffle": "a shuffle",
-         "orthonormal": "4 columns"},
+        {"encode": "Linear", "squeeze": "3 bits", "reaching": "33 that reach 2"},
+        {"decode": "ScaledSign", "spread": "3 bits", "shuffle": "a shuffle", "orthonormal": "4 columns"},
     ],
 )  # fmt: skip
 def test_kernels_that_do_nothing_are_found_out(named: dict[str, str]) -> None:
@@ -191,17 +193,41 @@ def test_who_computes_on_a_gpu(chosen: Any, caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
 
 
-class DoesNotCompile:
-    @staticmethod
-    def squeeze(*_: object) -> None:
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no C compiler")
 
+    monkeypatch.setattr(cuda, "_launch", launch)
+    monkeypatch.setattr(cuda, "_broken", set())
 
-@pytest.mark.parametrize("module", [None, DoesNotCompile])
+
+@pytest.mark.parametrize("module", [None, cuda])
+@pytest.mark.usefixtures("failing")
 def test_kernels_that_do_not_work_are_not_used(module: Any, chosen: Any, caplog: pytest.LogCaptureFixture) -> None:
     reason = "ImportError|ModuleNotFoundError" if module is None else "RuntimeError: no C compiler"
+    with pytest.raises(ConfigurationError, match=reason):
+        chosen("native", module)
     with caplog.at_level(logging.WARNING, "hvdbridge"):
         assert chosen("auto", module) is None
     assert "HVDBRIDGE_KERNELS=torch" in caplog.text
-    with pytest.raises(ConfigurationError, match=reason):
-        chosen("native", module)
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_kernel_that_does_not_compile_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """And torch's operations do its work."""
+    with caplog.at_level(logging.WARNING, "hvdbridge"):
+        for _ in range(2):
+            for code in (Linear(7), ScaledSign()):
+                same_messages(both, 1, code, 256, 2, [1000, 7, 2048], 0.0, True)
+    named = [record.getMessage() for record in caplog.records]
+    assert len(named) == 4, named
+    for name in ("encode", "decode", "squeeze", "spread"):
+        assert sum(f"Triton's kernel {name} " in text and "no C compiler" in text for text in named) == 1
+    x = vector(1, 40_000, 0.0)
+    plan = select.Plan.of(Layout({"w": (40_000,)}), {"w": 400}, CPU)
+    bits, mask = select._bits(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "KERNEL", 0)
+        ours = select._largest(bits, plan, mask, cuda)[0]
+    assert torch.equal(ours.sort().values, select._largest_on_cpu(bits, plan, mask)[0].sort().values)

@@ -44,11 +44,10 @@ kernels = {
     "_linear_encode": (
         {**place, "levels": "fp32", **rows}, {"OFFSET": 0, "MASK": 255, "KEEP_REST": True, "WIDTH": 1024},
     ),
-    "_linear_decode": ({**place, **several, **rows}, {"OFFSET": 0, "ADD": -1, "WIDTH": 1024}),
+    "_decode": ({**place, **several, **rows}, {"SIGNS": False, "OFFSET": 0, "ADD": -1, "WIDTH": 1024}),
     "_sign_encode": (
         {**place, **rows, "codes": "*i32"}, {"KEEP_REST": True, "WIDTH": 1024, "HALVINGS": 10, "PACK": True},
     ),
-    "_sign_decode": ({**place, **several, **rows}, {"ADD": 0, "WIDTH": 1024}),
     "_squeeze": ({"words": "*i64", "count": "i32", "out": "*u8"}, {"BITS": 5, "EACH": 256}),
     "_mark": (
         {"bits": "*i32", "count": "i32", "limit": "*i32", "words": "*i32", "counts": "*i32", "blocks": "i32"},
