@@ -20,10 +20,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hvdbridge.deprecated import own_member_first
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies.sharded import sharded_sum
 from hvdbridge.policies.shards import FlatShards, accumulator, scaled, shards_of, sum_rows
-from hvdbridge.policy.base import CODED_MB, Aggregated, Exchange, Flow, Policy, State, rewrite
+from hvdbridge.policy.base import CODED_MB, Aggregated, Exchange, Flow, Policy, State, acts_after_step, rewrite
 from hvdbridge.policy.bucket import DDP_MB, Bucket
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of
 
@@ -43,10 +44,6 @@ class Mean(Policy):
     @property
     def rounds(self) -> int | None:
         return 2 if self.exact else 1
-
-    @property
-    def bucket_mb(self) -> float:
-        return CODED_MB if self.exact else DDP_MB
 
     @property
     def bytewise(self) -> bool:
@@ -78,7 +75,6 @@ class Sum(Policy):
     """
 
     rounds = 1
-    bucket_mb = DDP_MB
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         if bucket.scaled:
@@ -102,6 +98,14 @@ def plain_mean(policy: Policy) -> bool:
 def all_reduces(policy: Policy) -> bool:
     """Whether a flow is one all-reduce in the bucket's memory, with next to no computation."""
     return plain_mean(policy) or type(policy) is Sum
+
+
+@own_member_first()
+def bucket_mb(policy: Policy) -> float:
+    """The size of a bucket in MiB on one machine, where nobody gives one: DDP's, or less where flows compute between
+    collectives and run ahead of their turns (:attr:`Policy.rounds`), so that one bucket is coded while another
+    travels. With DDP's size, buckets on torch are those of plain DDP, whose bits the mean reproduces."""
+    return DDP_MB if policy.rounds is None or all_reduces(policy) else CODED_MB
 
 
 def own(bucket: Bucket) -> Tensor:
@@ -146,7 +150,7 @@ class _Half(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.inner.acts_after_step:
+        if acts_after_step(self.inner):
             name = type(self).__name__
             raise ConfigurationError(
                 f"{name} cannot wrap {type(self.inner).__name__}, which acts after the optimizer's step: it narrows "
@@ -211,7 +215,7 @@ class _Half(Policy):
                 bucket.pool.give(rows, came)
                 return total
             case AllGather() | AllToAll() | Broadcast():
-                if not bucket.mark.weighted:  # a raw gradient is no share of a mean: it needs no lift
+                if not bucket.weighting.weighted:  # a raw gradient is no share of a mean: it needs no lift
                     power = 1.0
                 shape = request.answer_shape(size)
                 numel = math.prod(shape)

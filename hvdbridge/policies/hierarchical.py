@@ -23,8 +23,8 @@ from torch import Tensor
 from hvdbridge.errors import Unsupported
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.local import share_in_node
-from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State, check_weights, rewrite
-from hvdbridge.policy.bucket import Bucket
+from hvdbridge.policy.base import Aggregated, Branch, Exchange, Flow, Policy, State, check_weights, rewrite
+from hvdbridge.policy.bucket import Bucket, Ranks
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of
 
 
@@ -47,7 +47,7 @@ class Hierarchical(Policy):
 
     inner: Policy = MEAN
     additive = False
-    between_nodes = True
+    slots = {"inner": Branch(nodes=True)}
 
     @property
     def rounds(self) -> int | None:
@@ -65,7 +65,7 @@ class Hierarchical(Policy):
                 flat.zero_()
             elif factor != 1.0:
                 flat.mul_(factor)
-        if len(set(bucket.nodes)) < bucket.size:
+        if len(set(bucket.ranks.nodes)) < bucket.size:
             flat = yield AllReduce(flat, group="node")
         return (yield from self._across(bucket.with_buffer(flat), state, self.inner.aggregate))
 
@@ -74,15 +74,15 @@ class Hierarchical(Policy):
         return self._across(bucket, state, self.inner.after_step)
 
     def _across(self, bucket: Bucket, state: State, start: Callable[[Bucket, State], Flow]) -> Flow:
-        nodes = list(dict.fromkeys(bucket.nodes))
-        number = nodes.index(bucket.nodes[bucket.rank])
+        at = bucket.ranks.nodes
+        nodes = list(dict.fromkeys(at))
         weights = None
-        if bucket.weights is not None or len({bucket.nodes.count(node) for node in nodes}) > 1:
+        if bucket.weights is not None or len({at.count(node) for node in nodes}) > 1:
             given = bucket.weights or (1.0,) * bucket.size
-            weights = tuple(sum(w for w, at in zip(given, bucket.nodes, strict=True) if at == node) for node in nodes)
+            weights = tuple(sum(w for w, its in zip(given, at, strict=True) if its == node) for node in nodes)
             check_weights(self.inner, weights, len(nodes))
-        inner = replace(bucket, rank=number, size=len(nodes), weights=weights, groups={}, nodes=())
-        lanes = Lanes(bucket, len(nodes), min(bucket.nodes.count(node) for node in nodes))
+        inner = replace(bucket, ranks=Ranks(nodes.index(at[bucket.rank]), len(nodes), weights))
+        lanes = Lanes(bucket, len(nodes), min(map(at.count, nodes)))
         result = yield from rewrite(start(inner, state["inner"]), lanes.carry)
         return Aggregated(result.update, state={"inner": result.state})
 

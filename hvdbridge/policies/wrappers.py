@@ -20,11 +20,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hvdbridge.deprecated import own_member_first
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.norm import global_norm
 from hvdbridge.kernels.runs import Runs
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.feedback import RESIDUAL, feedback, residuals
+from hvdbridge.policy import base
 from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, Slot, State, advance, finish
 from hvdbridge.policy.bucket import Bucket, Layout
 from hvdbridge.policy.options import option
@@ -68,7 +70,7 @@ class Warmup(Policy):
     """``first`` for ``steps`` steps, ``then`` from there on. The state of both is kept.
 
     After the last of these steps ``then`` is told the parameters with which its turn begins, if it remembers any
-    (:attr:`Policy.anchored <hvdbridge.Policy.anchored>`). Where ranks have drifted apart under ``first``
+    (:func:`~hvdbridge.policy.base.anchored`). Where ranks have drifted apart under ``first``
     (``local_sgd``, ``noop``), parameters become their weighted mean then, once: an all-reduce of the model. Momenta of
     the optimizer are its own: where these differ, replicas under ``then=mean`` differ by what is left of them.
     """
@@ -93,18 +95,12 @@ class Warmup(Policy):
 
     @property
     def acts_after_step(self) -> bool:
-        return self.first.replicas == "drift" or any(p.acts_after_step for p in (self.first, self.then))
+        return self.first.replicas == "drift" or any(map(base.acts_after_step, (self.first, self.then)))
 
-    def due(self, step: int) -> bool:
-        return self.switches(step) or (self.first if step < self.steps else self.then).due(step)
-
-    def averaged(self, step: int) -> bool:
-        return self.switches(step) or (self.first if step < self.steps else self.then).averaged(step)
-
-    def switches(self, step: int) -> bool:
-        if step == self.steps - 1 and (self.first.replicas == "drift" or self.then.anchored):
-            return True
-        return (self.first if step < self.steps else self.then).switches(step)
+    def due(self, step: int) -> int:
+        if step == self.steps - 1 and (self.first.replicas == "drift" or base.anchored(self.then)):
+            return base.SWITCH
+        return (self.first if step < self.steps else self.then).due(step)
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
         key = "first" if bucket.step < self.steps else "then"
@@ -116,7 +112,7 @@ class Warmup(Policy):
             if self.first.replicas == "drift":
                 result = yield from finish(MEAN.aggregate(bucket, {}))
                 bucket = replace(bucket, buffer=result.update, scaled=False)
-            states["then"] = self.then.start_from(bucket, state["then"])
+            states["then"] = base.start_from(self.then, bucket, state["then"])
         return Aggregated(bucket.buffer, state=states)
 
 
@@ -189,10 +185,7 @@ class Partition(Policy):
         return next((text for text, _ in self.rules if _matcher(text)(name, shape, dtype)), "rest")
 
     def init(self, params: Mapping[str, Tensor]) -> State:
-        return {key: inner.init(self.parameters_of(key, params)) for key, inner in self.inners().items()}
-
-    def parameters_of(self, key: str, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {name: p for name, p in params.items() if self.rule_of(name, p.shape, p.dtype) == key}
+        return {key: inner.init(parameters_of(self, key, params)) for key, inner in self.inners().items()}
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         inners = self.inners()
@@ -201,12 +194,6 @@ class Partition(Policy):
     def after_step(self, bucket: Bucket, state: State) -> Flow:
         inners = self.inners()
         return self._each(bucket, state, lambda key: inners[key].after_step if inners[key].due(bucket.step) else keep)
-
-    def start_from(self, bucket: Bucket, state: State) -> State:
-        inners = self.inners()
-        return {
-            key: inners[key].start_from(_select(bucket, *part), state[key]) for key, part in self._plan(bucket).items()
-        }
 
     def _each(self, bucket: Bucket, state: State, start: Callable[[str], Callable[[Bucket, State], Flow]]) -> Flow:
         """Run each part's flow, one after the other; where one is early, the rest of them after all have begun."""
@@ -231,7 +218,7 @@ class Partition(Policy):
 
     def _plan(self, bucket: Bucket) -> Plan:
         layout = bucket.layout
-        dtypes = tuple(bucket.dtypes[name] for name in layout.names)
+        dtypes = tuple(layout.dtypes.get(name, bucket.buffer.dtype) for name in layout.names)
         return layout.derive((self, dtypes), lambda: self._divide(layout, dtypes))
 
     def _divide(self, layout: Layout, dtypes: Sequence[torch.dtype]) -> Plan:
@@ -244,6 +231,39 @@ class Partition(Policy):
             key: (part, Runs((at[name], part.offsets[name], part.sizes[name]) for name in part.names))
             for key, part in parts.items()
         }
+
+
+@own_member_first()
+def parameters_of(policy: Policy, key: str, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Those of ``params`` that the inner policy at ``key`` aggregates."""
+    if not isinstance(policy, Partition):
+        return params
+    return {name: p for name, p in params.items() if policy.rule_of(name, p.shape, p.dtype) == key}
+
+
+@own_member_first(warn=False)
+def statistics(policy: Policy, params: Mapping[str, Tensor], state: State) -> dict[str, float]:
+    """Figures of this rank for ``sync.stats()``, which a policy's class may define as a method of this name; those of
+    an inner policy other than ``inner`` bear its key.
+
+    Args:
+        params: those that the policy aggregates, on the device ``meta``.
+    """
+    found: dict[str, float] = {}
+    for key, inner in policy.inners().items():
+        figures = statistics(inner, parameters_of(policy, key, params), state[key])
+        found |= {name if key == "inner" else f"{key}.{name}": figure for name, figure in figures.items()}
+    return found
+
+
+def averaged(policy: Policy, step: int) -> bool:
+    """Whether a job may stop after this step: replicas are equal then, or nothing will make them so."""
+    if isinstance(policy, Warmup):
+        turn = policy.first if step < policy.steps else policy.then
+        return base.switches(policy, step) or averaged(turn, step)
+    if policy.replicas == "drift" and type(policy).due is not Policy.due:
+        return bool(policy.due(step)) or step < getattr(policy, "start", 0)
+    return all(averaged(inner, step) for inner in policy.inners().values())
 
 
 def _select(bucket: Bucket, part: Layout, runs: Runs) -> Bucket:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from hvdbridge.backends.communicator import Communicator
+from hvdbridge.deprecated import own_member
 from hvdbridge.errors import Unsupported
 from hvdbridge.execution.flow import Task
 from hvdbridge.execution.scheduler import Scheduler
-from hvdbridge.policy.base import Policy
+from hvdbridge.policies.dense import bucket_mb
+from hvdbridge.policy.base import Foreign, Policy
 from hvdbridge.policy.bucket import DDP_MB, cut_layouts
 from hvdbridge.policy.collectives import AllReduce
 from hvdbridge.reduction.aggregator import Aggregator, Piece
@@ -47,7 +49,7 @@ def fastest_bucket_mb(
     """
     check_rehearses(policy)
     if communicator.size == 1 or policy.scope == "step":  # nothing travels, or all in one bucket
-        return policy.bucket_mb
+        return bucket_mb(policy)
 
     some: dict[str, Tensor] = {}
     for name, p in reversed(list(params.items())):
@@ -82,7 +84,7 @@ def check_rehearses(policy: Policy) -> None:
     Raises:
         Unsupported: the policy, or one in it, holds a user's hook, which would remember made-up gradients.
     """
-    if not policy.rehearses:
+    if isinstance(policy, Foreign) or not own_member(policy, "rehearses", True):
         raise Unsupported(
             f"bucket_mb='auto' cannot time {policy!r}, which remembers what it sees. Give a number of MiB."
         )

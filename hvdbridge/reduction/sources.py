@@ -37,7 +37,7 @@ def attach_ddp(
 
     import torch.distributed as dist
 
-    from hvdbridge.policies.dense import plain_mean
+    from hvdbridge.policies.dense import bucket_mb, plain_mean
     from hvdbridge.policy.bucket import DDP_MB, FIRST_BUCKET_BYTES
     from hvdbridge.reduction.ddp import TORCHS, DdpSource, DistributedDataParallel
     from hvdbridge.reduction.source import SIZES
@@ -58,7 +58,7 @@ def attach_ddp(
         SIZES
         and not options.static_graph
         and options.bucket_mb != DDP_MB
-        and not (options.said and aggregator.policy.bucket_mb == DDP_MB)
+        and not (options.said and bucket_mb(aggregator.policy) == DDP_MB)
     ):
         given["bucket_cap_mb_list"] = [min(FIRST_BUCKET_BYTES / 2**20, options.bucket_mb), options.bucket_mb]
     wrapped = DistributedDataParallel.__new__(DistributedDataParallel) if options.wrapper is None else options.wrapper

@@ -27,7 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_h
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from hvdbridge.errors import ConfigurationError, Unsupported
-from hvdbridge.policy.base import Aggregated, Flow, Policy, State
+from hvdbridge.policy.base import Aggregated, Flow, Foreign, Policy, State
 from hvdbridge.policy.bucket import Bucket, Layout, Views, flatten
 from hvdbridge.training.fiber import flow_of
 from hvdbridge.training.process_group import FlowGroup, HookWorld, inside
@@ -97,7 +97,7 @@ class _Memory:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ForeignHook(Policy):
+class ForeignHook(Foreign):
     """See :func:`from_comm_hook`."""
 
     state: Any
@@ -107,7 +107,6 @@ class ForeignHook(Policy):
 
     deterministic = False
     unequal_weights = True
-    rehearses = False  # the user's state object learns from every gradient
 
     def __post_init__(self) -> None:
         self._memory.spare = _copy(self.state)
@@ -269,9 +268,7 @@ def _mend_batched_power() -> None:
 
 def _as_in_ddp(bucket: Bucket) -> Layout:
     """The bucket's parameters in the order of rule 2."""
-    layout, blocks, first = bucket.layout, bucket.blocks, bucket.step == 0
-    if not blocks:
-        return layout
+    layout, blocks, first = bucket.layout, bucket.layout.blocks, bucket.step == 0
 
     def make() -> Layout:
         names = sorted(layout.names, key=lambda name: blocks[name])

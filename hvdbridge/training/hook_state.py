@@ -12,7 +12,7 @@ from torch import Tensor
 from hvdbridge.errors import ConfigurationError, StepError
 from hvdbridge.execution.state_store import OnResize
 from hvdbridge.policies import label
-from hvdbridge.policy.base import Policy
+from hvdbridge.policy.base import Policy, acts_after_step
 from hvdbridge.reduction import checkpoint
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.agreement import agree, describe, open_group
@@ -32,7 +32,7 @@ class HookState:
     """
 
     def __init__(self, policy: Policy, weighted: bool | None = None, seed: int = 0) -> None:
-        if policy.acts_after_step:
+        if acts_after_step(policy):
             raise ConfigurationError(
                 f"{label(policy)} acts after the optimizer's step, of which a hook knows nothing. "
                 "Use a GradientSynchronizer."

@@ -21,19 +21,18 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec, label
-from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, State
-from hvdbridge.policy.bucket import Bucket, Layout, number_blocks
+from hvdbridge.policy.base import Aggregated, Early, Flow, Foreign, Policy, State
+from hvdbridge.policy.bucket import Bucket, Layout
 from hvdbridge.policy.collectives import AllReduce, Collective
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HorovodCompression(Policy):
+class HorovodCompression(Foreign):
     """See :func:`from_horovod_compression`."""
 
     compression: Any
 
     unequal_weights = True
-    rehearses = False  # a foreign object may remember
 
     def __post_init__(self) -> None:
         missing = [name for name in ("compress", "decompress") if not callable(getattr(self.compression, name, None))]
@@ -110,8 +109,7 @@ class PolicyCompression:
         """What the policy would all-reduce of this gradient, as if there were one rank, and the flow that waits."""
         layout = Layout({"tensor": tensor.shape})
         flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-        blocks = number_blocks({"tensor": tensor.shape})
-        flow = self.policy.aggregate(Bucket(flat, layout, blocks=blocks), self.policy.init({"tensor": tensor}))
+        flow = self.policy.aggregate(Bucket(flat, layout), self.policy.init({"tensor": tensor}))
         try:
             request = next(flow)
         except StopIteration:

@@ -19,6 +19,7 @@ from hvdbridge.errors import ConfigurationError, StepError, Unsupported
 from hvdbridge.execution.scheduler import drive
 from hvdbridge.execution.state_store import OnResize
 from hvdbridge.policies import from_spec, label
+from hvdbridge.policies.wrappers import averaged
 from hvdbridge.policy.base import Policy
 from hvdbridge.reduction import checkpoint
 from hvdbridge.reduction.aggregator import Aggregator
@@ -56,7 +57,7 @@ class GradientSynchronizer:
         optimizer: one, a list, or None; :attr:`optimizer` has the same structure.
         policy: a spec string, a :class:`~hvdbridge.Policy`, or None for what ``hb.init`` was given.
         bucket_mb: size of a gradient bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or the policy's
-            (:attr:`Policy.bucket_mb <hvdbridge.Policy.bucket_mb>`: 25 as in DDP, or 10), and among several nodes
+            (:func:`~hvdbridge.policies.dense.bucket_mb`: 25 as in DDP, or 10), and among several nodes
             not more than 10, or 5 where it is :attr:`bytewise <hvdbridge.Policy.bytewise>` (but where there is
             NCCL, with a static graph, or before torch 2.13). ``"auto"``: the best for this policy, model and network,
             by measurements of some seconds. Policies that are not dense may give other bits with another size: where
@@ -300,7 +301,7 @@ class GradientSynchronizer:
         """
         stopping.stop_on_signals()
         step = self._aggregator.step
-        return self._monitor.over(self._key, step) and (step == 0 or self.policy.averaged(step - 1))
+        return self._monitor.over(self._key, step) and (step == 0 or averaged(self.policy, step - 1))
 
     def synchronize(self) -> None:
         """Wait for what is outstanding; on every backend backward has waited already, so this finds nothing.
@@ -342,7 +343,7 @@ class GradientSynchronizer:
         """Figures of the last step: ``step``, ``collectives``, ``bytes_sent`` (by this rank, see
         :meth:`Collective.bytes_sent <hvdbridge.policy.collectives.Collective.bytes_sent>`), ``communication_seconds``,
         ``compression_seconds`` (in which the policy computed); ``state_bytes``, what the policy keeps on this rank;
-        and whatever the policy reports of itself (:meth:`Policy.statistics <hvdbridge.Policy.statistics>`).
+        and whatever the policy reports of itself (its ``statistics(params, state)``).
         Waits for a step that runs in the background.
         """
         return self._aggregator.stats()

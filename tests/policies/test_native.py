@@ -35,7 +35,7 @@ from hvdbridge.policies.feedback import _corrected
 from hvdbridge.policies.matrices import COLS, ROWS, outer, project, take_outer
 from hvdbridge.policies.sharded import _code_plan
 from hvdbridge.policies.shards import BlockShards
-from hvdbridge.policy.bucket import Bucket, Layout, Views
+from hvdbridge.policy.bucket import Bucket, Layout, Ranks, Views
 from hvdbridge.policy.buffer_pool import SMALL
 from policies.policies import CASES, SHAPES, Case
 
@@ -117,7 +117,7 @@ def same_messages(
     x, y = (vector(seed + i, layout.numel, special) for i in range(2))
 
     def run() -> list[Tensor]:
-        plan = _code_plan(Bucket(x, layout, rank=seed % size, size=size), width)
+        plan = _code_plan(Bucket(x, layout, ranks=Ranks(seed % size, size)), width)
         rests = [x.clone(), y.clone()]
         buffers = torch.empty(2, plan.everyone.nbytes(code) + 3, dtype=torch.uint8).fill_(0xFF)
         encode = partial(plan.everyone.encode, code, seed=seed, keep_rest=keep_rest)
@@ -314,9 +314,9 @@ def test_feedback_adds(seed: int, numel: int, weights: list[float], scaled: bool
     gradient, residual = vector(seed, numel, 0.01), vector(seed + 1, numel, 0.01)
 
     def run() -> Tensor:
-        bucket = Bucket(gradient.clone(), layout, size=len(weights), weights=tuple(weights), scaled=scaled)
+        bucket = Bucket(gradient.clone(), layout, ranks=Ranks(0, len(weights), tuple(weights)), scaled=scaled)
         made = _corrected(bucket, Views(layout, residual))
-        assert (made.scaled, made.needs_sent, made.mark.weighted) == (True, True, True)
+        assert (made.scaled, made.needs_sent, made.weighting.weighted) == (True, True, True)
         assert made.spare is bucket.buffer
         return made.buffer
 
@@ -450,7 +450,7 @@ def test_another_default_device(spec: str) -> None:
 
 
 def test_what_is_decoded_into_lies_anywhere() -> None:
-    plan = _code_plan(Bucket(torch.randn(3000), Layout({"w": (3000,)}), size=2), 1024)
+    plan = _code_plan(Bucket(torch.randn(3000), Layout({"w": (3000,)}), ranks=Ranks(0, 2)), 1024)
     code = Linear(7)
     room = torch.empty(plan.everyone.nbytes(code), dtype=torch.uint8)
     read = plan.everyone.read(code, plan.everyone.encode(code, torch.randn(3000), 0, False, room))
