@@ -25,7 +25,7 @@ from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies.sharded import sharded_sum
 from hvdbridge.policies.shards import FlatShards, accumulator, scaled, shards_of, sum_rows
 from hvdbridge.policy.base import CODED_MB, Aggregated, Exchange, Flow, Policy, State, acts_after_step, rewrite
-from hvdbridge.policy.bucket import DDP_MB, Bucket
+from hvdbridge.policy.bucket import DDP_MB, Bucket, scale
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of
 
 
@@ -77,17 +77,16 @@ class Sum(Policy):
     rounds = 1
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        if bucket.scaled:
-            factor = float(bucket.size)
-        elif bucket.weights is None or len(set(bucket.weights)) == 1:
-            factor = 1.0  # exactly: N w / sum(w) may be off by a rounding
-        else:
-            factor = bucket.size * bucket.factor
-        if factor == 0.0:
-            bucket.buffer.zero_()  # never a product: NaN * 0 is NaN
-        elif factor != 1.0:
-            bucket.buffer.mul_(factor)
-        return Aggregated((yield AllReduce(bucket.buffer)))
+        return Aggregated((yield AllReduce(scale(bucket.buffer, share_of_sum(bucket)))))
+
+
+def share_of_sum(bucket: Bucket) -> float:
+    """The factor that makes this rank's gradient its part of a sum: ``N w_r / sum(w)``."""
+    if bucket.scaled:
+        return float(bucket.size)
+    if bucket.weights is None or len(set(bucket.weights)) == 1:
+        return 1.0  # exactly: N w / sum(w) may be off by a rounding
+    return bucket.size * bucket.factor
 
 
 def plain_mean(policy: Policy) -> bool:

@@ -24,7 +24,7 @@ from hvdbridge.errors import Unsupported
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.local import share_in_node
 from hvdbridge.policy.base import Aggregated, Branch, Exchange, Flow, Policy, State, check_weights, rewrite
-from hvdbridge.policy.bucket import Bucket, Ranks
+from hvdbridge.policy.bucket import Bucket, Ranks, scale
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of
 
 
@@ -61,10 +61,7 @@ class Hierarchical(Policy):
         flat = bucket.buffer
         factor = share_in_node(bucket)
         if not bucket.scaled:
-            if factor == 0.0:
-                flat.zero_()
-            elif factor != 1.0:
-                flat.mul_(factor)
+            scale(flat, factor)
         if len(set(bucket.ranks.nodes)) < bucket.size:
             flat = yield AllReduce(flat, group="node")
         return (yield from self._across(bucket.with_buffer(flat), state, self.inner.aggregate))

@@ -22,7 +22,7 @@ from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies.delayed import has_delay
 from hvdbridge.policies.dense import MEAN, Mean, own
 from hvdbridge.policy.base import SWITCH, Aggregated, Branch, Flow, Policy, Slot, State, anchored, finish, start_from
-from hvdbridge.policy.bucket import Bucket, Views, flatten
+from hvdbridge.policy.bucket import Bucket, Views, flatten, scale
 from hvdbridge.policy.collectives import AllReduce
 from hvdbridge.policy.options import option
 
@@ -128,9 +128,7 @@ class PostLocalSgd(LocalSgd):
             return (yield from MEAN.aggregate(bucket, {}))
         if self.group == "none":
             return Aggregated(own(bucket))
-        factor = share_in_node(bucket)
-        flat = bucket.buffer.zero_() if factor == 0.0 else bucket.buffer.mul_(factor)
-        return Aggregated((yield AllReduce(flat, group="node")))
+        return Aggregated((yield AllReduce(scale(bucket.buffer, share_in_node(bucket)), group="node")))
 
 
 @dataclass(frozen=True)

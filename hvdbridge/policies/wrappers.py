@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hvdbridge.deprecated import own_member_first
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.kernels.norm import global_norm
+from hvdbridge.kernels.norm import clip_factor
 from hvdbridge.kernels.runs import Runs
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.feedback import RESIDUAL, feedback, residuals
@@ -132,9 +132,7 @@ class Clip(Policy):
     additive = False
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        norm = global_norm(bucket.buffer, bucket.layout)
-        factor = (self.norm / norm).clamp(max=1.0)  # a norm of 0 gives inf, and 1
-        bucket.buffer.mul_(torch.where(norm.isfinite(), factor, 1.0).to(bucket.buffer.dtype))
+        bucket.buffer.mul_(clip_factor(bucket.buffer, bucket.layout, self.norm))
         result = yield from self.inner.aggregate(bucket, state["inner"])
         return Aggregated(result.update, state={"inner": result.state})
 

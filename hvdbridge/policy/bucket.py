@@ -173,6 +173,13 @@ def flatten(tensors: Mapping[str, Tensor], layout: Layout) -> Tensor:
     return torch.cat([tensors[name].reshape(-1) for name in layout.names])
 
 
+def scale(flat: Tensor, factor: float) -> Tensor:
+    """Multiply in place; zeros where the factor is 0, because NaN * 0 is NaN."""
+    if factor == 0.0:
+        return flat.zero_()
+    return flat if factor == 1.0 else flat.mul_(factor)
+
+
 @dataclass(eq=False)
 class WeightingState:
     """Whether what a bucket's flow sends are shares of a mean. One object for a bucket and all copies made of it."""
@@ -294,11 +301,7 @@ class Bucket:
         tensor([0.2500, 0.2500, 0.2500])
         """
         if not self.scaled:
-            factor = self.factor
-            if factor == 0.0:
-                self.buffer.zero_()
-            elif factor != 1.0:
-                self.buffer.mul_(factor)
+            scale(self.buffer, self.factor)
             self.scaled = True
         self.weighting.weighted = True
         return self

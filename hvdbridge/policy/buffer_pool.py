@@ -117,8 +117,3 @@ def return_holes() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def share(a: Tensor, b: Tensor) -> bool:
-    """Whether they lie in one block of memory."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -27,8 +27,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_h
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from hvdbridge.errors import ConfigurationError, Unsupported
+from hvdbridge.policies.dense import share_of_sum
 from hvdbridge.policy.base import Aggregated, Flow, Foreign, Policy, State
-from hvdbridge.policy.bucket import Bucket, Layout, Views, flatten
+from hvdbridge.policy.bucket import Bucket, Layout, Views, flatten, scale
 from hvdbridge.training.fiber import flow_of
 from hvdbridge.training.process_group import FlowGroup, HookWorld, inside
 
@@ -130,7 +131,7 @@ class ForeignHook(Foreign):
         flat = bucket.buffer
         if self.runs == "step":  # in memory of its own: a hook may resize it
             flat = flat.clone() if layout is bucket.layout else flatten(bucket.grads, layout)
-        _scale(flat, bucket)
+        scale(flat, share_of_sum(bucket))
         found = [self._memory.parameters.get(name, _nobody)() for name in layout.names]
         parameters = [p for p in found if p is not None]
         world, mine = self._world(bucket)
@@ -276,19 +277,6 @@ def _as_in_ddp(bucket: Bucket) -> Layout:
         return layout if tuple(names) == layout.names else Layout({name: layout.shapes[name] for name in names})
 
     return layout.derive(("as in DDP", first), make)
-
-
-def _scale(flat: Tensor, bucket: Bucket) -> None:
-    if bucket.scaled:
-        factor = float(bucket.size)
-    elif bucket.weights is None or len(set(bucket.weights)) == 1:
-        factor = 1.0
-    else:
-        factor = bucket.size * bucket.factor
-    if factor == 0.0:
-        flat.zero_()  # never a product: NaN * 0 is NaN
-    elif factor != 1.0:
-        flat.mul_(factor)
 
 
 # -- The hook's state -------------------------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec, label
+from hvdbridge.policies.dense import share_of_sum
 from hvdbridge.policy.base import Aggregated, Early, Flow, Foreign, Policy, State
-from hvdbridge.policy.bucket import Bucket, Layout
+from hvdbridge.policy.bucket import Bucket, Layout, scale
 from hvdbridge.policy.collectives import AllReduce, Collective
 
 
@@ -47,12 +48,7 @@ class HorovodCompression(Foreign):
         return f"from_horovod_compression({kind.__qualname__})"
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        equal = bucket.weights is None or len(set(bucket.weights)) == 1
-        factor = float(bucket.size) if bucket.scaled else 1.0 if equal else bucket.size * bucket.factor
-        if factor == 0.0:
-            bucket.buffer.zero_()  # never a product: NaN * 0 is NaN
-        elif factor != 1.0:
-            bucket.buffer.mul_(factor)
+        scale(bucket.buffer, share_of_sum(bucket))
         pieces = [self.compression.compress(gradient) for gradient in bucket.grads.values()]
         parts = [compressed for compressed, _ in pieces]
         totals: list[Tensor] = [torch.empty(0, device="cpu")] * len(parts)
