@@ -20,9 +20,10 @@ from torch import Tensor
 
 from hvdbridge.kernels.norm import clip_factor
 from hvdbridge.kernels.select import largest
+from hvdbridge.policies.combining import participants
 from hvdbridge.policies.feedback import residuals
 from hvdbridge.policies.shards import accumulator
-from hvdbridge.policies.sparse import contributors, gathered_sum, plan_of
+from hvdbridge.policies.sparse import gathered_sum, plan_of
 from hvdbridge.policy.base import Aggregated, Flow, Policy, Slot, State
 from hvdbridge.policy.bucket import Bucket, Views, flatten
 from hvdbridge.policy.options import option
@@ -93,7 +94,7 @@ class Dgc(Policy):
         gradient = bucket.weighted().buffer.to(dtype)
         if self.clip is not None:
             # The limit of this rank's own gradient, before its weight
-            limit = self.clip * contributors(bucket) ** -0.5 * bucket.factor
+            limit = self.clip * len(participants(bucket)) ** -0.5 * bucket.factor
             gradient.mul_(clip_factor(gradient, bucket.layout, limit))
         momentum, accumulated = flatten(state["momentum"], layout), flatten(state["accumulated"], layout)
         new = bucket.fresh(momentum)

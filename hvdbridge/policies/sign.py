@@ -25,6 +25,7 @@ from hvdbridge.kernels.random import hashed_bits, key
 from hvdbridge.kernels.runs import Runs
 from hvdbridge.kernels.select import owners, poison
 from hvdbridge.kernels.signs import ScaledSign, majority, weighted_majority
+from hvdbridge.policies.combining import participants, weights_of
 from hvdbridge.policies.feedback import WithFeedback, residuals
 from hvdbridge.policies.sharded import blocks_of, check_block, sharded_code
 from hvdbridge.policies.shards import accumulator, first_blocks
@@ -81,19 +82,17 @@ class Sign(Policy):
         faults = as_words(poison(votes, layout).isnan())
         rows = torch.cat([signs.view(size, length), faults.expand(size, -1)], dim=1)
         answer = yield AllToAll(rows)
-        weights = bucket.weights or (1.0,) * size
-        voters = [rank for rank, weight in enumerate(weights) if weight > 0]
-        if len(voters) < size:
-            answer = torch.stack([answer[rank] for rank in voters])  # a list as index would wait for a GPU
+        weights = weights_of(bucket)
+        if len(weights) < size:
+            # A list as index would wait for a GPU
+            answer = torch.stack([answer[rank] for rank in participants(bucket)])
         ballots, faulty = answer.split([length, faults.numel()], dim=1)
         merged = faulty[0]
         for other in faulty[1:]:
             merged = merged | other
         coins = self._coins(bucket, words, length)
-        if len({weights[rank] for rank in voters}) == 1:
-            result = majority(ballots, coins)
-        else:
-            result = weighted_majority(ballots, [weights[rank] for rank in voters], coins)
+        equal = len(set(weights)) == 1
+        result = majority(ballots, coins) if equal else weighted_majority(ballots, weights, coins)
         answer = yield AllGather(torch.cat([result, merged]))
         signs, faulty = answer.split([length, faults.numel()], dim=1)
         update = words.unpack(signs.reshape(-1)[: words.count], self.scale, flat)

@@ -21,6 +21,7 @@ from torch import Tensor
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.random import key
 from hvdbridge.kernels.select import Plan, add_up, count_of, largest, owners, pack_pairs, poison, shuffled, unpack_pairs
+from hvdbridge.policies.combining import participants
 from hvdbridge.policies.feedback import WithFeedback
 from hvdbridge.policies.shards import accumulator
 from hvdbridge.policy.base import Aggregated, Exchange, Flow, State
@@ -33,11 +34,6 @@ def plan_of(bucket: Bucket, ratio: float, exact: bool = False) -> Plan:
     """The plan that chooses ``ceil(ratio * numel)`` elements of each parameter."""
     counts = {name: count_of(ratio, size) for name, size in bucket.layout.sizes.items()}
     return Plan.of(bucket.layout, counts, bucket.buffer.device, exact)
-
-
-def contributors(bucket: Bucket) -> int:
-    """The number of ranks that are not excluded by a weight of 0."""
-    return bucket.size if bucket.weights is None else sum(weight > 0 for weight in bucket.weights)
 
 
 def gathered_sum(bucket: Bucket, indices: Tensor, values: Tensor) -> Exchange:
@@ -112,7 +108,7 @@ class Threshold(WithFeedback):
     def compress(self, bucket: Bucket, state: State) -> Flow:
         flat = bucket.weighted().buffer
         indices, values = largest(flat, plan_of(bucket, self.ratio))
-        low = values.abs() < self.value / contributors(bucket)  # False for NaN
+        low = values.abs() < self.value / len(participants(bucket))  # False for NaN
         indices.masked_fill_(low, 0)
         values.masked_fill_(low, 0)
         rest = rest_of(bucket, indices, values)

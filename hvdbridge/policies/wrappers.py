@@ -89,9 +89,13 @@ class Warmup(Policy):
         return self.then.bytewise
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        key = "first" if bucket.step < self.steps else "then"
-        result = yield from self.inners()[key].aggregate(bucket, state[key])
+        key, inner = self.turn(bucket.step)
+        result = yield from inner.aggregate(bucket, state[key])
         return replace(result, state={key: result.state})
+
+    def turn(self, step: int) -> tuple[str, Policy]:
+        """The policy whose turn it is in a step, and its key."""
+        return ("first", self.first) if step < self.steps else ("then", self.then)
 
     @property
     def acts_after_step(self) -> bool:
@@ -100,11 +104,10 @@ class Warmup(Policy):
     def due(self, step: int) -> int:
         if step == self.steps - 1 and (self.first.replicas == "drift" or base.anchored(self.then)):
             return base.SWITCH
-        return (self.first if step < self.steps else self.then).due(step)
+        return self.turn(step)[1].due(step)
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
-        key = "first" if bucket.step < self.steps else "then"
-        inner, states = self.inners()[key], dict[str, State | None]()
+        (key, inner), states = self.turn(bucket.step), dict[str, State | None]()
         if inner.due(bucket.step):
             result = yield from finish(inner.after_step(bucket, state[key]))
             bucket, states[key] = replace(bucket, buffer=result.update, scaled=False), result.state
@@ -257,8 +260,7 @@ def statistics(policy: Policy, params: Mapping[str, Tensor], state: State) -> di
 def averaged(policy: Policy, step: int) -> bool:
     """Whether a job may stop after this step: replicas are equal then, or nothing will make them so."""
     if isinstance(policy, Warmup):
-        turn = policy.first if step < policy.steps else policy.then
-        return base.switches(policy, step) or averaged(turn, step)
+        return base.switches(policy, step) or averaged(policy.turn(step)[1], step)
     if policy.replicas == "drift" and type(policy).due is not Policy.due:
         return bool(policy.due(step)) or step < getattr(policy, "start", 0)
     return all(averaged(inner, step) for inner in policy.inners().values())
