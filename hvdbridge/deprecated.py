@@ -84,7 +84,7 @@ def own_member(owner: object, name: str, otherwise: Any = None, warn: bool = Tru
     if isinstance(getattr_static(type(owner), name, None), _Former):
         return otherwise
     if warn:
-        text = f"{type(owner).__name__}.{name} overrides what Policy no longer has; the next release ignores it"
+        text = f"the next release ignores {type(owner).__name__}.{name}; hvdbridge.policy.base says what replaces it"
         warnings.warn(text, DeprecationWarning, stacklevel=3)
     return getattr(owner, name)
 

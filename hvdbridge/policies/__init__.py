@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A built-in policy is one line in :data:`BUILT_IN`, sorted by name; no name can be taken twice.
+1. A built-in policy is one entry of :data:`BUILT_IN`, sorted by name; no name can be taken twice.
 2. A user's policy joins by :func:`register`, or from an installed package by the entry-point group
    ``hvdbridge.policies`` (``agreement = my_package.policies:Agreement``).
 3. The built-in classes are attributes of this module, too: ``hvdbridge.policies.Mean``.
@@ -26,45 +26,19 @@ from hvdbridge.policy.base import Policy
 from hvdbridge.policy.dry_run import Asked, dry_run
 
 BUILT_IN = {
-    "adasum": "adasum:Adasum",
-    "adasum_delta": "adasum:AdasumDelta",
-    "bf16": "dense:Bf16",
-    "clip": "wrappers:Clip",
-    "clipped_mean": "robust:ClippedMean",
-    "delayed": "delayed:Delayed",
-    "dgc": "dgc:Dgc",
-    "diloco": "local:DiLoCo",
-    "dp": "private:DifferentiallyPrivate",
-    "ef": "wrappers:ErrorFeedback",
-    "efsign": "sign:EfSign",
-    "fp16": "dense:Fp16",
-    "fp8": "quantised:Fp8",
-    "geometric_median": "robust:GeometricMedian",
-    "hierarchical": "hierarchical:Hierarchical",
-    "int4": "quantised:Int4",
-    "int8": "quantised:Int8",
-    "krum": "robust:Krum",
-    "local_sgd": "local:LocalSgd",
-    "mean": "dense:Mean",
-    "median": "robust:Median",
-    "multi_krum": "robust:MultiKrum",
-    "natural": "stochastic:Natural",
-    "noop": "dense:Noop",
-    "oktopk": "oktopk:OkTopK",
-    "onebit": "sign:OneBit",
-    "partition": "wrappers:Partition",
-    "post_local_sgd": "local:PostLocalSgd",
-    "powersgd": "low_rank:PowerSGD",
-    "qsgd": "stochastic:Qsgd",
-    "randomk": "sparse:RandomK",
-    "sign": "sign:Sign",
-    "sum": "dense:Sum",
-    "terngrad": "stochastic:TernGrad",
-    "threshold": "sparse:Threshold",
-    "topk": "sparse:TopK",
-    "trimmed_mean": "robust:TrimmedMean",
+    "adasum": "adasum:Adasum", "adasum_delta": "adasum:AdasumDelta", "bf16": "dense:Bf16", "clip": "wrappers:Clip",
+    "clipped_mean": "robust:ClippedMean", "delayed": "delayed:Delayed", "dgc": "dgc:Dgc", "diloco": "local:DiLoCo",
+    "dp": "private:DifferentiallyPrivate", "ef": "wrappers:ErrorFeedback", "efsign": "sign:EfSign",
+    "fp16": "dense:Fp16", "fp8": "quantised:Fp8", "geometric_median": "robust:GeometricMedian",
+    "hierarchical": "hierarchical:Hierarchical", "int4": "quantised:Int4", "int8": "quantised:Int8",
+    "krum": "robust:Krum", "local_sgd": "local:LocalSgd", "mean": "dense:Mean", "median": "robust:Median",
+    "multi_krum": "robust:MultiKrum", "natural": "stochastic:Natural", "noop": "dense:Noop",
+    "oktopk": "oktopk:OkTopK", "onebit": "sign:OneBit", "partition": "wrappers:Partition",
+    "post_local_sgd": "local:PostLocalSgd", "powersgd": "low_rank:PowerSGD", "qsgd": "stochastic:Qsgd",
+    "randomk": "sparse:RandomK", "sign": "sign:Sign", "sum": "dense:Sum", "terngrad": "stochastic:TernGrad",
+    "threshold": "sparse:Threshold", "topk": "sparse:TopK", "trimmed_mean": "robust:TrimmedMean",
     "warmup": "wrappers:Warmup",
-}
+}  # fmt: skip
 ENTRY_POINTS = "hvdbridge.policies"
 
 _registered: dict[str, type[Policy]] = {}

@@ -352,7 +352,8 @@ def _takes_former(init: Callable[..., None]) -> Callable[..., None]:
         former = {name: fields.pop(name) for name in fields.keys() & (IN_RANKS | IN_LAYOUT)}
         init(self, *arguments, **fields)
         if former:
-            text = f"Bucket takes {', '.join(sorted(former))} in ranks=Ranks(...) and Layout(...) now"
+            names = ", ".join(sorted(former))
+            text = f"Bucket takes {names} in ranks=hvdbridge.policy.bucket.Ranks(...) and Layout(...)"
             warnings.warn(text, DeprecationWarning, stacklevel=2)
             self.ranks = replace(self.ranks, **{name: former[name] for name in former.keys() & IN_RANKS})
             if mine := {name: former[name] for name in former.keys() & IN_LAYOUT}:
