@@ -88,25 +88,12 @@ Exchange = Generator[Collective, Tensor, Tensor]
 
 
 def advance(flow: Flow) -> Generator[Collective, Tensor, Early | Aggregated]:
-    """Pass on a flow's requests up to its :class:`Early` or its end, and return that; call again after an Early.
+    """Pass on a flow's requests up to its :class:`Early` or its end, and return that; call again after an Early."""
 
-    An error from whoever answers is thrown into ``flow``, so the traceback shows the line that asked. As in
-    :func:`~hvdbridge.policy.collectives.relay`, no message is held.
-    """
-    try:
-        request = next(flow)
-        while not isinstance(request, Early):
-            try:
-                answer = yield request
-            except Exception as error:
-                request = flow.throw(error)
-            else:
-                del request
-                request = flow.send(answer)
-                del answer
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
-    return request
+    def ask(request: Any) -> Generator[Any, Any, Any]:
+        return (yield request)
+
+    return relay(flow, ask, Early)  # type: ignore[no-any-return, arg-type]
 
 
 def finish(flow: Flow) -> Generator[Collective, Tensor, Aggregated]:

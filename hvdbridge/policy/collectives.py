@@ -167,15 +167,20 @@ def output_of(request: AllGather | AllToAll, numel: int) -> Tensor | None:
 T = TypeVar("T")
 
 
-def relay(flow: Generator[Collective, Tensor, T], answer: Callable[[Collective], Generator[Any, Any, Tensor]]) -> Any:
+def relay(
+    flow: Generator[Collective, Tensor, T],
+    answer: Callable[[Collective], Generator[Any, Any, Tensor]],
+    until: type | tuple[()] = (),
+) -> Any:
     """``flow`` with ``answer(request)`` in the place of each request: a generator of what the answers yield.
 
-    An error of an answer is thrown into ``flow``, so the traceback shows the line that asked. Neither a request nor an
-    answer is held when the flow has gone on: these are messages.
+    It ends with the flow, or with a request of the type ``until``, and returns that. An error of an answer is thrown
+    into ``flow``, so the traceback shows the line that asked. Neither a request nor an answer is held when the flow has
+    gone on: these are messages.
     """
     try:
         request = next(flow)
-        while True:
+        while not isinstance(request, until):
             try:
                 tensor = yield from answer(request)
             except Exception as error:
@@ -186,6 +191,7 @@ def relay(flow: Generator[Collective, Tensor, T], answer: Callable[[Collective],
                 del tensor
     except StopIteration as end:
         return end.value
+    return request
 
 
 def used_here(tensor: Tensor) -> None:
