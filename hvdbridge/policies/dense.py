@@ -56,14 +56,14 @@ class Mean(Policy):
             rest = bucket.buffer.zero_()
         if not self.exact:
             return Aggregated((yield AllReduce(flat)), rest=rest)
-        # Nothing is rounded for the wire, so nobody asks who owned a shard: flat ones will do.
+        # Nothing is rounded for the wire, so the owner of a shard does not matter: flat ones are enough.
         shards, wide = FlatShards(flat.numel(), bucket.size), accumulator(flat.dtype)
         update = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide, bucket.pool, bucket.output)
         return Aggregated(update, rest=rest)
 
 
 MEAN = Mean()
-"""The default of whoever needs one."""
+"""The default inner policy."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def all_reduces(policy: Policy) -> bool:
 
 @own_member_first()
 def bucket_mb(policy: Policy) -> float:
-    """The size of a bucket in MiB on one machine, where nobody gives one: DDP's, or less where flows compute between
+    """The size of a bucket in MiB on one machine, if none is given: DDP's, or less where flows compute between
     collectives and run ahead of their turns (:attr:`Policy.rounds`), so that one bucket is coded while another
     travels. With DDP's size, buckets on torch are those of plain DDP, whose bits the mean reproduces."""
     return DDP_MB if policy.rounds is None or all_reduces(policy) else CODED_MB
@@ -139,8 +139,8 @@ def _warn_of_drift() -> None:
 class _Half(Policy):
     """A half type on the wire, of the weighted mean or of any inner policy's floating payloads.
 
-    Around the mean it is additive. Around another policy it is not, as nobody tells that policy how its payloads were
-    rounded: put error feedback inside, ``fp16(ef(...))``. A policy that acts after the optimizer's step is refused:
+    Around the mean it is additive. Around another policy it is not, because that policy does not learn how its payloads
+    were rounded: put error feedback inside, ``fp16(ef(...))``. A policy that acts after the optimizer's step is refused:
     ``local_sgd(inner=fp16)``.
     """
 
@@ -192,7 +192,7 @@ class _Half(Policy):
     def _travel(self, request: Collective, bucket: Bucket) -> Exchange:
         """Answer ``request`` by requests whose payload is half; its shape and type are kept.
 
-        float64 (dot products) and min, max, product pass through: whoever asks for these means them.
+        float64 (dot products) and min, max, product pass through unchanged.
         """
         tensor = request.tensor
         if tensor.dtype != torch.float32:

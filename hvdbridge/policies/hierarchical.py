@@ -7,8 +7,8 @@ Rules:
    are lanes; each rank sends one piece to the other nodes, and the pieces come together within the node.
    So a node sends as much as one rank of the inner policy would, over all its ranks' links at once.
 3. A lane is a local rank that every node has. Ranks beyond take part in everything and send nothing.
-4. Memory: beside what the inner policy needs, a piece of each of its messages and, where what came with the request
-   does not do, a room in which the pieces of the answer come together.
+4. Memory: beside what the inner policy needs, a piece of each of its messages, and a buffer for the joined pieces of
+   the answer where the request's ``out`` does not fit.
 5. Every rank ends with what the inner flow returned, computed from the same bits everywhere.
 """
 
@@ -40,7 +40,7 @@ class Hierarchical(Policy):
     1/L of what the inner policy sends at K ranks. Nodes may be of unequal size.
 
     Raises:
-        Unsupported: nobody said which ranks share a node, or the inner policy asks for groups of its own.
+        Unsupported: it is not known which ranks share a node, or the inner policy asks for groups of its own.
         ConfigurationError: the inner policy is none for so many nodes.
         WeightError: the inner policy refuses unequal weights, and those of the nodes are unequal.
     """
@@ -127,7 +127,7 @@ class Lanes:
         return whole.view(shape)
 
     def _send(self, request: Collective, piece: Tensor) -> Collective:
-        """This rank's piece. A rank without a lane sends it to the few that are like it, and nobody looks."""
+        """This rank's piece. A rank without a lane sends it to the few others without one, which ignore it."""
         if isinstance(request, Broadcast):
             return Broadcast(piece.contiguous(), request.root if self.lane < self.count else 0, group="cross")
         if isinstance(request, AllToAll | ReduceScatter) and self.lane >= self.count:

@@ -174,7 +174,7 @@ def share_in_node(bucket: Bucket) -> float:
     """This rank's part of its node's weight; equal ones where no weights were set.
 
     Raises:
-        Unsupported: nobody said which ranks share a node.
+        Unsupported: it is not known which ranks share a node.
     """
     _, size = bucket.place("node")
     if bucket.weights is None:

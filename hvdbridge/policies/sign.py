@@ -46,9 +46,9 @@ class Sign(Policy):
     With ``momentum`` (Signum; Bernstein 2018, algorithm 2) each rank votes with the sign of
     ``m = momentum m + (1 - momentum) g``, which it keeps for itself.
 
-    A bit has no zero. A gradient of exactly 0 counts as + in even steps and as - in odd ones. A tie is decided by a
-    coin of its own for each element, common to all ranks; it is thrown in even steps, and turned over in the odd step
-    that follows. So what nobody wants to move is where it was after every second step.
+    A bit has no zero. A gradient of exactly 0 counts as + in even steps and as - in odd ones. A random bit
+    decides a tie: one for each element, common to all ranks, drawn in even steps and inverted in the odd step that
+    follows. So a parameter that no rank moves is where it was after every second step.
 
     Weights are votes. Not additive: error feedback does not apply; :class:`EfSign` is for that.
     On the wire: 1 bit per element and 1 per parameter, in each of an all-to-all and an all-gather.
@@ -212,7 +212,7 @@ class Words:
         self.layout = layout
         self.count = sum(-(-size // WORD) for size in layout.sizes.values())
         self._parts = [] if self.count * WORD == layout.numel else self._cut()
-        """Of words that are not the vector as it lies: how many, and where their bits belong."""
+        """Where words are not the vector itself: how many words, and the offsets of their bits."""
 
     def _cut(self) -> list[tuple[int, Runs]]:
         parts: list[tuple[int, Runs]] = []

@@ -38,7 +38,7 @@ def plan_of(bucket: Bucket, ratio: float, exact: bool = False) -> Plan:
 
 def gathered_sum(bucket: Bucket, indices: Tensor, values: Tensor) -> Exchange:
     """The sum over ranks of sparse vectors like the bucket: one all-gather of 8 bytes per element. It goes to the
-    bucket's :meth:`~hvdbridge.Bucket.room`."""
+    bucket's :meth:`~hvdbridge.Bucket.output`."""
     dtype = values.dtype
     if not indices.numel():  # so it is on every rank
         return bucket.output(dtype).zero_()
@@ -50,7 +50,7 @@ def gathered_sum(bucket: Bucket, indices: Tensor, values: Tensor) -> Exchange:
 
 
 def rest_of(bucket: Bucket, indices: Tensor, values: Tensor) -> Tensor | None:
-    """The bucket's buffer, less ``values`` at ``indices``, where somebody needs to know."""
+    """The bucket's buffer, less ``values`` at ``indices``, where the caller needs it."""
     if not bucket.needs_sent:
         return None
     return bucket.buffer.index_add_(0, indices, values.to(bucket.buffer.dtype), alpha=-1)

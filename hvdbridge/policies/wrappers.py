@@ -141,7 +141,7 @@ class Clip(Policy):
 
 
 Plan = dict[str, tuple[Layout, Runs]]
-"""The layout of each rule's part, and where it lies in the bucket."""
+"""The layout of each rule's part, and its offsets in the bucket."""
 
 
 @dataclass(frozen=True)

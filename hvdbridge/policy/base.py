@@ -1,4 +1,4 @@
-"""What an aggregation policy is: a coroutine over collectives that never learns who executes them.
+"""What an aggregation policy is: a coroutine over collectives that does not depend on what executes them.
 
 Rules:
 
@@ -73,7 +73,7 @@ class Early:
 
     The rest of the flow runs on in the background while the caller goes on, after the last bucket of the step
     was handed in and before the next step's first. From here on the flow must not touch ``bucket.buffer``, which
-    the caller has taken back. The ``update`` of the flow's :class:`Aggregated` is delivered to nobody; it decides
+    the caller has taken back. The ``update`` of the flow's :class:`Aggregated` is not delivered; it decides
     which parameters keep their old state (see :attr:`Slot.guarded`).
     """
 

@@ -208,7 +208,7 @@ class Ranks:
         """This rank's number in ``group``, and the group's size.
 
         Raises:
-            Unsupported: nobody said who is in that group.
+            Unsupported: it is not known which ranks are in that group.
         """
         if group == "world":
             return self.rank, self.size
@@ -235,7 +235,7 @@ class Bucket:
         weighting: for a wrapper that gave the bucket away and sees what is sent: whether the copy of it that was made
             or weighted last is weighted.
         last: whether no bucket of this step follows.
-        spare: memory like the buffer's whose content nobody needs; see :meth:`output`.
+        spare: memory like the buffer's whose content is not needed; see :meth:`output`.
         pool: a flow takes memory for messages from it and gives that back. It also takes memory for new state, which
             the state store gives back.
     """

@@ -1,11 +1,11 @@
-"""Requests: what a policy may ask of the other ranks. They know nothing of who answers.
+"""Requests: what a policy may ask of the other ranks, whatever communicator answers.
 
 Rules:
 
 1. One request, one tensor back.
-2. The tensor of a request is given away: whoever answers may reduce into it and send it back. So is ``out``, memory
+2. The tensor of a request is given away: the communicator may reduce into it and return it. So is ``out``, memory
    for the answer, which need not be used: only where the answer fits there exactly may it stand there.
-3. ``group`` names who takes part: ``"world"`` (the synchronizer's ranks), ``"node"`` (those on this
+3. ``group`` names the ranks that take part: ``"world"`` (the synchronizer's ranks), ``"node"`` (those on this
    host), ``"cross"`` (the same local rank on every host), a division of all ranks, ``"ranks:0,1|2,3"``, of which this
    rank's part is meant, or a name that the communicator was given.
    A wrapper may re-label the requests of its inner policy with :func:`dataclasses.replace`.

@@ -21,7 +21,7 @@ from hvdbridge.errors import ConfigurationError, nearest
 
 @dataclass(frozen=True)
 class Limits:
-    """The interval of a number; None = unlimited on that side. NaN lies in no interval.
+    """The interval of a number; None = unlimited on that side. No interval holds NaN.
 
     >>> str(Limits(above=0, at_most=1)), Limits(above=0).allow(0.0)
     ('> 0 and <= 1', False)
