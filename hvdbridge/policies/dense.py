@@ -140,8 +140,8 @@ class _Half(Policy):
     """A half type on the wire, of the weighted mean or of any inner policy's floating payloads.
 
     Around the mean it is additive. Around another policy it is not, because that policy does not learn how its payloads
-    were rounded: put error feedback inside, ``fp16(ef(...))``. A policy that acts after the optimizer's step is refused:
-    ``local_sgd(inner=fp16)``.
+    were rounded: put error feedback inside, ``fp16(ef(...))``. A policy that acts after the optimizer's step is
+    refused: ``local_sgd(inner=fp16)``.
     """
 
     inner: Policy = MEAN

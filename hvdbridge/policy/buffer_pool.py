@@ -83,8 +83,8 @@ class BufferPool:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, *tensors: Tensor, but: Sequence[Tensor] = ()) -> None:
-        """Return the whole memory of ``tensors`` (views, too), which no flow reads any more, unless one of ``but`` is in
-        it: a communicator of one rank answers with what it was given."""
+        """Return the whole memory of ``tensors`` (views, too), which no flow reads any more, unless one of ``but`` is
+        in it: a communicator of one rank answers with what it was given."""
         kept = {other.untyped_storage().data_ptr() for other in but} | {other.data_ptr() for other in self._idle}
         for tensor in tensors:
             block = tensor.untyped_storage()
