@@ -340,7 +340,7 @@ FORMER = {
     "nodes": "ranks.nodes", "blocks": "layout.blocks", "dtypes": "layout.dtypes",
 }  # fmt: skip
 """Attributes of the first edition's buckets, and what to read instead."""
-IN_RANKS, IN_LAYOUT = {"rank", "size", "weights", "groups", "nodes"}, {"blocks", "dtypes"}
+MOVED_FIELDS = {"rank", "size", "weights", "groups", "nodes", "blocks", "dtypes"}
 
 
 def _takes_former(init: Callable[..., None]) -> Callable[..., None]:
@@ -349,16 +349,17 @@ def _takes_former(init: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(init)
     def accept(self: Bucket, *arguments: Any, **fields: Any) -> None:
-        former = {name: fields.pop(name) for name in fields.keys() & (IN_RANKS | IN_LAYOUT)}
+        former = {name: fields.pop(name) for name in MOVED_FIELDS & fields.keys()}
         init(self, *arguments, **fields)
-        if former:
-            names = ", ".join(sorted(former))
-            text = f"Bucket takes {names} in ranks=hvdbridge.policy.bucket.Ranks(...) and Layout(...)"
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
-            self.ranks = replace(self.ranks, **{name: former[name] for name in former.keys() & IN_RANKS})
-            if mine := {name: former[name] for name in former.keys() & IN_LAYOUT}:
-                given = {"blocks": self.layout.blocks, "dtypes": self.layout.dtypes}
-                self.layout = Layout(self.layout.shapes, **{**given, **mine})
+        if not former:
+            return
+        names = ", ".join(sorted(former))
+        text = f"Bucket takes {names} in ranks=hvdbridge.policy.bucket.Ranks(...) and Layout(...)"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        if mine := {name: former.pop(name) for name in ("blocks", "dtypes") if name in former}:
+            given: dict[str, Any] = {"blocks": self.layout.blocks, "dtypes": self.layout.dtypes}
+            self.layout = Layout(self.layout.shapes, **(given | mine))
+        self.ranks = replace(self.ranks, **former)
 
     return accept
 
