@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from inspect import getattr_static, signature
+from operator import attrgetter
 from types import ModuleType
+from typing import Any, TypeVar
 
 MOVED = {
     "after": "reduction.post_step", "aggregator": "reduction.aggregator", "agreement": "reduction.context",
@@ -46,7 +50,62 @@ def renamed(owner: object, name: str, names: Mapping[str, str]) -> object:
         raise AttributeError(f"{kind!r} object has no attribute {name!r}")
     text = f"{kind}.{name} is {kind}.{names[name]} now, and the old name goes with the next release"
     warnings.warn(text, DeprecationWarning, stacklevel=3)
-    return getattr(owner, names[name])
+    return attrgetter(names[name])(owner)
+
+
+class _Former:
+    """A member that its class no longer has: a constant, or a function ``"module:name"`` that is called or bound."""
+
+    def __init__(self, name: str, now: Any) -> None:
+        self.name, self.now = name, now
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        instead = f"hvdbridge.{self.now.replace(':', '.')}(policy, ...)" if isinstance(self.now, str) else "nothing"
+        text = f"{type(instance).__name__}.{self.name} goes with the next release; use {instead}"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        if not isinstance(self.now, str):
+            return self.now
+        module, _, name = self.now.partition(":")
+        function = getattr(import_module(f"hvdbridge.{module}"), name)
+        function = getattr(function, "__wrapped__", function)  # a subclass's member may ask for what it overrides
+        return partial(function, instance) if len(signature(function).parameters) > 1 else function(instance)
+
+
+def former_members(cls: type, **members: Any) -> None:
+    """Let old members of ``cls`` work, with a warning: name = its constant value, or the function that replaces it."""
+    for name, now in members.items():
+        setattr(cls, name, _Former(name, now))
+
+
+def own_member(owner: object, name: str, otherwise: Any = None, warn: bool = True) -> Any:
+    """The former member ``name`` as the class of ``owner`` defines it; ``otherwise`` where the class does not."""
+    if isinstance(getattr_static(type(owner), name, None), _Former):
+        return otherwise
+    if warn:
+        text = f"the next release ignores {type(owner).__name__}.{name}; hvdbridge.policy.base says what replaces it"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return getattr(owner, name)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def own_member_first(warn: bool = True) -> Callable[[F], F]:
+    """Decorate a function that replaces a member: where the class of its first argument defines one, that decides."""
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def current(owner: Any, *arguments: Any) -> Any:
+            own = own_member(owner, function.__name__, warn=warn)
+            if own is None:
+                return function(owner, *arguments)
+            return own(*arguments) if callable(own) else own
+
+        return current  # type: ignore[return-value]
+
+    return decorate
 
 
 class MovedModules(MetaPathFinder, Loader):

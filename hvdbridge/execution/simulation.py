@@ -19,8 +19,8 @@ from torch import Tensor
 from hvdbridge.errors import CollectiveMismatch, ConfigurationError, Unsupported
 from hvdbridge.execution.state_store import StateStore
 from hvdbridge.policies import from_spec
-from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, check_weights, finish, too_early
-from hvdbridge.policy.bucket import Bucket, Layout, Views, cut_layouts, number_blocks, refuse_complex
+from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, check_weights, finish, flush, switches, too_early
+from hvdbridge.policy.bucket import Bucket, Layout, Ranks, Views, cut_layouts, number_blocks, refuse_complex
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of
 
 Gradients = Mapping[str, "Tensor | None"]
@@ -140,11 +140,11 @@ class Simulation:
         self._check(parameters_per_rank, "value")
         given = [{name: p.detach().clone() for name, p in mine.items()} for mine in parameters_per_rank]
         step = self.steps - 1
-        if self.steps == 0 or not (self.policy.switches if self.skipped else self.policy.due)(step):
+        if self.steps == 0 or not (switches(self.policy, step) if self.skipped else self.policy.due(step)):
             return given
         if self.skipped:
             self._weights = None
-        layout = Layout({name: p.shape for name, p in self._params.items()})
+        layout = Layout({name: p.shape for name, p in self._params.items()}, *self._model)
         flats = []
         for mine in given:
             flat = torch.cat([mine[name].reshape(-1) for name in layout.names])
@@ -165,7 +165,7 @@ class Simulation:
 
         Parameters of which nothing was held are left out: their gradient is None in that step.
         """
-        held = [self.policy.flush(store.whole()) for store in self.stores]
+        held = [flush(self.policy, store.whole()) for store in self.stores]
         if not any(updates for updates, _ in held):
             return None
         for store, (_, state) in zip(self.stores, held, strict=True):
@@ -177,8 +177,7 @@ class Simulation:
         self._params = {name: _parameter(name, given, grads_per_rank) for name, given in self._given.items()}
         refuse_complex(self._params)
         shapes = {name: p.shape for name, p in self._params.items()}
-        self._blocks = number_blocks(shapes)
-        self._dtypes = {name: p.dtype for name, p in self._params.items()}
+        self._model = number_blocks(shapes), {name: p.dtype for name, p in self._params.items()}
         self._layouts: list[Layout] = []
         if self._bucket_mb is not None:
             self._buckets = [list(cut.names) for cut in cut_layouts(self._params, self._bucket_mb * 2**20)]
@@ -187,7 +186,7 @@ class Simulation:
             parts: dict[object, list[str]] = {}
             for name in names:
                 parts.setdefault(None if whole else self._params[name].dtype, []).append(name)
-            self._layouts += [Layout({name: shapes[name] for name in same}) for same in parts.values()]
+            self._layouts += [Layout({n: shapes[n] for n in same}, *self._model) for same in parts.values()]
         self.stores = [StateStore(self.policy, self._params) for _ in range(self.size)]
 
     def _check(self, grads_per_rank: Sequence[Gradients], what: str = "gradient") -> None:
@@ -206,10 +205,8 @@ class Simulation:
 
     def _bucket(self, flat: Tensor, layout: Layout, index: int, step: int, rank: int) -> Bucket:
         groups = {group: _place(rank, lists) for group, lists in self._groups.items() if group != "world"}
-        return Bucket(
-            flat, layout, index, step, self.seed, rank, self.size, self._weights, blocks=self._blocks, groups=groups,
-            nodes=self._nodes, dtypes=self._dtypes, pool=self.stores[rank].pool,
-        )  # fmt: skip
+        ranks = Ranks(rank, self.size, self._weights, groups, self._nodes)
+        return Bucket(flat, layout, index, step, self.seed, ranks, pool=self.stores[rank].pool)
 
     def _aggregate(self, layout: Layout, index: int, grads_per_rank: Sequence[Gradients]) -> Iterator[Views]:
         """Run one bucket on all ranks; yields each rank's update."""

@@ -22,8 +22,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from hvdbridge.deprecated import own_member
 from hvdbridge.errors import ConfigurationError, nearest
-from hvdbridge.policy.base import Policy, Slot, State
+from hvdbridge.policy.base import Branch, Policy, Slot, State
 from hvdbridge.policy.bucket import Layout, Views, flatten
 from hvdbridge.policy.buffer_pool import BufferPool
 from hvdbridge.policy.collectives import used_here
@@ -73,10 +74,12 @@ def slot_of(policy: Policy, path: Path) -> Slot:
     """What the leaf at ``path`` is, by the policy that declares it."""
     on_parameters = between_nodes = False
     for key in path[:-1]:
-        on_parameters |= policy.on_parameters
-        between_nodes |= policy.between_nodes
+        branch = policy.slots.get(key, Branch())
+        on_parameters |= own_member(policy, "on_parameters", getattr(branch, "parameters", False))
+        between_nodes |= own_member(policy, "between_nodes", getattr(branch, "nodes", False))
         policy = policy.inners()[key]
     slot = policy.slots.get(path[-1], Slot())
+    assert isinstance(slot, Slot), path
     return replace(slot, gradient_units=slot.gradient_units and not on_parameters, by_node=slot.local and between_nodes)
 
 

@@ -46,6 +46,14 @@ def global_norm(flat: Tensor, layout: Layout) -> Tensor:
     return squares[order].sum().sqrt()
 
 
+def clip_factor(flat: Tensor, layout: Layout, limit: float) -> Tensor:
+    """What takes the norm to ``limit``, in the type of ``flat``: at most 1, and 1 where the norm is not finite, so that
+    NaN and inf travel as they are."""
+    norm = global_norm(flat, layout)
+    factor = (limit / norm).clamp(max=1.0)  # a norm of 0 gives inf, and 1
+    return torch.where(norm.isfinite(), factor, 1.0).to(flat.dtype)
+
+
 Group = tuple[int, int, int, int, Tensor | None]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.kernels.native import compiled
-from hvdbridge.policy.bucket import BLOCK, Bucket, number_blocks
+from hvdbridge.policy.bucket import BLOCK, Bucket
 
 
 def key(*parts: object) -> int:
@@ -54,8 +54,7 @@ def seed_of(bucket: Bucket, stage: str, private: bool = False) -> int:
 
 def elements(bucket: Bucket) -> Tensor:
     """int32, ``[bucket.layout.numel]``: the model-wide number of each element."""
-    layout = bucket.layout
-    first = bucket.blocks or layout.derive("blocks", lambda: number_blocks(layout.shapes))
+    layout, first = bucket.layout, bucket.layout.blocks
     numbers = torch.arange(layout.numel, dtype=torch.int32, device=bucket.buffer.device)
     # Integers wrap: a shift is wanted only modulo 2**32.
     shifts = [_signed(first[name] * BLOCK - layout.offsets[name]) for name in layout.names]

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A built-in policy is one line in :data:`BUILT_IN`, sorted by name; no name can be taken twice.
+1. A built-in policy is one entry of :data:`BUILT_IN`, sorted by name; no name can be taken twice.
 2. A user's policy joins by :func:`register`, or from an installed package by the entry-point group
    ``hvdbridge.policies`` (``agreement = my_package.policies:Agreement``).
 3. The built-in classes are attributes of this module, too: ``hvdbridge.policies.Mean``.
@@ -11,57 +11,34 @@ Rules:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from torch import Tensor
+
 from hvdbridge.errors import ConfigurationError, nearest
 from hvdbridge.policy import spec
 from hvdbridge.policy.base import Policy
-from hvdbridge.policy.dry_run import bytes_per_step as bytes_per_step
+from hvdbridge.policy.dry_run import Asked, dry_run
 
 BUILT_IN = {
-    "adasum": "adasum:Adasum",
-    "adasum_delta": "adasum:AdasumDelta",
-    "bf16": "dense:Bf16",
-    "clip": "wrappers:Clip",
-    "clipped_mean": "robust:ClippedMean",
-    "delayed": "delayed:Delayed",
-    "dgc": "dgc:Dgc",
-    "diloco": "local:DiLoCo",
-    "dp": "private:DifferentiallyPrivate",
-    "ef": "wrappers:ErrorFeedback",
-    "efsign": "sign:EfSign",
-    "fp16": "dense:Fp16",
-    "fp8": "quantised:Fp8",
-    "geometric_median": "robust:GeometricMedian",
-    "hierarchical": "hierarchical:Hierarchical",
-    "int4": "quantised:Int4",
-    "int8": "quantised:Int8",
-    "krum": "robust:Krum",
-    "local_sgd": "local:LocalSgd",
-    "mean": "dense:Mean",
-    "median": "robust:Median",
-    "multi_krum": "robust:MultiKrum",
-    "natural": "stochastic:Natural",
-    "noop": "dense:Noop",
-    "oktopk": "oktopk:OkTopK",
-    "onebit": "sign:OneBit",
-    "partition": "wrappers:Partition",
-    "post_local_sgd": "local:PostLocalSgd",
-    "powersgd": "low_rank:PowerSGD",
-    "qsgd": "stochastic:Qsgd",
-    "randomk": "sparse:RandomK",
-    "sign": "sign:Sign",
-    "sum": "dense:Sum",
-    "terngrad": "stochastic:TernGrad",
-    "threshold": "sparse:Threshold",
-    "topk": "sparse:TopK",
-    "trimmed_mean": "robust:TrimmedMean",
+    "adasum": "adasum:Adasum", "adasum_delta": "adasum:AdasumDelta", "bf16": "dense:Bf16", "clip": "wrappers:Clip",
+    "clipped_mean": "robust:ClippedMean", "delayed": "delayed:Delayed", "dgc": "dgc:Dgc", "diloco": "local:DiLoCo",
+    "dp": "private:DifferentiallyPrivate", "ef": "wrappers:ErrorFeedback", "efsign": "sign:EfSign",
+    "fp16": "dense:Fp16", "fp8": "quantised:Fp8", "geometric_median": "robust:GeometricMedian",
+    "hierarchical": "hierarchical:Hierarchical", "int4": "quantised:Int4", "int8": "quantised:Int8",
+    "krum": "robust:Krum", "local_sgd": "local:LocalSgd", "mean": "dense:Mean", "median": "robust:Median",
+    "multi_krum": "robust:MultiKrum", "natural": "stochastic:Natural", "noop": "dense:Noop",
+    "oktopk": "oktopk:OkTopK", "onebit": "sign:OneBit", "partition": "wrappers:Partition",
+    "post_local_sgd": "local:PostLocalSgd", "powersgd": "low_rank:PowerSGD", "qsgd": "stochastic:Qsgd",
+    "randomk": "sparse:RandomK", "sign": "sign:Sign", "sum": "dense:Sum", "terngrad": "stochastic:TernGrad",
+    "threshold": "sparse:Threshold", "topk": "sparse:TopK", "trimmed_mean": "robust:TrimmedMean",
     "warmup": "wrappers:Warmup",
-}
+}  # fmt: skip
 ENTRY_POINTS = "hvdbridge.policies"
 
 _registered: dict[str, type[Policy]] = {}
@@ -153,6 +130,39 @@ def name_of(cls: type[Policy]) -> str:
         if name not in BUILT_IN and lookup(name) is cls:
             return name
     raise ConfigurationError(f"{cls.__qualname__} has no name in specs: register(name, cls) gives it one")
+
+
+def bytes_per_step(
+    policy: Policy,
+    params: Mapping[str, Tensor | Sequence[int]],
+    size: int,
+    step: int = 0,
+    bucket_mb: float | None = None,
+    local_size: int | None = None,
+) -> int:
+    """Bytes that rank 0 sends in one step, as :meth:`Collective.bytes_sent` counts them.
+
+    Weights and other control messages are not among them. Other ranks send the same, or less where the last node is
+    smaller. Buckets are cut as on Horovod and MPI. DDP's differ a little, and the bytes hardly. What
+    :meth:`Policy.after_step` sends is included where it is due.
+
+    Args:
+        params: name -> parameter or shape (of float32).
+        size: number of ranks.
+        step: number of the step, for policies that change in the course of training.
+        bucket_mb: size of a bucket in MiB; None: the policy's.
+        local_size: ranks per node, in order; None: one node.
+
+    Raises:
+        ConfigurationError: an argument is not positive, or the policy is not defined for so many ranks.
+
+    >>> [bytes_per_step(from_spec(spec), {"w": (1000, 1000)}, size=4) for spec in ("mean", "bf16")]
+    [6000000, 3000000]
+    """
+    if bucket_mb is None:
+        bucket_mb = import_module("hvdbridge.policies.dense").bucket_mb(policy)
+    events = dry_run(policy, params, size, step, bucket_mb, local_size)
+    return sum(event.request.bytes_sent(event.size) for event in events if isinstance(event, Asked))
 
 
 @cache

@@ -105,16 +105,12 @@ class AdasumDelta(Policy):
     weight 0 takes what the others found.
     """
 
-    slots: ClassVar[Mapping[str, Slot]] = {"start": Slot()}
+    slots: ClassVar[Mapping[str, Slot]] = {"start": Slot(anchor=True)}
     replicas = "drift"  # of gradients, between backward() and step(); parameters are the same after every step
     unequal_weights = False
-    anchored = True
 
     def init(self, params: Mapping[str, Tensor]) -> State:
         return {"start": {name: p.detach().clone() for name, p in params.items()}}
-
-    def start_from(self, bucket: Bucket, state: State) -> State:
-        return {"start": Views(bucket.layout, bucket.buffer.clone())}
 
     def due(self, step: int) -> bool:
         return True

@@ -13,8 +13,8 @@ Rules:
    bucket boundaries.
 3. A rank of weight 0 has no row: the rule sees the others alone, as if it were not there.
 4. The owner of a shard combines it and sends it, so all ranks end with the same bits.
-5. Memory: a vector that was packed is a room for what comes, and a combination stands in the place of its first row;
-   so beside the bucket one room is held while a vector travels, two where shards are padded, and none in between.
+5. Memory: the pool takes back a packed vector, and a combination overwrites its first row. So beside the bucket one
+   buffer is held while a vector travels, two where shards are padded, and none in between.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def collect(
     """The owners' results as one flat vector, in float32 or wider.
 
     Args:
-        rows: what :func:`divide` gave; nobody reads them afterwards.
+        rows: what :func:`divide` gave; no flow reads them afterwards.
         mine: this owner's result; may be one of ``rows``.
         to_output: in the bucket's output buffer.
     """

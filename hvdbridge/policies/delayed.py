@@ -37,7 +37,7 @@ class Delayed(Policy):
 
     inner: Policy = MEAN
     # A NaN that is held must be delivered and then replaced, so no parameter keeps its old one.
-    slots: ClassVar[Mapping[str, Slot]] = {"held": Slot(gradient_units=True, guarded=False)}
+    slots: ClassVar[Mapping[str, Slot]] = {"held": Slot(gradient_units=True, guarded=False, held=True)}
     additive = False
 
     def __post_init__(self) -> None:
@@ -55,13 +55,6 @@ class Delayed(Policy):
         result = yield from finish(self.inner.aggregate(mine, state["inner"]))
         fresh = Views(bucket.layout, result.update)
         return Aggregated(result.update, state={"held": fresh, "inner": result.state})
-
-    def flush(self, state: State) -> tuple[Mapping[str, Tensor], State]:
-        held, (inner, rest) = state["held"], self.inner.flush(state["inner"])
-        if not any(bool(tensor.count_nonzero()) for tensor in held.values()):
-            return inner, {**state, "inner": rest}
-        zeros = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
-        return {**held, **inner}, {"held": zeros, "inner": rest}
 
 
 def has_delay(policy: Policy) -> bool:

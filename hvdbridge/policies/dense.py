@@ -20,11 +20,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hvdbridge.deprecated import own_member_first
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies.sharded import sharded_sum
 from hvdbridge.policies.shards import FlatShards, accumulator, scaled, shards_of, sum_rows
-from hvdbridge.policy.base import CODED_MB, Aggregated, Exchange, Flow, Policy, State, rewrite
-from hvdbridge.policy.bucket import DDP_MB, Bucket
+from hvdbridge.policy.base import CODED_MB, Aggregated, Exchange, Flow, Policy, State, acts_after_step, rewrite
+from hvdbridge.policy.bucket import DDP_MB, Bucket, scale
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of
 
 
@@ -45,10 +46,6 @@ class Mean(Policy):
         return 2 if self.exact else 1
 
     @property
-    def bucket_mb(self) -> float:
-        return CODED_MB if self.exact else DDP_MB
-
-    @property
     def bytewise(self) -> bool:
         return self.exact
 
@@ -59,14 +56,14 @@ class Mean(Policy):
             rest = bucket.buffer.zero_()
         if not self.exact:
             return Aggregated((yield AllReduce(flat)), rest=rest)
-        # Nothing is rounded for the wire, so nobody asks who owned a shard: flat ones will do.
+        # Nothing is rounded for the wire, so the owner of a shard does not matter: flat ones are enough.
         shards, wide = FlatShards(flat.numel(), bucket.size), accumulator(flat.dtype)
         update = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide, bucket.pool, bucket.output)
         return Aggregated(update, rest=rest)
 
 
 MEAN = Mean()
-"""The default of whoever needs one."""
+"""The default inner policy."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +75,18 @@ class Sum(Policy):
     """
 
     rounds = 1
-    bucket_mb = DDP_MB
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        if bucket.scaled:
-            factor = float(bucket.size)
-        elif bucket.weights is None or len(set(bucket.weights)) == 1:
-            factor = 1.0  # exactly: N w / sum(w) may be off by a rounding
-        else:
-            factor = bucket.size * bucket.factor
-        if factor == 0.0:
-            bucket.buffer.zero_()  # never a product: NaN * 0 is NaN
-        elif factor != 1.0:
-            bucket.buffer.mul_(factor)
-        return Aggregated((yield AllReduce(bucket.buffer)))
+        return Aggregated((yield AllReduce(scale(bucket.buffer, share_of_sum(bucket)))))
+
+
+def share_of_sum(bucket: Bucket) -> float:
+    """The factor that makes this rank's gradient its part of a sum: ``N w_r / sum(w)``."""
+    if bucket.scaled:
+        return float(bucket.size)
+    if bucket.weights is None or len(set(bucket.weights)) == 1:
+        return 1.0  # exactly: N w / sum(w) may be off by a rounding
+    return bucket.size * bucket.factor
 
 
 def plain_mean(policy: Policy) -> bool:
@@ -102,6 +97,14 @@ def plain_mean(policy: Policy) -> bool:
 def all_reduces(policy: Policy) -> bool:
     """Whether a flow is one all-reduce in the bucket's memory, with next to no computation."""
     return plain_mean(policy) or type(policy) is Sum
+
+
+@own_member_first()
+def bucket_mb(policy: Policy) -> float:
+    """The size of a bucket in MiB on one machine, if none is given: DDP's, or less where flows compute between
+    collectives and run ahead of their turns (:attr:`Policy.rounds`), so that one bucket is coded while another
+    travels. With DDP's size, buckets on torch are those of plain DDP, whose bits the mean reproduces."""
+    return DDP_MB if policy.rounds is None or all_reduces(policy) else CODED_MB
 
 
 def own(bucket: Bucket) -> Tensor:
@@ -136,9 +139,9 @@ def _warn_of_drift() -> None:
 class _Half(Policy):
     """A half type on the wire, of the weighted mean or of any inner policy's floating payloads.
 
-    Around the mean it is additive. Around another policy it is not, as nobody tells that policy how its payloads were
-    rounded: put error feedback inside, ``fp16(ef(...))``. A policy that acts after the optimizer's step is refused:
-    ``local_sgd(inner=fp16)``.
+    Around the mean it is additive. Around another policy it is not, because that policy does not learn how its payloads
+    were rounded: put error feedback inside, ``fp16(ef(...))``. A policy that acts after the optimizer's step is
+    refused: ``local_sgd(inner=fp16)``.
     """
 
     inner: Policy = MEAN
@@ -146,7 +149,7 @@ class _Half(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.inner.acts_after_step:
+        if acts_after_step(self.inner):
             name = type(self).__name__
             raise ConfigurationError(
                 f"{name} cannot wrap {type(self.inner).__name__}, which acts after the optimizer's step: it narrows "
@@ -189,7 +192,7 @@ class _Half(Policy):
     def _travel(self, request: Collective, bucket: Bucket) -> Exchange:
         """Answer ``request`` by requests whose payload is half; its shape and type are kept.
 
-        float64 (dot products) and min, max, product pass through: whoever asks for these means them.
+        float64 (dot products) and min, max, product pass through unchanged.
         """
         tensor = request.tensor
         if tensor.dtype != torch.float32:
@@ -211,7 +214,7 @@ class _Half(Policy):
                 bucket.pool.give(rows, came)
                 return total
             case AllGather() | AllToAll() | Broadcast():
-                if not bucket.mark.weighted:  # a raw gradient is no share of a mean: it needs no lift
+                if not bucket.weighting.weighted:  # a raw gradient is no share of a mean: it needs no lift
                     power = 1.0
                 shape = request.answer_shape(size)
                 numel = math.prod(shape)

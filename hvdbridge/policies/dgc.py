@@ -18,11 +18,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hvdbridge.kernels.norm import global_norm
+from hvdbridge.kernels.norm import clip_factor
 from hvdbridge.kernels.select import largest
+from hvdbridge.policies.combining import participants
 from hvdbridge.policies.feedback import residuals
 from hvdbridge.policies.shards import accumulator
-from hvdbridge.policies.sparse import contributors, gathered_sum, plan_of
+from hvdbridge.policies.sparse import gathered_sum, plan_of
 from hvdbridge.policy.base import Aggregated, Flow, Policy, Slot, State
 from hvdbridge.policy.bucket import Bucket, Views, flatten
 from hvdbridge.policy.options import option
@@ -92,7 +93,9 @@ class Dgc(Policy):
             return Aggregated((yield from gathered_sum(bucket, indices, values)))
         gradient = bucket.weighted().buffer.to(dtype)
         if self.clip is not None:
-            gradient.mul_(self._shrink(gradient, bucket))
+            # The limit of this rank's own gradient, before its weight
+            limit = self.clip * len(participants(bucket)) ** -0.5 * bucket.factor
+            gradient.mul_(clip_factor(gradient, bucket.layout, limit))
         momentum, accumulated = flatten(state["momentum"], layout), flatten(state["accumulated"], layout)
         new = bucket.fresh(momentum)
         if self.nesterov:
@@ -107,12 +110,3 @@ class Dgc(Policy):
         momentum.scatter_reduce_(0, indices, (values == 0).to(dtype), "prod")
         held = {"momentum": Views(layout, momentum), "accumulated": Views(layout, accumulated)}
         return Aggregated((yield from gathered_sum(bucket, indices, values)), state=held)
-
-    def _shrink(self, gradient: Tensor, bucket: Bucket) -> Tensor:
-        """What takes the norm of this rank's own gradient (before its weight) to the limit; at most 1, and 1
-        where the norm is not finite: NaN and inf travel as they are."""
-        assert self.clip is not None
-        limit = self.clip * contributors(bucket) ** -0.5 * bucket.factor
-        norm = global_norm(gradient, bucket.layout)
-        factor = torch.clamp(limit / norm, max=1.0)  # a norm of 0 gives inf, and 1
-        return torch.where(norm.isfinite(), factor, 1.0).to(gradient.dtype)

@@ -6,11 +6,11 @@ Rules:
    Updates plus final residuals sum to the inputs.
 2. The residual is in float32 (float64 for float64 gradients), local to the rank and in units of the gradient.
 3. A rank of weight 0 contributes nothing and keeps its residual as it is; the second-stage error of a shard
-   that it owns in that step is then nobody's.
+   that it owns in that step is then lost.
 4. Memory: beside gradients and state there is the new residual, which begins as the corrected gradient and from
    which a leaf takes off what it sends as soon as it knows (:attr:`Aggregated.rest
-   <hvdbridge.Aggregated.rest>`). The update goes to where the gradient was (:meth:`Bucket.room
-   <hvdbridge.Bucket.room>`). What else there is are messages. An inner policy that returns ``sent`` adds that.
+   <hvdbridge.Aggregated.rest>`). The update takes the gradient's memory (:meth:`Bucket.output
+   <hvdbridge.Bucket.output>`). The rest are messages, and ``sent`` of an inner policy that returns it.
 5. Two ways lead here: the wrapper ``ef(inner)``, and the option ``ef`` of a leaf that is :class:`WithFeedback`.
    Both hold the same state, ``{"residual": {name: tensor}, "inner": {...}}``, and give the same bits.
 """

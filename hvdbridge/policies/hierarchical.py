@@ -7,8 +7,8 @@ Rules:
    are lanes; each rank sends one piece to the other nodes, and the pieces come together within the node.
    So a node sends as much as one rank of the inner policy would, over all its ranks' links at once.
 3. A lane is a local rank that every node has. Ranks beyond take part in everything and send nothing.
-4. Memory: beside what the inner policy needs, a piece of each of its messages and, where what came with the request
-   does not do, a room in which the pieces of the answer come together.
+4. Memory: beside what the inner policy needs, a piece of each of its messages, and a buffer for the joined pieces of
+   the answer where the request's ``out`` does not fit.
 5. Every rank ends with what the inner flow returned, computed from the same bits everywhere.
 """
 
@@ -23,8 +23,8 @@ from torch import Tensor
 from hvdbridge.errors import Unsupported
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.local import share_in_node
-from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State, check_weights, rewrite
-from hvdbridge.policy.bucket import Bucket
+from hvdbridge.policy.base import Aggregated, Branch, Exchange, Flow, Policy, State, check_weights, rewrite
+from hvdbridge.policy.bucket import Bucket, Ranks, scale
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of
 
 
@@ -40,14 +40,14 @@ class Hierarchical(Policy):
     1/L of what the inner policy sends at K ranks. Nodes may be of unequal size.
 
     Raises:
-        Unsupported: nobody said which ranks share a node, or the inner policy asks for groups of its own.
+        Unsupported: it is not known which ranks share a node, or the inner policy asks for groups of its own.
         ConfigurationError: the inner policy is none for so many nodes.
         WeightError: the inner policy refuses unequal weights, and those of the nodes are unequal.
     """
 
     inner: Policy = MEAN
     additive = False
-    between_nodes = True
+    slots = {"inner": Branch(nodes=True)}
 
     @property
     def rounds(self) -> int | None:
@@ -61,11 +61,8 @@ class Hierarchical(Policy):
         flat = bucket.buffer
         factor = share_in_node(bucket)
         if not bucket.scaled:
-            if factor == 0.0:
-                flat.zero_()
-            elif factor != 1.0:
-                flat.mul_(factor)
-        if len(set(bucket.nodes)) < bucket.size:
+            scale(flat, factor)
+        if len(set(bucket.ranks.nodes)) < bucket.size:
             flat = yield AllReduce(flat, group="node")
         return (yield from self._across(bucket.with_buffer(flat), state, self.inner.aggregate))
 
@@ -74,15 +71,15 @@ class Hierarchical(Policy):
         return self._across(bucket, state, self.inner.after_step)
 
     def _across(self, bucket: Bucket, state: State, start: Callable[[Bucket, State], Flow]) -> Flow:
-        nodes = list(dict.fromkeys(bucket.nodes))
-        number = nodes.index(bucket.nodes[bucket.rank])
+        at = bucket.ranks.nodes
+        nodes = list(dict.fromkeys(at))
         weights = None
-        if bucket.weights is not None or len({bucket.nodes.count(node) for node in nodes}) > 1:
+        if bucket.weights is not None or len({at.count(node) for node in nodes}) > 1:
             given = bucket.weights or (1.0,) * bucket.size
-            weights = tuple(sum(w for w, at in zip(given, bucket.nodes, strict=True) if at == node) for node in nodes)
+            weights = tuple(sum(w for w, its in zip(given, at, strict=True) if its == node) for node in nodes)
             check_weights(self.inner, weights, len(nodes))
-        inner = replace(bucket, rank=number, size=len(nodes), weights=weights, groups={}, nodes=())
-        lanes = Lanes(bucket, len(nodes), min(bucket.nodes.count(node) for node in nodes))
+        inner = replace(bucket, ranks=Ranks(nodes.index(at[bucket.rank]), len(nodes), weights))
+        lanes = Lanes(bucket, len(nodes), min(map(at.count, nodes)))
         result = yield from rewrite(start(inner, state["inner"]), lanes.carry)
         return Aggregated(result.update, state={"inner": result.state})
 
@@ -130,7 +127,7 @@ class Lanes:
         return whole.view(shape)
 
     def _send(self, request: Collective, piece: Tensor) -> Collective:
-        """This rank's piece. A rank without a lane sends it to the few that are like it, and nobody looks."""
+        """This rank's piece. A rank without a lane sends it to the few others without one, which ignore it."""
         if isinstance(request, Broadcast):
             return Broadcast(piece.contiguous(), request.root if self.lane < self.count else 0, group="cross")
         if isinstance(request, AllToAll | ReduceScatter) and self.lane >= self.count:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from torch import Tensor
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies.delayed import has_delay
 from hvdbridge.policies.dense import MEAN, Mean, own
-from hvdbridge.policy.base import Aggregated, Flow, Policy, State, finish
-from hvdbridge.policy.bucket import Bucket, Views, flatten
+from hvdbridge.policy.base import SWITCH, Aggregated, Branch, Flow, Policy, Slot, State, anchored, finish, start_from
+from hvdbridge.policy.bucket import Bucket, Views, flatten, scale
 from hvdbridge.policy.collectives import AllReduce
 from hvdbridge.policy.options import option
 
@@ -33,7 +33,7 @@ class _Local(Policy):
 
     inner: Policy = MEAN
     replicas = "drift"
-    on_parameters = True
+    slots: ClassVar[Mapping[str, Slot | Branch]] = {"anchor": Slot(anchor=True), "inner": Branch(parameters=True)}
     additive = False
     scope = "bucket"
 
@@ -46,9 +46,6 @@ class _Local(Policy):
                 f"{type(self).__name__}: inner={type(self.inner).__name__} is a step late, and an average cannot wait: "
                 "delayed is for gradients"
             )
-
-    def averaged(self, step: int) -> bool:
-        return self.due(step)
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         yield from ()
@@ -78,20 +75,18 @@ class LocalSgd(_Local):
     every: int = option(8, at_least=1)
 
     def init(self, params: Mapping[str, Tensor]) -> State:
-        return {"anchor": copies(params) if self.anchored else {}, "inner": self.inner.init(params)}
+        return {"anchor": copies(params) if anchored(self) else {}, "inner": self.inner.init(params)}
 
     @property
-    def anchored(self) -> bool:
-        return not isinstance(self.inner, Mean)
+    def slots(self) -> Mapping[str, Slot | Branch]:  # type: ignore[override]
+        inner = {"inner": Branch(parameters=True)}
+        return inner if isinstance(self.inner, Mean) else {"anchor": Slot(anchor=True), **inner}
 
-    def start_from(self, bucket: Bucket, state: State) -> State:
-        return {"anchor": Views(bucket.layout, bucket.buffer.clone())} if self.anchored else {}
-
-    def due(self, step: int) -> bool:
+    def due(self, step: int) -> int:
         return (step + 1) % self.every == 0
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
-        if not self.anchored:
+        if not anchored(self):
             result = yield from finish(self.inner.aggregate(bucket, state["inner"]))
             return Aggregated(result.update)
         anchor = flatten(state["anchor"], bucket.layout)
@@ -118,18 +113,14 @@ class PostLocalSgd(LocalSgd):
     start: int = option(100, at_least=0)
     group: Literal["none", "node", "world"] = "node"
 
-    def due(self, step: int) -> bool:
-        return self.switches(step) or (step >= self.start and (step - self.start) % self.every == 0)
-
-    def averaged(self, step: int) -> bool:
-        return step < self.start or self.due(step)
-
-    def switches(self, step: int) -> bool:
-        return step == self.start - 1 and self.anchored
+    def due(self, step: int) -> int:
+        if step == self.start - 1 and anchored(self):
+            return SWITCH
+        return step >= self.start and (step - self.start) % self.every == 0
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
         if bucket.step < self.start:  # local steps begin here, and so does what they are compared to
-            return Aggregated(bucket.buffer, state=self.start_from(bucket, state))
+            return Aggregated(bucket.buffer, state=start_from(self, bucket, state))
         return (yield from super().after_step(bucket, state))
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
@@ -137,9 +128,7 @@ class PostLocalSgd(LocalSgd):
             return (yield from MEAN.aggregate(bucket, {}))
         if self.group == "none":
             return Aggregated(own(bucket))
-        factor = share_in_node(bucket)
-        flat = bucket.buffer.zero_() if factor == 0.0 else bucket.buffer.mul_(factor)
-        return Aggregated((yield AllReduce(flat, group="node")))
+        return Aggregated((yield AllReduce(scale(bucket.buffer, share_in_node(bucket)), group="node")))
 
 
 @dataclass(frozen=True)
@@ -162,17 +151,13 @@ class DiLoCo(_Local):
     every: int = option(500, at_least=1)
     lr: float = option(0.7, above=0)
     momentum: float = option(0.9, at_least=0, below=1)
-    anchored = True
 
     def init(self, params: Mapping[str, Tensor]) -> State:
         anchor = copies(params)
         momentum = {name: torch.zeros_like(tensor) for name, tensor in anchor.items()}
         return {"anchor": anchor, "momentum": momentum, "inner": self.inner.init(params)}
 
-    def start_from(self, bucket: Bucket, state: State) -> State:
-        return {"anchor": Views(bucket.layout, bucket.buffer.clone())}
-
-    def due(self, step: int) -> bool:
+    def due(self, step: int) -> int:
         return (step + 1) % self.every == 0
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
@@ -189,11 +174,11 @@ def share_in_node(bucket: Bucket) -> float:
     """This rank's part of its node's weight; equal ones where no weights were set.
 
     Raises:
-        Unsupported: nobody said which ranks share a node.
+        Unsupported: it is not known which ranks share a node.
     """
     _, size = bucket.place("node")
     if bucket.weights is None:
         return 1.0 / size
-    mine = bucket.nodes[bucket.rank]
-    total = sum(w for w, node in zip(bucket.weights, bucket.nodes, strict=True) if node == mine)
+    nodes = bucket.ranks.nodes
+    total = sum(w for w, node in zip(bucket.weights, nodes, strict=True) if node == nodes[bucket.rank])
     return bucket.weight / total if total else 0.0

@@ -82,8 +82,8 @@ class DifferentiallyPrivate(Policy):
             raise ConfigurationError(f"DifferentiallyPrivate: norm={self.norm}, noise={self.noise} must be finite")
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        if bucket.blocks and set(bucket.blocks) != set(bucket.layout.names):
-            held, all_names = len(bucket.layout.names), len(bucket.blocks)
+        if set(bucket.layout.blocks) != set(bucket.layout.names):
+            held, all_names = len(bucket.layout.names), len(bucket.layout.blocks)
             raise ConfigurationError(
                 f"dp bounds the whole gradient; this bucket holds a part of it ({held} of {all_names} parameters). "
                 "It cannot stand within partition(...): the other parts would tell what it hides."

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,22 +39,35 @@ HUGE = 1e300
 """A squared norm from here on counts as inf: products of such vectors could overflow."""
 
 
-@dataclass(frozen=True)
-class _Elementwise(Policy):
-    """A rule that looks at one element of all ranks at a time, by the sharded scheme."""
+class _Robust(Policy):
+    """Base of a rule that survives ``f`` faulty ranks; None: as many as it can."""
 
-    rounds = 2
-    bytewise = True
+    f: Any
 
     def check_ranks(self, weights: Sequence[float]) -> None:
         """
         Raises:
             ConfigurationError: ranks of these (positive) weights cannot outvote f of them.
         """
-        raise NotImplementedError
+        if self.f is None:
+            return
+        _check_count(self, self.f, len(weights), 2 * self.f + 1, "2 f + 1")
+        if self.f and sum(sorted(weights)[-self.f :]) >= sum(weights) / 2:
+            raise ConfigurationError(
+                f"{type(self).__name__}: f={self.f} faulty ranks must have less than half of the weight, whichever "
+                f"they are; the weights are {list(weights)}"
+            )
 
     def check_size(self, size: int, nodes: int | None = None) -> None:
         self.check_ranks([1.0] * size)
+
+
+@dataclass(frozen=True)
+class _Elementwise(_Robust):
+    """A rule that looks at one element of all ranks at a time, by the sharded scheme."""
+
+    rounds = 2
+    bytewise = True
 
     def reduce(self, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """One result of all rows, in float32 or wider; may be made in the memory of the first."""
@@ -86,9 +99,6 @@ class Median(_Elementwise):
 
     f: int | None = option(None, at_least=0)
 
-    def check_ranks(self, weights: Sequence[float]) -> None:
-        _check_majority(self, self.f, weights)
-
     def reduce(self, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         return median(rows, weights, self.f, rows[0])
 
@@ -115,7 +125,7 @@ class TrimmedMean(_Elementwise):
 
 
 @dataclass(frozen=True)
-class _Whole(Policy):
+class _Whole(_Robust):
     """A rule that looks at the ranks' whole gradients: a combination of them whose coefficients come from their
     dot products.
 
@@ -124,16 +134,6 @@ class _Whole(Policy):
     """
 
     scope = "step"
-
-    def check_ranks(self, weights: Sequence[float]) -> None:
-        """
-        Raises:
-            ConfigurationError: ranks of these (positive) weights cannot outvote f of them.
-        """
-        raise NotImplementedError
-
-    def check_size(self, size: int, nodes: int | None = None) -> None:
-        self.check_ranks([1.0] * size)
 
     def coefficients(self, products: Tensor, good: Tensor, weights: Sequence[float]) -> Tensor:
         """Float64, one per row; NaN where too many rows are not good.
@@ -246,9 +246,6 @@ class GeometricMedian(_Whole):
     iterations: int = option(8, at_least=1)
     smoothing: float = option(1e-6, above=0, at_most=1)
 
-    def check_ranks(self, weights: Sequence[float]) -> None:
-        _check_majority(self, self.f, weights)
-
     def coefficients(self, products: Tensor, good: Tensor, weights: Sequence[float]) -> Tensor:
         share, lost = _shares(good, weights, self.f)
         norms = products.diagonal()
@@ -299,9 +296,6 @@ class ClippedMean(_Whole):
     def init(self, params: Mapping[str, Tensor]) -> State:
         return {"centre": residuals(params)}
 
-    def check_ranks(self, weights: Sequence[float]) -> None:
-        _check_majority(self, self.f, weights)
-
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         centre = flatten(state["centre"], bucket.layout)
         update = yield from self._combine(bucket, centre)
@@ -345,15 +339,4 @@ def _check_count(policy: Policy, f: int, count: int, least: int, formula: str) -
         raise ConfigurationError(
             f"{type(policy).__name__}: f={f} faulty ranks need N >= {formula} = {least} ranks of positive weight, "
             f"there are {count}"
-        )
-
-
-def _check_majority(policy: Policy, f: int | None, weights: Sequence[float]) -> None:
-    if f is None:
-        return
-    _check_count(policy, f, len(weights), 2 * f + 1, "2 f + 1")
-    if f and sum(sorted(weights)[-f:]) >= sum(weights) / 2:
-        raise ConfigurationError(
-            f"{type(policy).__name__}: f={f} faulty ranks must have less than half of the weight, whichever they are; "
-            f"the weights are {list(weights)}"
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hvdbridge.kernels import native
 from hvdbridge.kernels.runs import SHORT, Runs
-from hvdbridge.policy.bucket import BLOCK, Bucket, Layout, number_blocks
+from hvdbridge.policy.bucket import BLOCK, Bucket, Layout
 from hvdbridge.policy.buffer_pool import BufferPool
 
 NO_POOL = BufferPool()
@@ -273,8 +273,7 @@ def block_shards(bucket: Bucket) -> BlockShards:
 
 def first_blocks(bucket: Bucket) -> Mapping[str, int]:
     """Number of each parameter's first block of :data:`BLOCK` elements."""
-    layout = bucket.layout
-    return bucket.blocks or layout.derive("blocks", lambda: number_blocks(layout.shapes))
+    return bucket.layout.blocks
 
 
 def sum_rows(rows: Tensor, out: Tensor | None = None) -> Tensor:

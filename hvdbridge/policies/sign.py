@@ -25,6 +25,7 @@ from hvdbridge.kernels.random import hashed_bits, key
 from hvdbridge.kernels.runs import Runs
 from hvdbridge.kernels.select import owners, poison
 from hvdbridge.kernels.signs import ScaledSign, majority, weighted_majority
+from hvdbridge.policies.combining import participants, weights_of
 from hvdbridge.policies.feedback import WithFeedback, residuals
 from hvdbridge.policies.sharded import blocks_of, check_block, sharded_code
 from hvdbridge.policies.shards import accumulator, first_blocks
@@ -45,9 +46,9 @@ class Sign(Policy):
     With ``momentum`` (Signum; Bernstein 2018, algorithm 2) each rank votes with the sign of
     ``m = momentum m + (1 - momentum) g``, which it keeps for itself.
 
-    A bit has no zero. A gradient of exactly 0 counts as + in even steps and as - in odd ones. A tie is decided by a
-    coin of its own for each element, common to all ranks; it is thrown in even steps, and turned over in the odd step
-    that follows. So what nobody wants to move is where it was after every second step.
+    A bit has no zero. A gradient of exactly 0 counts as + in even steps and as - in odd ones. A random bit
+    decides a tie: one for each element, common to all ranks, drawn in even steps and inverted in the odd step that
+    follows. So a parameter that no rank moves is where it was after every second step.
 
     Weights are votes. Not additive: error feedback does not apply; :class:`EfSign` is for that.
     On the wire: 1 bit per element and 1 per parameter, in each of an all-to-all and an all-gather.
@@ -81,19 +82,17 @@ class Sign(Policy):
         faults = as_words(poison(votes, layout).isnan())
         rows = torch.cat([signs.view(size, length), faults.expand(size, -1)], dim=1)
         answer = yield AllToAll(rows)
-        weights = bucket.weights or (1.0,) * size
-        voters = [rank for rank, weight in enumerate(weights) if weight > 0]
-        if len(voters) < size:
-            answer = torch.stack([answer[rank] for rank in voters])  # a list as index would wait for a GPU
+        weights = weights_of(bucket)
+        if len(weights) < size:
+            # A list as index would wait for a GPU
+            answer = torch.stack([answer[rank] for rank in participants(bucket)])
         ballots, faulty = answer.split([length, faults.numel()], dim=1)
         merged = faulty[0]
         for other in faulty[1:]:
             merged = merged | other
         coins = self._coins(bucket, words, length)
-        if len({weights[rank] for rank in voters}) == 1:
-            result = majority(ballots, coins)
-        else:
-            result = weighted_majority(ballots, [weights[rank] for rank in voters], coins)
+        equal = len(set(weights)) == 1
+        result = majority(ballots, coins) if equal else weighted_majority(ballots, weights, coins)
         answer = yield AllGather(torch.cat([result, merged]))
         signs, faulty = answer.split([length, faults.numel()], dim=1)
         update = words.unpack(signs.reshape(-1)[: words.count], self.scale, flat)
@@ -213,7 +212,7 @@ class Words:
         self.layout = layout
         self.count = sum(-(-size // WORD) for size in layout.sizes.values())
         self._parts = [] if self.count * WORD == layout.numel else self._cut()
-        """Of words that are not the vector as it lies: how many, and where their bits belong."""
+        """Where words are not the vector itself: how many words, and the offsets of their bits."""
 
     def _cut(self) -> list[tuple[int, Runs]]:
         parts: list[tuple[int, Runs]] = []

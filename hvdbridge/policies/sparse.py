@@ -21,6 +21,7 @@ from torch import Tensor
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.random import key
 from hvdbridge.kernels.select import Plan, add_up, count_of, largest, owners, pack_pairs, poison, shuffled, unpack_pairs
+from hvdbridge.policies.combining import participants
 from hvdbridge.policies.feedback import WithFeedback
 from hvdbridge.policies.shards import accumulator
 from hvdbridge.policy.base import Aggregated, Exchange, Flow, State
@@ -35,14 +36,9 @@ def plan_of(bucket: Bucket, ratio: float, exact: bool = False) -> Plan:
     return Plan.of(bucket.layout, counts, bucket.buffer.device, exact)
 
 
-def contributors(bucket: Bucket) -> int:
-    """The number of ranks that are not excluded by a weight of 0."""
-    return bucket.size if bucket.weights is None else sum(weight > 0 for weight in bucket.weights)
-
-
 def gathered_sum(bucket: Bucket, indices: Tensor, values: Tensor) -> Exchange:
     """The sum over ranks of sparse vectors like the bucket: one all-gather of 8 bytes per element. It goes to the
-    bucket's :meth:`~hvdbridge.Bucket.room`."""
+    bucket's :meth:`~hvdbridge.Bucket.output`."""
     dtype = values.dtype
     if not indices.numel():  # so it is on every rank
         return bucket.output(dtype).zero_()
@@ -54,7 +50,7 @@ def gathered_sum(bucket: Bucket, indices: Tensor, values: Tensor) -> Exchange:
 
 
 def rest_of(bucket: Bucket, indices: Tensor, values: Tensor) -> Tensor | None:
-    """The bucket's buffer, less ``values`` at ``indices``, where somebody needs to know."""
+    """The bucket's buffer, less ``values`` at ``indices``, where the caller needs it."""
     if not bucket.needs_sent:
         return None
     return bucket.buffer.index_add_(0, indices, values.to(bucket.buffer.dtype), alpha=-1)
@@ -112,7 +108,7 @@ class Threshold(WithFeedback):
     def compress(self, bucket: Bucket, state: State) -> Flow:
         flat = bucket.weighted().buffer
         indices, values = largest(flat, plan_of(bucket, self.ratio))
-        low = values.abs() < self.value / contributors(bucket)  # False for NaN
+        low = values.abs() < self.value / len(participants(bucket))  # False for NaN
         indices.masked_fill_(low, 0)
         values.masked_fill_(low, 0)
         rest = rest_of(bucket, indices, values)

@@ -1,11 +1,11 @@
-"""qsgd, terngrad, natural: rounded at random, so that the mean over the dice is the gradient itself.
+"""qsgd, terngrad, natural: rounded at random, so that the mean over the random numbers is the gradient itself.
 
 Rules:
 
 1. By the sharded scheme: every rank's shares travel to their owners, who decode and add in rank order and send the
    sum to all. Where the sum is rounded again, that is unbiased, too, and errs as much as if one rank had sent it.
-2. Dice belong to (seed, step, stage, element), those of the first stage to the rank as well: two ranks never throw
-   alike, or their errors would not average out. The second stage has one owner per element and its own dice.
+2. Random numbers are keyed by (seed, step, stage, element), those of the first stage by the rank as well: with equal
+   ones the errors of two ranks would not average out. The second stage has one owner per element and its own numbers.
 3. Errors of a step are independent of those of others, so no feedback is needed; ``ef(qsgd)`` has it all the same.
 4. Memory: without a C compiler the bits of ``natural``, 9 per element, are taken apart and put together beside gradient
    and update: two and a half buckets beside the gradients.
@@ -135,7 +135,7 @@ class TernGrad(Policy):
         codes, _ = encode(once, flat, blocks, seed_of(bucket, "to owner", private=True), given)
         per_block = given[:, 0].unsqueeze(0)
         rest = decode(once, codes.unsqueeze(0), per_block, blocks, flat, add=-1) if bucket.needs_sent else None
-        # Integers are the same whoever adds them, so nobody asks who owned a shard: flat ones will do.
+        # Sums of integers do not depend on the owner of a shard: flat ones are enough.
         shards = FlatShards(flat.numel(), size)
         rows = pack(shards.pack(codes, torch.uint8), 2)
         del codes

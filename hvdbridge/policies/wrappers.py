@@ -20,11 +20,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hvdbridge.deprecated import own_member_first
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.kernels.norm import global_norm
+from hvdbridge.kernels.norm import clip_factor
 from hvdbridge.kernels.runs import Runs
 from hvdbridge.policies.dense import MEAN
 from hvdbridge.policies.feedback import RESIDUAL, feedback, residuals
+from hvdbridge.policy import base
 from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, Slot, State, advance, finish
 from hvdbridge.policy.bucket import Bucket, Layout
 from hvdbridge.policy.options import option
@@ -68,7 +70,7 @@ class Warmup(Policy):
     """``first`` for ``steps`` steps, ``then`` from there on. The state of both is kept.
 
     After the last of these steps ``then`` is told the parameters with which its turn begins, if it remembers any
-    (:attr:`Policy.anchored <hvdbridge.Policy.anchored>`). Where ranks have drifted apart under ``first``
+    (:func:`~hvdbridge.policy.base.anchored`). Where ranks have drifted apart under ``first``
     (``local_sgd``, ``noop``), parameters become their weighted mean then, once: an all-reduce of the model. Momenta of
     the optimizer are its own: where these differ, replicas under ``then=mean`` differ by what is left of them.
     """
@@ -87,28 +89,25 @@ class Warmup(Policy):
         return self.then.bytewise
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        key = "first" if bucket.step < self.steps else "then"
-        result = yield from self.inners()[key].aggregate(bucket, state[key])
+        key, inner = self.turn(bucket.step)
+        result = yield from inner.aggregate(bucket, state[key])
         return replace(result, state={key: result.state})
+
+    def turn(self, step: int) -> tuple[str, Policy]:
+        """The policy whose turn it is in a step, and its key."""
+        return ("first", self.first) if step < self.steps else ("then", self.then)
 
     @property
     def acts_after_step(self) -> bool:
-        return self.first.replicas == "drift" or any(p.acts_after_step for p in (self.first, self.then))
+        return self.first.replicas == "drift" or any(map(base.acts_after_step, (self.first, self.then)))
 
-    def due(self, step: int) -> bool:
-        return self.switches(step) or (self.first if step < self.steps else self.then).due(step)
-
-    def averaged(self, step: int) -> bool:
-        return self.switches(step) or (self.first if step < self.steps else self.then).averaged(step)
-
-    def switches(self, step: int) -> bool:
-        if step == self.steps - 1 and (self.first.replicas == "drift" or self.then.anchored):
-            return True
-        return (self.first if step < self.steps else self.then).switches(step)
+    def due(self, step: int) -> int:
+        if step == self.steps - 1 and (self.first.replicas == "drift" or base.anchored(self.then)):
+            return base.SWITCH
+        return self.turn(step)[1].due(step)
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
-        key = "first" if bucket.step < self.steps else "then"
-        inner, states = self.inners()[key], dict[str, State | None]()
+        (key, inner), states = self.turn(bucket.step), dict[str, State | None]()
         if inner.due(bucket.step):
             result = yield from finish(inner.after_step(bucket, state[key]))
             bucket, states[key] = replace(bucket, buffer=result.update, scaled=False), result.state
@@ -116,7 +115,7 @@ class Warmup(Policy):
             if self.first.replicas == "drift":
                 result = yield from finish(MEAN.aggregate(bucket, {}))
                 bucket = replace(bucket, buffer=result.update, scaled=False)
-            states["then"] = self.then.start_from(bucket, state["then"])
+            states["then"] = base.start_from(self.then, bucket, state["then"])
         return Aggregated(bucket.buffer, state=states)
 
 
@@ -136,15 +135,13 @@ class Clip(Policy):
     additive = False
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        norm = global_norm(bucket.buffer, bucket.layout)
-        factor = (self.norm / norm).clamp(max=1.0)  # a norm of 0 gives inf, and 1
-        bucket.buffer.mul_(torch.where(norm.isfinite(), factor, 1.0).to(bucket.buffer.dtype))
+        bucket.buffer.mul_(clip_factor(bucket.buffer, bucket.layout, self.norm))
         result = yield from self.inner.aggregate(bucket, state["inner"])
         return Aggregated(result.update, state={"inner": result.state})
 
 
 Plan = dict[str, tuple[Layout, Runs]]
-"""The layout of each rule's part, and where it lies in the bucket."""
+"""The layout of each rule's part, and its offsets in the bucket."""
 
 
 @dataclass(frozen=True)
@@ -189,10 +186,7 @@ class Partition(Policy):
         return next((text for text, _ in self.rules if _matcher(text)(name, shape, dtype)), "rest")
 
     def init(self, params: Mapping[str, Tensor]) -> State:
-        return {key: inner.init(self.parameters_of(key, params)) for key, inner in self.inners().items()}
-
-    def parameters_of(self, key: str, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {name: p for name, p in params.items() if self.rule_of(name, p.shape, p.dtype) == key}
+        return {key: inner.init(parameters_of(self, key, params)) for key, inner in self.inners().items()}
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         inners = self.inners()
@@ -201,12 +195,6 @@ class Partition(Policy):
     def after_step(self, bucket: Bucket, state: State) -> Flow:
         inners = self.inners()
         return self._each(bucket, state, lambda key: inners[key].after_step if inners[key].due(bucket.step) else keep)
-
-    def start_from(self, bucket: Bucket, state: State) -> State:
-        inners = self.inners()
-        return {
-            key: inners[key].start_from(_select(bucket, *part), state[key]) for key, part in self._plan(bucket).items()
-        }
 
     def _each(self, bucket: Bucket, state: State, start: Callable[[str], Callable[[Bucket, State], Flow]]) -> Flow:
         """Run each part's flow, one after the other; where one is early, the rest of them after all have begun."""
@@ -231,7 +219,7 @@ class Partition(Policy):
 
     def _plan(self, bucket: Bucket) -> Plan:
         layout = bucket.layout
-        dtypes = tuple(bucket.dtypes[name] for name in layout.names)
+        dtypes = tuple(layout.dtypes.get(name, bucket.buffer.dtype) for name in layout.names)
         return layout.derive((self, dtypes), lambda: self._divide(layout, dtypes))
 
     def _divide(self, layout: Layout, dtypes: Sequence[torch.dtype]) -> Plan:
@@ -244,6 +232,38 @@ class Partition(Policy):
             key: (part, Runs((at[name], part.offsets[name], part.sizes[name]) for name in part.names))
             for key, part in parts.items()
         }
+
+
+@own_member_first()
+def parameters_of(policy: Policy, key: str, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Those of ``params`` that the inner policy at ``key`` aggregates."""
+    if not isinstance(policy, Partition):
+        return params
+    return {name: p for name, p in params.items() if policy.rule_of(name, p.shape, p.dtype) == key}
+
+
+@own_member_first(warn=False)
+def statistics(policy: Policy, params: Mapping[str, Tensor], state: State) -> dict[str, float]:
+    """Figures of this rank for ``sync.stats()``, which a policy's class may define as a method of this name; those of
+    an inner policy other than ``inner`` bear its key.
+
+    Args:
+        params: those that the policy aggregates, on the device ``meta``.
+    """
+    found: dict[str, float] = {}
+    for key, inner in policy.inners().items():
+        figures = statistics(inner, parameters_of(policy, key, params), state[key])
+        found |= {name if key == "inner" else f"{key}.{name}": figure for name, figure in figures.items()}
+    return found
+
+
+def averaged(policy: Policy, step: int) -> bool:
+    """Whether a job may stop after this step: replicas are equal then, or nothing will make them so."""
+    if isinstance(policy, Warmup):
+        return base.switches(policy, step) or averaged(policy.turn(step)[1], step)
+    if policy.replicas == "drift" and type(policy).due is not Policy.due:
+        return bool(policy.due(step)) or step < getattr(policy, "start", 0)
+    return all(averaged(inner, step) for inner in policy.inners().values())
 
 
 def _select(bucket: Bucket, part: Layout, runs: Runs) -> Bucket:

@@ -1,4 +1,4 @@
-"""What an aggregation policy is: a coroutine over collectives that never learns who executes them.
+"""What an aggregation policy is: a coroutine over collectives that does not depend on what executes them.
 
 Rules:
 
@@ -17,16 +17,16 @@ Rules:
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib import import_module
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
+from hvdbridge.deprecated import former_members, own_member_first
 from hvdbridge.errors import ConfigurationError, WeightError
-from hvdbridge.policy.bucket import DDP_MB, Bucket
+from hvdbridge.policy.bucket import Bucket
 from hvdbridge.policy.collectives import Collective, relay
 from hvdbridge.policy.options import check
 
@@ -73,7 +73,7 @@ class Early:
 
     The rest of the flow runs on in the background while the caller goes on, after the last bucket of the step
     was handed in and before the next step's first. From here on the flow must not touch ``bucket.buffer``, which
-    the caller has taken back. The ``update`` of the flow's :class:`Aggregated` is delivered to nobody; it decides
+    the caller has taken back. The ``update`` of the flow's :class:`Aggregated` is not delivered; it decides
     which parameters keep their old state (see :attr:`Slot.guarded`).
     """
 
@@ -88,25 +88,12 @@ Exchange = Generator[Collective, Tensor, Tensor]
 
 
 def advance(flow: Flow) -> Generator[Collective, Tensor, Early | Aggregated]:
-    """Pass on a flow's requests up to its :class:`Early` or its end, and return that; call again after an Early.
+    """Pass on a flow's requests up to its :class:`Early` or its end, and return that; call again after an Early."""
 
-    An error from whoever answers is thrown into ``flow``, so the traceback shows the line that asked. As in
-    :func:`~hvdbridge.policy.collectives.relay`, no message is held.
-    """
-    try:
-        request = next(flow)
-        while not isinstance(request, Early):
-            try:
-                answer = yield request
-            except Exception as error:
-                request = flow.throw(error)
-            else:
-                del request
-                request = flow.send(answer)
-                del answer
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
-    return request
+    def ask(request: Any) -> Generator[Any, Any, Any]:
+        return (yield request)
+
+    return relay(flow, ask, Early)  # type: ignore[no-any-return, arg-type]
 
 
 def finish(flow: Flow) -> Generator[Collective, Tensor, Aggregated]:
@@ -146,13 +133,16 @@ class Slot:
     Attributes:
         local: differs between ranks (an error-feedback residual) instead of being replicated.
         gradient_units: scales with the loss, so it is rescaled when ``sync.loss_scale`` changes.
-        owned: local, and of each element one rank has it, which one is a matter of how many there are: when that
-            changes, its sum goes to the ``residual`` of the feedback around this policy.
-        by_node: local to the node instead of the rank: its ranks hold the same. Said by :attr:`Policy.between_nodes`.
-        guarded: a parameter keeps its old value where the flow's update is not finite. False: it is replaced always.
-        reused: its flat values are made in the memory that :meth:`Bucket.fresh` gives, and nobody else holds them: on a
-            CPU that of a replaced one is taken for the next. A C library would keep the holes that blocks leave which
-            live for a step between others that live for a moment: once or twice the state.
+        owned: local, and each element belongs to one rank, which depends on the number of ranks. When that number
+            changes, the sum of the leaf goes to the ``residual`` of the feedback around this policy.
+        by_node: local to the node instead of the rank: the node's ranks hold the same. :attr:`Branch.nodes` sets it.
+        guarded: a parameter keeps its old value where the flow's update is not finite. False: the flow's value always
+            replaces it.
+        reused: the flow makes its values in memory of :meth:`Bucket.fresh` and keeps no other reference. On a CPU the
+            next value takes the memory of the replaced one, because a C library would fragment by once or twice the
+            state.
+        held: an update that a later step delivers; :func:`flush` hands it out.
+        anchor: parameters to which later ones are compared; :func:`start_from` sets them.
     """
 
     local: bool = False
@@ -161,27 +151,36 @@ class Slot:
     by_node: bool = False
     guarded: bool = True
     reused: bool = False
+    held: bool = False
+    anchor: bool = False
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What the state of an inner policy is.
+
+    Attributes:
+        parameters: the inner policy aggregates parameters, so nothing in its state has the gradient's units.
+        nodes: the inner policy's ranks are the nodes, so what is local to one of them belongs to a node.
+    """
+
+    parameters: bool = False
+    nodes: bool = False
+
+
+SWITCH = 2
+"""What :meth:`Policy.due` returns where a phase begins after the step."""
 
 
 class Policy:
     """Base class: a frozen dataclass with :meth:`aggregate`. Its fields are the options of its spec string.
 
-    A leaf states what it is as plain class attributes (``additive = True``); a wrapper says nothing and
-    takes these from its inner policies.
+    A leaf states its properties as plain class attributes (``additive = True``). A wrapper takes them from its inner
+    policies. A class may also define ``statistics(params, state)``, see :func:`hvdbridge.policies.wrappers.statistics`.
     """
 
-    slots: ClassVar[Mapping[str, Slot]] = {}
-    """The leaves of its own state (not of its inner policies')."""
-
-    on_parameters: ClassVar[bool] = False
-    """Whether what its inner policies aggregate are parameters, so that none of their state is in units of the
-    gradient."""
-
-    between_nodes: ClassVar[bool] = False
-    """Whether its inner policies' ranks are the nodes, so that what is local to one of them belongs to a node."""
-
-    rehearses: ClassVar[bool] = True
-    """Whether a flow over made-up gradients leaves nothing behind, so that it can be timed."""
+    slots: ClassVar[Mapping[str, Slot | Branch]] = {}
+    """The leaves of the policy's own state, and what the state of its inner policies is, by key."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -217,39 +216,22 @@ class Policy:
 
     @property
     def rounds(self) -> int | None:
-        """How many collectives each flow of :meth:`aggregate` asks for at most; None: that is not said.
+        """The most collectives that a flow of :meth:`aggregate` asks for; None: not stated.
 
-        Who says it, by a subclass too, says that a flow reads nothing that another one of the step changes (it has its
-        bucket's part of the state). Then flows encode and decode as soon as they can, at moments that differ between
-        ranks, and one whose last collective is under way holds no other up. Else all of it happens in one order on all
-        ranks.
+        A policy that states a number also states that a flow reads nothing that another flow of the step changes: it
+        has its bucket's part of the state. The scheduler then lets flows encode and decode as soon as they can, at
+        moments that differ between ranks. Otherwise all of it happens in one order on all ranks.
         """
         return None
 
     @property
-    def bucket_mb(self) -> float:
-        """The size of a bucket in MiB where nobody says one, on one machine: DDP's, or less where flows that run ahead
-        of their turns (:attr:`rounds`) compute between collectives, so that one bucket is coded while another travels.
-        Where it is DDP's, buckets on torch are those of plain DDP, whose bits the mean reproduces."""
-        return DDP_MB if self.rounds is None else CODED_MB
-
-    @property
     def bytewise(self) -> bool:
-        """A byte or more travels for each element, by several collectives: on a slow network these bytes, and not the
-        computing between them, are what a step waits for, so its buckets are smaller there than those of other codes. A
-        wrapper is so where all its inners are; what these send of parameters is in no bucket."""
-        inners = self.inners().values()
-        return bool(inners) and not self.on_parameters and all(p.bytewise for p in inners)
-
-    @property
-    def acts_after_step(self) -> bool:
-        """Whether it is ever :meth:`due`: it says so by saying when, or one of its inners does."""
-        return type(self).due is not Policy.due or any(p.acts_after_step for p in self.inners().values())
-
-    @property
-    def anchored(self) -> bool:
-        """Whether it remembers parameters to which later ones are compared, see :meth:`start_from`."""
-        return any(p.anchored for p in self.inners().values())
+        """A byte or more travels for each element, by several collectives. On a slow network a step waits for these
+        bytes, so such buckets are smaller there. A wrapper is bytewise where all its inners are; inners that aggregate
+        parameters are not, since these travel in no bucket."""
+        inners = self.inners()
+        parameters = any(isinstance(slot, Branch) and slot.parameters for slot in self.slots.values())
+        return bool(inners) and not parameters and all(p.bytewise for p in inners.values())
 
     def inners(self) -> Mapping[str, Policy]:
         """The inner policies of a wrapper, by the key of their state; empty for a leaf."""
@@ -267,25 +249,21 @@ class Policy:
         """Combine the ranks' gradients of one bucket."""
         raise NotImplementedError
 
-    def due(self, step: int) -> bool:
-        """Whether :meth:`after_step` runs after this step; a wrapper's is when one of its inners' is."""
-        return any(inner.due(step) for inner in self.inners().values())
+    def due(self, step: int) -> int:
+        """Whether :meth:`after_step` runs after this step; a wrapper's is due when one of its inners' is.
 
-    def averaged(self, step: int) -> bool:
-        """Whether a job may stop after this step: replicas are equal then, or nothing will make them so."""
-        return all(inner.averaged(step) for inner in self.inners().values())
-
-    def switches(self, step: int) -> bool:
-        """Whether a phase begins after this step. It is :meth:`due` then, and is never left out: where the weights add
-        up to zero they count as equal."""
-        return any(inner.switches(step) for inner in self.inners().values())
+        Returns:
+            False, True, or :data:`SWITCH` where a phase begins after this step. Then :meth:`after_step` runs even
+            if the weights add up to zero, and they count as equal.
+        """
+        return max((inner.due(step) for inner in self.inners().values()), default=False)
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
         """Change the parameters after the optimizer made the step ``bucket.step``; runs where that is :meth:`due`.
 
         ``bucket.buffer`` is a copy, in float32 or wider, of all parameters of this rank that the optimizer holds;
-        the update becomes their new values. Weights are those of the step. A step whose weights add up to zero has
-        no such part, but where one :meth:`switches`. A wrapper passes it to those of its inners for which it is due.
+        the update becomes their new values. Weights are those of the step. A wrapper passes the bucket to those of its
+        inners for which it is due.
         """
         states: dict[str, State | None] = {}
         for key, inner in self.inners().items():
@@ -293,14 +271,6 @@ class Policy:
                 result = yield from finish(inner.after_step(bucket, state[key]))
                 bucket, states[key] = replace(bucket, buffer=result.update, scaled=False), result.state
         return Aggregated(bucket.buffer, state=states)
-
-    def start_from(self, bucket: Bucket, state: State) -> State:
-        """The state (or what changes of it) of a phase that begins with these parameters, equal on all ranks.
-
-        ``bucket.buffer`` holds them as in :meth:`after_step`; nothing travels, and what is kept is a copy. It is called
-        before the first step, and by a wrapper before a policy takes its turn, where the policy is :attr:`anchored`.
-        """
-        return {key: inner.start_from(bucket, state[key]) for key, inner in self.inners().items()}
 
     def check_size(self, size: int, nodes: int | None = None) -> None:
         """Refuse numbers of ranks for which the policy is not defined, before anything is trained.
@@ -315,42 +285,74 @@ class Policy:
         for inner in self.inners().values():
             inner.check_size(size, nodes)
 
-    def flush(self, state: State) -> tuple[Mapping[str, Tensor], State]:
-        """What is held back for a later step, as updates by name, and the whole state without it.
 
-        Nothing (an empty mapping, and ``state``) for most policies. May wait for a device.
-        """
-        updates: dict[str, Tensor] = {}
-        states: dict[str, State] = {}
-        for key, inner in self.inners().items():
-            held, states[key] = inner.flush(state[key])
-            updates.update(held)
-        return (updates, {**state, **states}) if updates else ({}, state)
+former_members(
+    Policy,
+    on_parameters=False,
+    between_nodes=False,
+    rehearses=True,
+    bucket_mb="policies.dense:bucket_mb",
+    acts_after_step="policy.base:acts_after_step",
+    anchored="policy.base:anchored",
+    switches="policy.base:switches",
+    start_from="policy.base:start_from",
+    flush="policy.base:flush",
+    parameters_of="policies.wrappers:parameters_of",
+    statistics="policies.wrappers:statistics",
+    bytes_per_step="policies:bytes_per_step",
+)
 
-    def parameters_of(self, key: str, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Those of ``params`` that the inner policy at ``key`` aggregates."""
-        return params
 
-    def statistics(self, params: Mapping[str, Tensor], state: State) -> dict[str, float]:
-        """Figures of this rank for ``sync.stats()``; those of an inner policy other than ``inner`` bear its key.
+class Foreign(Policy):
+    """Base of a policy around a user's object that may remember what it is given, so no rehearsal may call it."""
 
-        Args:
-            params: those that the policy aggregates, on the device ``meta``.
-        """
-        found: dict[str, float] = {}
-        for key, inner in self.inners().items():
-            prefix = "" if key == "inner" else f"{key}."
-            found |= {
-                prefix + name: value
-                for name, value in inner.statistics(self.parameters_of(key, params), state[key]).items()
-            }
-        return found
 
-    def bytes_per_step(self, *arguments: Any, **options: Any) -> int:
-        """Deprecated: :func:`hvdbridge.policies.bytes_per_step`."""
-        warnings.warn("use hvdbridge.policies.bytes_per_step(policy, ...)", DeprecationWarning, stacklevel=2)
-        # By name, for it is above this module
-        return int(import_module("hvdbridge.policy.dry_run").bytes_per_step(self, *arguments, **options))
+@own_member_first(warn=False)
+def acts_after_step(policy: Policy) -> bool:
+    """Whether the policy is ever :meth:`Policy.due`: its class overrides that method, or an inner policy acts. A class
+    whose ``due`` is that of its inners has an attribute of this name instead."""
+    return type(policy).due is not Policy.due or any(map(acts_after_step, policy.inners().values()))
+
+
+@own_member_first()
+def switches(policy: Policy, step: int) -> bool:
+    """Whether a phase begins after this step."""
+    return policy.due(step) == SWITCH
+
+
+@own_member_first()
+def anchored(policy: Policy) -> bool:
+    """Whether the policy has state that :func:`start_from` sets."""
+    own = any(isinstance(slot, Slot) and slot.anchor for slot in policy.slots.values())
+    return own or any(map(anchored, policy.inners().values()))
+
+
+@own_member_first()
+def start_from(policy: Policy, bucket: Bucket, state: State) -> State:
+    """What changes of the state where a phase begins with these parameters, equal on all ranks: copies.
+
+    ``bucket.buffer`` holds them as in :meth:`Policy.after_step`. The synchronizer calls this before the first step,
+    and a wrapper before a policy takes its turn.
+    """
+    values = bucket.grads
+    slots = {key for key, slot in policy.slots.items() if isinstance(slot, Slot) and slot.anchor}
+    new: dict[str, Any] = {key: {name: values[name].clone() for name in state[key]} for key in slots}
+    return {**new, **{key: start_from(inner, bucket, state[key]) for key, inner in policy.inners().items()}}
+
+
+@own_member_first()
+def flush(policy: Policy, state: State) -> tuple[Mapping[str, Tensor], State]:
+    """What is held back for a later step, as updates by name, and the whole state without it. May wait for a device."""
+    updates: dict[str, Tensor] = {}
+    new: dict[str, Any] = dict(state)
+    for key, slot in policy.slots.items():
+        if isinstance(slot, Slot) and slot.held and any(bool(held.count_nonzero()) for held in state[key].values()):
+            updates.update(state[key])
+            new[key] = {name: torch.zeros_like(held) for name, held in state[key].items()}
+    for key, inner in policy.inners().items():
+        held, new[key] = flush(inner, state[key])
+        updates.update(held)
+    return updates, new
 
 
 def check_weights(policy: Policy, weights: Sequence[float], size: int) -> tuple[float, ...]:

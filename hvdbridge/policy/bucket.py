@@ -12,8 +12,11 @@ Rules:
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,25 +29,59 @@ from hvdbridge.policy.buffer_pool import BufferPool
 T = TypeVar("T")
 
 
+BLOCK = 1024
+"""Elements of the block that a sharded scheme never splits between two owners."""
+
+
+def number_blocks(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Model-wide number of each parameter's first block; every parameter starts a new one.
+
+    >>> number_blocks({"a": (1025,), "b": (3,), "c": (2, 2)})
+    {'a': 0, 'b': 2, 'c': 3}
+    """
+    first: dict[str, int] = {}
+    count = 0
+    for name, shape in shapes.items():
+        first[name] = count
+        count += -(-torch.Size(shape).numel() // BLOCK)
+    return first
+
+
 class Layout:
-    """Where each named parameter lies in a flat buffer. Immutable; compared by identity, so cache it.
+    """The offset of each named parameter in a flat buffer. Immutable but for :meth:`of_model`; compared by identity, so
+    cache it.
+
+    Attributes:
+        blocks: model-wide number of each parameter's first block of :data:`BLOCK` elements, in the order of
+            ``Policy.init``; decides which rank owns which block in sharded schemes. Numbered within the layout if not
+            given.
+        dtypes: model-wide type of each parameter's gradient as it arrived; a wrapper may have widened the buffer since,
+            as joining parameters of several types does. Empty: the buffer's.
 
     >>> layout = Layout({"weight": (2, 3), "bias": (3,)})
     >>> layout.numel, layout.offsets["bias"]
     (9, 6)
     """
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        blocks: Mapping[str, int] | None = None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self.names = tuple(self.shapes)
         self.sizes = {name: shape.numel() for name, shape in self.shapes.items()}
-        self.offsets: dict[str, int] = {}
-        offset = 0
-        for name, size in self.sizes.items():
-            self.offsets[name] = offset
-            offset += size
-        self.numel = offset
+        ends = list(accumulate(self.sizes.values(), initial=0))
+        self.offsets = dict(zip(self.names, ends, strict=False))
+        self.numel = ends[-1]
         self._derived: dict[Hashable, Any] = {}
+        self.blocks, self.dtypes = blocks or number_blocks(self.shapes), dtypes or {}
+
+    def of_model(self, blocks: Mapping[str, int], dtypes: Mapping[str, torch.dtype]) -> Layout:
+        """Take the whole model's numbers and types, before anything is derived; returns this layout."""
+        self.blocks, self.dtypes = blocks, dtypes
+        return self
 
     def derive(self, key: Hashable, make: Callable[[], T]) -> T:
         """``make()``, kept under ``key`` for as long as this layout lives: plans, indices, parts."""
@@ -63,7 +100,8 @@ class Layout:
         kept = tuple(name for name in self.names if name in chosen)
         if kept == self.names:
             return self
-        return self.derive(("part", kept), lambda: Layout({name: self.shapes[name] for name in kept}))
+        shapes = {name: self.shapes[name] for name in kept}
+        return self.derive(("part", kept), lambda: Layout(shapes, self.blocks, self.dtypes))
 
     def finite(self, flat: Tensor) -> Tensor:
         """Whether all of a parameter's elements are finite: bool ``[parameters]``. The host does not wait.
@@ -135,11 +173,49 @@ def flatten(tensors: Mapping[str, Tensor], layout: Layout) -> Tensor:
     return torch.cat([tensors[name].reshape(-1) for name in layout.names])
 
 
+def scale(flat: Tensor, factor: float) -> Tensor:
+    """Multiply in place; zeros where the factor is 0, because NaN * 0 is NaN."""
+    if factor == 0.0:
+        return flat.zero_()
+    return flat if factor == 1.0 else flat.mul_(factor)
+
+
 @dataclass(eq=False)
-class Mark:
+class WeightingState:
     """Whether what a bucket's flow sends are shares of a mean. One object for a bucket and all copies made of it."""
 
     weighted: bool = False
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks among which a bucket is aggregated.
+
+    Attributes:
+        rank, size: of the synchronizer's group.
+        weights: the ranks' weights of this step (doubles), or None if none was set (all equal).
+        groups: this rank's number in, and the size of, each named group: ``{"node": (1, 4), ...}``.
+        nodes: the node that each rank runs on (any numbers, equal within a node); empty: not known.
+    """
+
+    rank: int = 0
+    size: int = 1
+    weights: tuple[float, ...] | None = None
+    groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    nodes: tuple[int, ...] = ()
+
+    def place(self, group: str) -> tuple[int, int]:
+        """This rank's number in ``group``, and the group's size.
+
+        Raises:
+            Unsupported: it is not known which ranks are in that group.
+        """
+        if group == "world":
+            return self.rank, self.size
+        if group not in self.groups:
+            known = ", ".join(["world", *sorted(self.groups)])
+            raise Unsupported(f"the size of group {group!r} is not known here; known: {known}")
+        return self.groups[group]
 
 
 @dataclass(eq=False)
@@ -148,28 +224,20 @@ class Bucket:
 
     Attributes:
         buffer: flat gradients, ``[layout.numel]``, floating point.
-        layout: where each parameter lies in ``buffer``.
+        layout: the offset of each parameter in ``buffer``.
         index: number of the bucket in this step, in canonical order.
         step: number of the synchronizing step, from 0.
         seed: agreed by all ranks; key of shared randomness.
-        rank, size: of the synchronizer's group.
-        weights: the ranks' weights of this step (doubles), or None if none was set (all equal).
+        ranks: the ranks that aggregate it, and their weights.
         needs_sent: whether the caller wants to know what was sent: as :attr:`Aggregated.sent`, with ``buffer`` left as
             it is after :meth:`weighted`, or as :attr:`Aggregated.rest`. Equal on all ranks.
-        blocks: model-wide number of each parameter's first block of :data:`BLOCK` elements, in the
-            order of ``Policy.init``; decides which rank owns which block in sharded schemes.
-            Empty: numbered within the bucket.
-        groups: this rank's number in, and the size of, each named group: ``{"node": (1, 4), ...}``.
-        nodes: the node that each rank runs on (any numbers, equal within a node); empty: not known.
         scaled: whether :meth:`weighted` was done.
-        dtypes: model-wide type of each parameter's gradient as it arrived; a wrapper may have widened ``buffer``
-            since, as joining parameters of several types does. Empty: that of ``buffer``.
-        mark: for a wrapper that gave the bucket away, and sees what is sent: whether the copy of it that was made or
-            weighted last is weighted.
+        weighting: for a wrapper that gave the bucket away and sees what is sent: whether the copy of it that was made
+            or weighted last is weighted.
         last: whether no bucket of this step follows.
-        spare: memory like the buffer's whose content nobody needs; see :meth:`output`.
-        pool: where a flow takes memory for messages, which it gives back, and for new state, which the state store
-            gives back.
+        spare: memory like the buffer's whose content is not needed; see :meth:`output`.
+        pool: a flow takes memory for messages from it and gives that back. It also takes memory for new state, which
+            the state store gives back.
     """
 
     buffer: Tensor
@@ -177,41 +245,38 @@ class Bucket:
     index: int = 0
     step: int = 0
     seed: int = 0
-    rank: int = 0
-    size: int = 1
-    weights: tuple[float, ...] | None = None
+    ranks: Ranks = Ranks()
     needs_sent: bool = False
-    blocks: Mapping[str, int] = field(default_factory=dict)
-    groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    nodes: tuple[int, ...] = ()
     scaled: bool = False
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    mark: Mark = field(default_factory=Mark)
+    weighting: WeightingState = field(default_factory=WeightingState)
     last: bool = True
     spare: Tensor | None = None
     pool: BufferPool = field(default_factory=BufferPool)
 
     def __post_init__(self) -> None:
-        if not self.dtypes:
-            self.dtypes = dict.fromkeys(self.layout.names, self.buffer.dtype)
-        self.mark.weighted = self.scaled
+        self.weighting.weighted = self.scaled
 
     def __getattr__(self, name: str) -> Any:
-        return renamed(self, name, {"room": "output", "memory": "pool", "rooms": "pool"})
+        return renamed(self, name, FORMER)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the synchronizer's group."""
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the synchronizer's group."""
+        return self.ranks.size
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """The ranks' weights of this step, or None if none was set (all equal)."""
+        return self.ranks.weights
 
     def place(self, group: str) -> tuple[int, int]:
-        """This rank's number in ``group``, and the group's size.
-
-        Raises:
-            Unsupported: nobody said who is in that group.
-        """
-        if group == "world":
-            return self.rank, self.size
-        try:
-            return self.groups[group]
-        except KeyError:
-            known = ", ".join(["world", *sorted(self.groups)])
-            raise Unsupported(f"the size of group {group!r} is not known here; known: {known}") from None
+        """See :meth:`Ranks.place`."""
+        return self.ranks.place(group)
 
     @property
     def grads(self) -> Views:
@@ -231,18 +296,14 @@ class Bucket:
     def weighted(self) -> Bucket:
         """Scale in place by :attr:`factor`, once; returns this bucket.
 
-        >>> bucket = Bucket(torch.ones(3), Layout({"p": (3,)}), rank=1, size=2, weights=(3.0, 1.0))
+        >>> bucket = Bucket(torch.ones(3), Layout({"p": (3,)}), ranks=Ranks(1, 2, (3.0, 1.0)))
         >>> bucket.weighted().weighted().buffer
         tensor([0.2500, 0.2500, 0.2500])
         """
         if not self.scaled:
-            factor = self.factor
-            if factor == 0.0:
-                self.buffer.zero_()
-            elif factor != 1.0:
-                self.buffer.mul_(factor)
+            scale(self.buffer, self.factor)
             self.scaled = True
-        self.mark.weighted = True
+        self.weighting.weighted = True
         return self
 
     def output(self, dtype: torch.dtype) -> Tensor:
@@ -274,22 +335,36 @@ class Bucket:
         return replace(self, buffer=buffer)
 
 
-BLOCK = 1024
-"""Elements of the block that a sharded scheme never splits between two owners."""
+FORMER = {
+    "room": "output", "memory": "pool", "rooms": "pool", "mark": "weighting", "groups": "ranks.groups",
+    "nodes": "ranks.nodes", "blocks": "layout.blocks", "dtypes": "layout.dtypes",
+}  # fmt: skip
+"""Attributes of the first edition's buckets, and what to read instead."""
+MOVED_FIELDS = {"rank", "size", "weights", "groups", "nodes", "blocks", "dtypes"}
 
 
-def number_blocks(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Model-wide number of each parameter's first block; every parameter starts a new one.
+def _takes_former(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of :class:`Bucket`, which also takes the fields that are in :class:`Ranks` and the layout now, as
+    ``dataclasses.replace(bucket, rank=1)`` of the first edition passes them."""
 
-    >>> number_blocks({"a": (1025,), "b": (3,), "c": (2, 2)})
-    {'a': 0, 'b': 2, 'c': 3}
-    """
-    first: dict[str, int] = {}
-    count = 0
-    for name, shape in shapes.items():
-        first[name] = count
-        count += -(-torch.Size(shape).numel() // BLOCK)
-    return first
+    @wraps(init)
+    def accept(self: Bucket, *arguments: Any, **fields: Any) -> None:
+        former = {name: fields.pop(name) for name in MOVED_FIELDS & fields.keys()}
+        init(self, *arguments, **fields)
+        if not former:
+            return
+        names = ", ".join(sorted(former))
+        text = f"Bucket takes {names} in ranks=hvdbridge.policy.bucket.Ranks(...) and Layout(...)"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        if mine := {name: former.pop(name) for name in ("blocks", "dtypes") if name in former}:
+            given: dict[str, Any] = {"blocks": self.layout.blocks, "dtypes": self.layout.dtypes}
+            self.layout = Layout(self.layout.shapes, **(given | mine))
+        self.ranks = replace(self.ranks, **former)
+
+    return accept
+
+
+Bucket.__init__ = _takes_former(Bucket.__init__)  # type: ignore[method-assign]
 
 
 def join_layouts(layouts: Iterable[Layout]) -> Layout:

@@ -83,8 +83,8 @@ class BufferPool:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, *tensors: Tensor, but: Sequence[Tensor] = ()) -> None:
-        """Return the whole memory of ``tensors`` (views, too), which nobody reads any more, unless one of ``but`` is in
-        it: a communicator of one rank answers with what it was given."""
+        """Return the whole memory of ``tensors`` (views, too), which no flow reads any more, unless one of ``but`` is
+        in it: a communicator of one rank answers with what it was given."""
         kept = {other.untyped_storage().data_ptr() for other in but} | {other.data_ptr() for other in self._idle}
         for tensor in tensors:
             block = tensor.untyped_storage()
@@ -109,7 +109,7 @@ def _pages(size: int) -> Tensor:
 
 
 def return_holes() -> None:
-    """Have C's heap give the system all pages in which nothing lies, where it is one that keeps them (glibc).
+    """Return all unused pages of C's heap to the system, where the C library keeps them (glibc).
 
     DDP keeps some bytes for each bucket from its second step on, which may come to lie between gradients. There one of
     these less fits in the third step, since a new block is some bytes more than the old one, and so it stays.
@@ -117,8 +117,3 @@ def return_holes() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def share(a: Tensor, b: Tensor) -> bool:
-    """Whether they lie in one block of memory."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -1,11 +1,11 @@
-"""Requests: what a policy may ask of the other ranks. They know nothing of who answers.
+"""Requests: what a policy may ask of the other ranks, whatever communicator answers.
 
 Rules:
 
 1. One request, one tensor back.
-2. The tensor of a request is given away: whoever answers may reduce into it and send it back. So is ``out``, memory
+2. The tensor of a request is given away: the communicator may reduce into it and return it. So is ``out``, memory
    for the answer, which need not be used: only where the answer fits there exactly may it stand there.
-3. ``group`` names who takes part: ``"world"`` (the synchronizer's ranks), ``"node"`` (those on this
+3. ``group`` names the ranks that take part: ``"world"`` (the synchronizer's ranks), ``"node"`` (those on this
    host), ``"cross"`` (the same local rank on every host), a division of all ranks, ``"ranks:0,1|2,3"``, of which this
    rank's part is meant, or a name that the communicator was given.
    A wrapper may re-label the requests of its inner policy with :func:`dataclasses.replace`.
@@ -167,15 +167,20 @@ def output_of(request: AllGather | AllToAll, numel: int) -> Tensor | None:
 T = TypeVar("T")
 
 
-def relay(flow: Generator[Collective, Tensor, T], answer: Callable[[Collective], Generator[Any, Any, Tensor]]) -> Any:
+def relay(
+    flow: Generator[Collective, Tensor, T],
+    answer: Callable[[Collective], Generator[Any, Any, Tensor]],
+    until: type | tuple[()] = (),
+) -> Any:
     """``flow`` with ``answer(request)`` in the place of each request: a generator of what the answers yield.
 
-    An error of an answer is thrown into ``flow``, so the traceback shows the line that asked. Neither a request nor an
-    answer is held when the flow has gone on: these are messages.
+    It ends with the flow, or with a request of the type ``until``, and returns that. An error of an answer is thrown
+    into ``flow``, so the traceback shows the line that asked. Neither a request nor an answer is held when the flow has
+    gone on: these are messages.
     """
     try:
         request = next(flow)
-        while True:
+        while not isinstance(request, until):
             try:
                 tensor = yield from answer(request)
             except Exception as error:
@@ -186,6 +191,7 @@ def relay(flow: Generator[Collective, Tensor, T], answer: Callable[[Collective],
                 del tensor
     except StopIteration as end:
         return end.value
+    return request
 
 
 def used_here(tensor: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policy.base import Aggregated, Flow, Policy, State
-from hvdbridge.policy.bucket import Bucket, Layout, Views, cut_layouts, flatten, join_layouts, number_blocks
+from hvdbridge.policy.bucket import Bucket, Layout, Ranks, Views, cut_layouts, flatten, join_layouts, number_blocks
 from hvdbridge.policy.buffer_pool import BufferPool
 from hvdbridge.policy.collectives import AllGather, AllToAll, Collective, ReduceScatter, output_of
 
@@ -51,13 +51,13 @@ def dry_run(
     params: Mapping[str, Tensor | Sequence[int]],
     size: int,
     step: int = 0,
-    bucket_mb: float | None = None,
+    bucket_mb: float = 25.0,
     local_size: int | None = None,
     device: torch.device | str = "meta",
     buckets: Sequence[Sequence[str]] | None = None,
     pool: BufferPool | None = None,
 ) -> Iterator[Asked | Ended]:
-    """What rank 0 does in one step, in order; arguments as for :func:`bytes_per_step`.
+    """What rank 0 does in one step, in order; arguments as for :func:`hvdbridge.policies.bytes_per_step`.
 
     Buckets follow each other, as they would on a network that takes no time; under DDP they are cut a little
     differently.
@@ -77,102 +77,64 @@ def dry_run(
     >>> [one.request.signature() for one in asked if isinstance(one, Asked)]
     ['AllReduce[1024] float32 op=sum group=world']
     """
-    bucket_mb = policy.bucket_mb if bucket_mb is None else bucket_mb
     if size < 1 or bucket_mb <= 0 or (local_size is not None and local_size < 1):
         raise ConfigurationError(f"size={size}, bucket_mb={bucket_mb} and local_size={local_size} must be positive")
     given = {
-        name: torch.empty(p.shape, dtype=p.dtype, device=device)
-        if isinstance(p, Tensor)
-        else torch.empty(torch.Size(p), device=device)
+        name: torch.empty(torch.Size(getattr(p, "shape", p)), dtype=getattr(p, "dtype", None), device=device)
         for name, p in params.items()
     }
-    local = min(size if local_size is None else local_size, size)
-    nodes = tuple(rank // local for rank in range(size))
-    sizes = {"world": size, "node": local, "cross": nodes[-1] + 1}
+    nodes = tuple(rank // (local_size or size) for rank in range(size))
+    sizes = {"node": min(local_size or size, size), "cross": nodes[-1] + 1}
+    ranks = Ranks(0, size, None, {group: (0, n) for group, n in sizes.items()}, nodes)
     policy.check_size(size, sizes["cross"])
-    blocks = number_blocks({name: p.shape for name, p in given.items()})
-    dtypes = {name: p.dtype for name, p in given.items()}
-    state = policy.init(given)
-
-    def clock() -> float:
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def run(start: Callable[[Bucket, State], Flow], layout: Layout, index: int, dtype: torch.dtype) -> Iterator[Any]:
-        groups = {group: (0, n) for group, n in sizes.items() if group != "world"}
-        flat = torch.empty(layout.numel, dtype=dtype, device=device)
-        if not flat.is_meta:  # a generator of its own: the user's random numbers stay as they were
-            flat.normal_(generator=torch.Generator(flat.device).manual_seed(index))
-        bucket = Bucket(
-            flat, layout, index, step, size=size, blocks=blocks, groups=groups, nodes=nodes, dtypes=dtypes,
-            pool=pool or BufferPool(),
-        )  # fmt: skip
-        part, answer, spent, behind = _part(state, layout), None, 0.0, False
-        since = clock()
-        flow = start(bucket, part)
-        try:
-            while True:
-                request = next(flow) if answer is None else flow.send(answer)
-                answer = None
-                if not isinstance(request, Collective):
-                    behind = True
-                    continue
-                spent += clock() - since
-                yield Asked(index, request, sizes[request.group], spent, behind)
-                answer, spent = _answer(request, sizes[request.group]), 0.0
-                since = clock()
-        except StopIteration as end:
-            yield Ended(index, layout.numel, spent + clock() - since)
-            if isinstance(end.value, Aggregated):
-                bucket.pool.give(*_laid_flat(end.value.state))
-
-    widest = functools.reduce(torch.promote_types, (p.dtype for p in given.values()))
-    if buckets is None:
-        layouts = cut_layouts(given, bucket_mb * 2**20)
-    else:
+    layouts = cut_layouts(given, bucket_mb * 2**20)
+    if buckets is not None:
         layouts = [Layout({name: given[name].shape for name in names}) for names in buckets]
     if policy.scope == "step":
         layouts = [join_layouts(layouts)]
-        yield from run(policy.aggregate, layouts[0], 0, widest)
-    else:
-        for index, layout in enumerate(layouts):
-            yield from run(policy.aggregate, layout, index, given[layout.names[0]].dtype)
+    flows = [(policy.aggregate, layout) for layout in layouts]
     if policy.due(step):
-        whole = Layout({name: p.shape for name, p in given.items()})
-        yield from run(policy.after_step, whole, len(layouts), torch.promote_types(widest, torch.float32))
+        flows.append((policy.after_step, Layout({name: p.shape for name, p in given.items()})))
+    blocks = number_blocks({name: p.shape for name, p in given.items()})
+    dtypes, state = {name: p.dtype for name, p in given.items()}, policy.init(given)
+    for index, (start, layout) in enumerate(flows):
+        dtype = functools.reduce(torch.promote_types, (dtypes[name] for name in layout.names))
+        flat = torch.empty(layout.numel, dtype=dtype, device=device)
+        if start == policy.after_step:
+            flat = flat.to(torch.promote_types(dtype, torch.float32))
+        if not flat.is_meta:  # a generator of its own: the user's random numbers stay as they were
+            flat.normal_(generator=torch.Generator(flat.device).manual_seed(index))
+        layout.of_model(blocks, dtypes)
+        bucket = Bucket(flat, layout, index, step, ranks=ranks, pool=pool or BufferPool())
+        yield from _run(start, bucket, _part(state, layout))
 
 
-def bytes_per_step(
-    policy: Policy,
-    params: Mapping[str, Tensor | Sequence[int]],
-    size: int,
-    step: int = 0,
-    bucket_mb: float | None = None,
-    local_size: int | None = None,
-) -> int:
-    """Bytes that rank 0 sends in one step, as :meth:`Collective.bytes_sent` counts them.
+def _run(start: Callable[[Bucket, State], Flow], bucket: Bucket, state: State) -> Iterator[Asked | Ended]:
+    """Run one flow, and answer what it asks for."""
 
-    Weights and other control messages are not among them. Other ranks send the same, or less where the last node is
-    smaller. Buckets are cut as on Horovod and MPI; under DDP they differ a little, the bytes hardly. What
-    :meth:`Policy.after_step` sends is included where it is due.
+    def clock() -> float:
+        if bucket.buffer.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
-    Args:
-        params: name -> parameter or shape (of float32).
-        size: number of ranks.
-        step: number of the step, for policies that change in the course of training.
-        bucket_mb: size of a bucket in MiB; None: the policy's.
-        local_size: ranks per node, in order; None: one node.
-
-    Raises:
-        ConfigurationError: an argument is not positive, or the policy is not defined for so many ranks.
-
-    >>> from hvdbridge.policies import from_spec
-    >>> [bytes_per_step(from_spec(spec), {"w": (1000, 1000)}, size=4) for spec in ("mean", "bf16")]
-    [6000000, 3000000]
-    """
-    events = dry_run(policy, params, size, step, bucket_mb, local_size)
-    return sum(event.request.bytes_sent(event.size) for event in events if isinstance(event, Asked))
+    index, numel = bucket.index, bucket.layout.numel
+    answer, spent, behind, since = None, 0.0, False, clock()
+    flow = start(bucket, state)
+    try:
+        while True:
+            request = next(flow) if answer is None else flow.send(answer)
+            answer = None
+            if not isinstance(request, Collective):
+                behind = True
+                continue
+            spent += clock() - since
+            _, size = bucket.place(request.group)
+            yield Asked(index, request, size, spent, behind)
+            answer, spent, since = _answer(request, size), 0.0, clock()
+    except StopIteration as end:
+        yield Ended(index, numel, spent + clock() - since)
+        if isinstance(end.value, Aggregated):
+            bucket.pool.give(*_laid_flat(end.value.state))
 
 
 def _part(state: State, layout: Layout) -> State:

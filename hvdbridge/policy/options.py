@@ -10,7 +10,9 @@ Rules:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from operator import ge, gt, le, lt
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -19,7 +21,7 @@ from hvdbridge.errors import ConfigurationError, nearest
 
 @dataclass(frozen=True)
 class Limits:
-    """The interval of a number; None = unlimited on that side. NaN lies in no interval.
+    """The interval of a number; None = unlimited on that side. No interval holds NaN.
 
     >>> str(Limits(above=0, at_most=1)), Limits(above=0).allow(0.0)
     ('> 0 and <= 1', False)
@@ -31,29 +33,22 @@ class Limits:
     at_most: float | None = None
 
     def allow(self, value: float) -> bool:
-        return (
-            (self.above is None or value > self.above)
-            and (self.at_least is None or value >= self.at_least)
-            and (self.below is None or value < self.below)
-            and (self.at_most is None or value <= self.at_most)
-            and not math.isnan(value)
-        )
+        return not math.isnan(value) and all(holds(value, bound) for _, holds, bound in self._bounds())
 
     def __str__(self) -> str:
-        bounds = ((">", self.above), (">=", self.at_least), ("<", self.below), ("<=", self.at_most))
-        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        return " and ".join(f"{sign} {bound:g}" for sign, _, bound in self._bounds())
+
+    def _bounds(self) -> Iterator[tuple[str, Callable[[float, float], bool], float]]:
+        for sign, holds, bound in (
+            (">", gt, self.above), (">=", ge, self.at_least), ("<", lt, self.below), ("<=", le, self.at_most),
+        ):  # fmt: skip
+            if bound is not None:
+                yield sign, holds, bound
 
 
-def option(
-    default: Any,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-) -> Any:
-    """A dataclass field with limits: ``ratio: float = option(0.01, above=0, at_most=1)``."""
-    return field(default=default, metadata={"limits": Limits(above, at_least, below, at_most)})
+def option(default: Any, **limits: float) -> Any:
+    """A dataclass field with :class:`Limits`: ``ratio: float = option(0.01, above=0, at_most=1)``."""
+    return field(default=default, metadata={"limits": Limits(**limits)})
 
 
 def options_of(cls: type[Any]) -> dict[str, Field[Any]]:

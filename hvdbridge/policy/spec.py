@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field
 from types import NoneType
 from typing import Any, NoReturn
@@ -35,6 +36,7 @@ KEY = re.compile(r"[<>]=?[0-9]+d?(?=\s*=)|[^\s=,:()'\"]+(?=\s*=)")
 QUOTED = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
 QUOTED_KEY = re.compile(rf"(?:{QUOTED.pattern})(?=\s*=)", re.DOTALL)
 SPACE = re.compile(r"\s*")
+WORDS: dict[Any, dict[str, Any]] = {NoneType: {"none": None}, bool: {"true": True, "false": False}}
 DEEPEST = 32
 
 
@@ -54,7 +56,7 @@ class _Reader:
     at: int = field(default=0)
 
     def fail(self, message: str, at: int | None = None) -> NoReturn:
-        _fail(self.text, self.at if at is None else at, message)
+        raise _error(self.text, self.at if at is None else at, message)
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         self.at = SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
@@ -131,7 +133,7 @@ def unparse(policy: Policy, name_of: Callable[[type[Policy]], str]) -> str:
 
 def _build(text: str, node: _Node, lookup: Callable[[str], type[Policy]]) -> Policy:
     if node.quoted:
-        _fail(text, node.at, "a policy is expected here; its name is not quoted")
+        raise _error(text, node.at, "a policy is expected here; its name is not quoted")
     try:
         cls = lookup(node.text)
     except ConfigurationError as error:
@@ -145,15 +147,15 @@ def _build(text: str, node: _Node, lookup: Callable[[str], type[Policy]]) -> Pol
         if key is None:
             key = next((n for n in named if n not in given and _takes_policy(types[n])), None)
             if key is None:
-                _fail(text, at, f"{node.text} takes no further policy; write option=value")
+                raise _error(text, at, f"{node.text} takes no further policy; write option=value")
         elif collecting and (quoted or key not in named):
             collected.append((key, _build(text, value, lookup)))
             continue
         elif key not in named or quoted:
             hint = nearest(key, named) if named else "It has none."
-            _fail(text, at, f"{node.text} has no option {key!r}. {hint}")
+            raise _error(text, at, f"{node.text} has no option {key!r}. {hint}")
         if key in given:
-            _fail(text, at, f"{key} is given twice")
+            raise _error(text, at, f"{key} is given twice")
         given[key] = _value(text, value, f"{node.text}: {key}", types[key], lookup)
     if collecting:
         given[collecting] = tuple(collected)
@@ -161,7 +163,7 @@ def _build(text: str, node: _Node, lookup: Callable[[str], type[Policy]]) -> Pol
         required = options[name].default is MISSING and options[name].default_factory is MISSING
         if required and name not in given:
             example = f"{node.text}(mean)" if _takes_policy(types[name]) else f"{node.text}:{name}=..."
-            _fail(text, node.at, f"{node.text} needs {name}, as in {example}")
+            raise _error(text, node.at, f"{node.text} needs {name}, as in {example}")
     try:
         return cls(**given)
     except ConfigurationError as error:
@@ -175,25 +177,20 @@ def _value(text: str, node: _Node, where: str, wanted: Any, lookup: Callable[[st
             return None
         return _build(text, node, lookup)
     if node.options is not None:
-        _fail(text, node.at, f"{where} is {describe(wanted)}, not a policy")
+        raise _error(text, node.at, f"{where} is {describe(wanted)}, not a policy")
     if choices(wanted):
         if node.text in choices(wanted):
             return node.text
-        _fail(text, node.at, f"{where} must be {describe(wanted)}. {nearest(node.text, choices(wanted))}")
+        raise _error(text, node.at, f"{where} must be {describe(wanted)}. {nearest(node.text, choices(wanted))}")
     for kind in alternatives(wanted):
         if kind is str and (node.quoted or kind == wanted or node.text != "none"):
             return node.text
-        if not node.quoted:
-            if kind is NoneType and node.text == "none":
-                return None
-            if kind is bool and node.text in ("true", "false"):
-                return node.text == "true"
-            if kind in (int, float):
-                try:
-                    return kind(node.text)
-                except ValueError:
-                    pass
-    return _fail(text, node.at, f"{where} must be {describe(wanted)}, got {node.text!r}")
+        if not node.quoted and node.text in WORDS.get(kind, ()):
+            return WORDS[kind][node.text]
+        if not node.quoted and kind in (int, float):
+            with suppress(ValueError):
+                return kind(node.text)
+    raise _error(text, node.at, f"{where} must be {describe(wanted)}, got {node.text!r}")
 
 
 def _takes_policy(wanted: Any) -> bool:
@@ -248,7 +245,3 @@ def _error(text: str, at: int, message: str) -> SpecError:
         return SpecError(message)
     shown = "".join(c if c.isprintable() else " " for c in text)
     return SpecError(f"{message}\n  {shown}\n  {' ' * at}^")
-
-
-def _fail(text: str, at: int, message: str) -> NoReturn:
-    raise _error(text, at, message)

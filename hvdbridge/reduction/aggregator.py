@@ -30,8 +30,9 @@ from hvdbridge.execution.flow import Submission, Task
 from hvdbridge.execution.scheduler import Traffic
 from hvdbridge.execution.state_store import StateStore
 from hvdbridge.policies.dense import all_reduces
-from hvdbridge.policy.base import Early, Flow, Policy, advance, check_weights, finish
-from hvdbridge.policy.bucket import Bucket, Layout, join_layouts, number_blocks
+from hvdbridge.policies.wrappers import statistics
+from hvdbridge.policy.base import Early, Flow, Policy, acts_after_step, advance, anchored, check_weights, finish, flush
+from hvdbridge.policy.bucket import Bucket, Layout, Ranks, join_layouts, number_blocks
 from hvdbridge.policy.buffer_pool import return_holes
 from hvdbridge.policy.collectives import AllGather
 from hvdbridge.reduction.context import ReductionContext
@@ -108,7 +109,7 @@ class Aggregator:
         self.policy, self.store = policy, StateStore(policy, params)
         # What a policy is, is looked up in all of its inner ones, and here it is asked for with each bucket.
         self._whole = policy.scope == "step"
-        self.acts_after = policy.acts_after_step or policy.anchored
+        self.acts_after = acts_after_step(policy) or anchored(policy)
         self._rounds, self._inline = policy.rounds, all_reduces(policy)
 
     @property
@@ -230,13 +231,13 @@ class Aggregator:
             "communication_seconds": traffic.seconds,
             "compression_seconds": traffic.computing,
             "state_bytes": self.store.nbytes,
-            **self.policy.statistics(self.store.params, self.store.whole()),
+            **statistics(self.policy, self.store.params, self.store.whole()),
         }
 
     def flush(self) -> Mapping[str, Tensor]:
         """What the policy holds back, by name; it holds nothing afterwards."""
         self.settle()
-        updates, state = self.policy.flush(self.store.whole())
+        updates, state = flush(self.policy, self.store.whole())
         if updates:
             self.store.load(state)
             self.weights = None  # should the last step have been skipped, this one is not
@@ -246,12 +247,10 @@ class Aggregator:
         self, buffer: Tensor, layout: Layout, index: int, step: int, last: bool = True
     ) -> Bucket:
         """A bucket of this rank."""
-        communicator = self.communicator
-        return Bucket(
-            buffer, layout, index, step, self.seed, communicator.rank, communicator.size, self.weights,
-            blocks=self._blocks, groups=communicator.places(), nodes=communicator.nodes,
-            dtypes=self._dtypes, last=last, pool=self.store.pool,
-        )  # fmt: skip
+        world = self.communicator
+        ranks = Ranks(world.rank, world.size, self.weights, world.places(), world.nodes)
+        layout.of_model(self._blocks, self._dtypes)
+        return Bucket(buffer, layout, index, step, self.seed, ranks, last=last, pool=self.store.pool)
 
     def _start_rest(self) -> None:
         self._rest = self.scheduler.submit(Submission(self._finish_early(), self.communicator))

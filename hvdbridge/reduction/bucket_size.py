@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hvdbridge.deprecated import own_member
 from hvdbridge.errors import Unsupported
 from hvdbridge.execution.flow import Task
-from hvdbridge.policy.base import Policy
+from hvdbridge.policy.base import Foreign, Policy
 from hvdbridge.policy.bucket import DDP_MB, FIRST_BUCKET_BYTES, cut_layouts
 from hvdbridge.policy.collectives import AllReduce
 from hvdbridge.reduction.aggregator import Aggregator, Piece
@@ -98,7 +99,7 @@ def check_rehearses(policy: Policy) -> None:
     Raises:
         Unsupported: the policy, or one in it, holds a user's hook, which would remember made-up gradients.
     """
-    if not policy.rehearses:
+    if isinstance(policy, Foreign) or not own_member(policy, "rehearses", True):
         raise Unsupported(
             f"bucket_mb='auto' cannot time {policy!r}, which remembers what it sees. Give a number of MiB."
         )

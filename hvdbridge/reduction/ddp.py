@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 
 from hvdbridge.errors import Unsupported
 from hvdbridge.execution.scheduler import Traffic
-from hvdbridge.policies.dense import plain_mean
+from hvdbridge.policies.dense import bucket_mb, plain_mean
 from hvdbridge.policy.base import Policy
 from hvdbridge.policy.bucket import DDP_MB, FIRST_BUCKET_BYTES, Layout
 from hvdbridge.reduction.aggregator import Aggregator, Piece
@@ -226,7 +226,7 @@ def ddp_options(params: Mapping[str, Tensor], policy: Policy, options: Options) 
     }
     if "init_sync" in known:  # older torch copies from rank 0 once more
         given["init_sync"] = False
-    as_ddps = options.bucket_mb == DDP_MB or (options.said and policy.bucket_mb == DDP_MB)
+    as_ddps = options.bucket_mb == DDP_MB or (options.said and bucket_mb(policy) == DDP_MB)
     if options.whole:
         given["bucket_cap_mb"] = 1 + sum(p.nbytes for p in params.values()) / 2**20
     elif SIZES and not options.static_graph and not as_ddps:

@@ -28,7 +28,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from hvdbridge.execution.flow import Submission, Task
-from hvdbridge.policy.base import finish
+from hvdbridge.policy.base import anchored, finish, start_from, switches
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.policy.collectives import used_here
 from hvdbridge.reduction.aggregator import Aggregator
@@ -177,10 +177,10 @@ class AfterStep:
     @torch.no_grad()
     def _start_from(self, holders: Sequence[Held]) -> None:
         aggregator = self.aggregator
-        for index, held in enumerate(holders if aggregator.policy.anchored else ()):
+        for index, held in enumerate(holders if anchored(aggregator.policy) else ()):
             flat = held.flat()
             bucket = aggregator.bucket(flat, held.layout, index, 0)
-            state = aggregator.policy.start_from(bucket, aggregator.store.part(held.layout))
+            state = start_from(aggregator.policy, bucket, aggregator.store.part(held.layout))
             aggregator.store.merge(held.layout, state, flat)
 
     @torch.no_grad()
@@ -198,9 +198,9 @@ class AfterStep:
         used_here(flat)
         bucket = aggregator.bucket(flat, layout, index, step)
         if aggregator.skipped:
-            if not aggregator.policy.switches(step):
+            if not switches(aggregator.policy, step):
                 return None
-            bucket = replace(bucket, weights=None)
+            bucket = replace(bucket, ranks=replace(bucket.ranks, weights=None))
         result = yield from finish(aggregator.policy.after_step(bucket, aggregator.store.part(layout)))
         aggregator.store.merge(layout, result.state, result.update)
         return result.update

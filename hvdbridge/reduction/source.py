@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdbridge.errors import StepError
 from hvdbridge.execution.flow import Submission
+from hvdbridge.policies.dense import bucket_mb
 from hvdbridge.policy.base import BYTEWISE_MB, CODED_MB, Policy
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.autograd import inside_backward, refuse_compiled_autograd, refuse_reentrant
@@ -65,8 +66,8 @@ with a static graph (which has several in its first step then, and says that eac
 def usual_bucket_mb(
     policy: Policy, nodes: Iterable[int], blocks_host: bool = True, static_graph: bool = False
 ) -> float:
-    """The size of a bucket in MiB where nobody says one: the policy's (:attr:`Policy.bucket_mb
-    <hvdbridge.Policy.bucket_mb>`), but among several nodes at most :data:`CODED_MB`, or :data:`BYTEWISE_MB`
+    """The size of a bucket in MiB where nobody says one: the policy's (:func:`~hvdbridge.policies.dense.bucket_mb`),
+    but among several nodes at most :data:`CODED_MB`, or :data:`BYTEWISE_MB`
     where it is :attr:`bytewise <hvdbridge.Policy.bytewise>`, if that costs no small first bucket.
 
     While a bucket of DDP's size is filled, a network of 1 Gbit/s has long sent the first one, and waits. For the plain
@@ -88,8 +89,8 @@ def usual_bucket_mb(
     """
     several = any(one != other for one, other in pairwise(nodes))
     if not several or not blocks_host or not SIZES or static_graph:
-        return policy.bucket_mb
-    return min(policy.bucket_mb, BYTEWISE_MB if policy.bytewise else CODED_MB)
+        return bucket_mb(policy)
+    return min(bucket_mb(policy), BYTEWISE_MB if policy.bytewise else CODED_MB)
 
 
 LARGE = 1 << 20

@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies import from_spec, label
-from hvdbridge.policy.base import Policy
+from hvdbridge.policy.base import Policy, acts_after_step
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.context import ReductionContext
 from hvdbridge.reduction.parameters import ignored, refuse_untouchable, trainable
@@ -42,7 +42,7 @@ def average_gradients(
     refuse_untouchable(params)
     if has_leaves(chosen.init(params)):
         raise ConfigurationError(f"average_gradients: {label(chosen)} keeps state. Use a GradientSynchronizer.")
-    if chosen.acts_after_step:
+    if acts_after_step(chosen):
         raise ConfigurationError(
             f"average_gradients: {label(chosen)} acts after the optimizer's step. Use a GradientSynchronizer."
         )

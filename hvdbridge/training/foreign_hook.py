@@ -28,8 +28,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_h
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from hvdbridge.errors import ConfigurationError, Unsupported
-from hvdbridge.policy.base import Aggregated, Flow, Policy, State
-from hvdbridge.policy.bucket import Bucket, Layout, Views, flatten
+from hvdbridge.policies.dense import share_of_sum
+from hvdbridge.policy.base import Aggregated, Flow, Foreign, Policy, State
+from hvdbridge.policy.bucket import Bucket, Layout, Views, flatten, scale
 from hvdbridge.training.fiber import flow_of
 from hvdbridge.training.groups import Group
 from hvdbridge.training.process_group import FlowGroup, HookWorld
@@ -101,7 +102,7 @@ class _Memory:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ForeignHook(Policy):
+class ForeignHook(Foreign):
     """See :func:`from_comm_hook`."""
 
     state: Any
@@ -111,7 +112,6 @@ class ForeignHook(Policy):
 
     deterministic = False
     unequal_weights = True
-    rehearses = False  # the user's state object learns from every gradient
 
     def __post_init__(self) -> None:
         self._memory.spare = _copy(self.state)
@@ -128,7 +128,7 @@ class ForeignHook(Policy):
         flat = flatten(bucket.grads, layout)
         if self.scope == "step" and layout is bucket.layout:  # in memory of its own: a hook may resize it
             flat = flat.clone()
-        _scale(flat, bucket)
+        scale(flat, share_of_sum(bucket))
         known = self._memory.parameters
         parameters = [known[name] for name in layout.names if name in known]
         seen = GradBucket(flat, layout, parameters, bucket.index, bucket.last)
@@ -255,24 +255,13 @@ def _mend_batched_power() -> None:
 
 def _as_in_ddp(bucket: Bucket) -> Layout:
     """The bucket's parameters in the order of rule 2."""
-    layout, later = bucket.layout, bucket.step > 0
+    layout, blocks, later = bucket.layout, bucket.layout.blocks, bucket.step > 0
 
     def make() -> Layout:
-        names = sorted(layout.names, key=bucket.blocks.__getitem__, reverse=later)
+        names = sorted(layout.names, key=blocks.__getitem__, reverse=later)
         return layout if tuple(names) == layout.names else Layout({name: layout.shapes[name] for name in names})
 
-    return layout.derive(("as in DDP", later), make) if bucket.blocks else layout
-
-
-def _scale(flat: Tensor, bucket: Bucket) -> None:
-    """Rule 4, where the gradients are not weighted yet; where they are, take the mean back to a sum."""
-    if bucket.scaled:
-        flat.mul_(bucket.size)
-    elif bucket.weights is not None and len(set(bucket.weights)) > 1:
-        if bucket.factor == 0.0:
-            flat.zero_()  # never a product: NaN * 0 is NaN
-        else:
-            flat.mul_(bucket.size * bucket.factor)
+    return layout.derive(("as in DDP", later), make)
 
 
 # -- The hook's state -------------------------------------------------------------------------------------------------

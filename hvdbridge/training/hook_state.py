@@ -14,7 +14,7 @@ from torch.nn import Module
 from hvdbridge.errors import ConfigurationError, StepError
 from hvdbridge.execution.state_store import OnResize
 from hvdbridge.policies import label
-from hvdbridge.policy.base import Policy
+from hvdbridge.policy.base import Policy, acts_after_step
 from hvdbridge.reduction import checkpoint
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.context import ReductionContext, describe
@@ -66,7 +66,7 @@ class Controls:
         """Figures of the last step: ``step``, ``collectives``, ``bytes_sent`` (by this rank, see
         :meth:`Collective.bytes_sent <hvdbridge.policy.collectives.Collective.bytes_sent>`), ``communication_seconds``,
         ``compression_seconds`` (in which the policy computed); ``state_bytes``, what the policy keeps on this rank;
-        and whatever the policy reports of itself (:meth:`Policy.statistics <hvdbridge.Policy.statistics>`).
+        and whatever the policy reports of itself (its ``statistics(params, state)``).
         Waits for a step that runs in the background.
 
         Raises:
@@ -120,7 +120,7 @@ class HookState(Controls):
     """
 
     def __init__(self, policy: Policy, weighted: bool | None = None, seed: int = 0) -> None:
-        if policy.acts_after_step:
+        if acts_after_step(policy):
             raise ConfigurationError(
                 f"{label(policy)} acts after the optimizer's step, of which a hook knows nothing. "
                 "Use a GradientSynchronizer."

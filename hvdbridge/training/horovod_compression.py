@@ -21,19 +21,19 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec, label
-from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, State
-from hvdbridge.policy.bucket import Bucket, Layout, number_blocks
+from hvdbridge.policies.dense import share_of_sum
+from hvdbridge.policy.base import Aggregated, Early, Flow, Foreign, Policy, State
+from hvdbridge.policy.bucket import Bucket, Layout, scale
 from hvdbridge.policy.collectives import AllReduce, Collective
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HorovodCompression(Policy):
+class HorovodCompression(Foreign):
     """See :func:`from_horovod_compression`."""
 
     compression: Any
 
     unequal_weights = True
-    rehearses = False  # a foreign object may remember
 
     def __post_init__(self) -> None:
         missing = [name for name in ("compress", "decompress") if not callable(getattr(self.compression, name, None))]
@@ -48,12 +48,7 @@ class HorovodCompression(Policy):
         return f"from_horovod_compression({kind.__qualname__})"
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        equal = bucket.weights is None or len(set(bucket.weights)) == 1
-        factor = float(bucket.size) if bucket.scaled else 1.0 if equal else bucket.size * bucket.factor
-        if factor == 0.0:
-            bucket.buffer.zero_()  # never a product: NaN * 0 is NaN
-        elif factor != 1.0:
-            bucket.buffer.mul_(factor)
+        scale(bucket.buffer, share_of_sum(bucket))
         compressed = [self.compression.compress(gradient) for gradient in bucket.grads.values()]
         parts = [part for part, _ in compressed]
         totals: list[Tensor] = [torch.empty(0, device="cpu")] * len(parts)
@@ -114,8 +109,7 @@ class PolicyCompression:
         """The tensor that the policy all-reduces for this gradient at one rank, and the flow that waits for the sum."""
         layout = Layout({"tensor": tensor.shape})
         flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-        blocks = number_blocks({"tensor": tensor.shape})
-        flow = self.policy.aggregate(Bucket(flat, layout, blocks=blocks), self.policy.init({"tensor": tensor}))
+        flow = self.policy.aggregate(Bucket(flat, layout), self.policy.init({"tensor": tensor}))
         request = _resume(flow, None)
         if isinstance(request, Aggregated):
             raise self._refused("it asks for nothing")

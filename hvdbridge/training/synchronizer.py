@@ -18,6 +18,7 @@ from hvdbridge.backends import registry
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
 from hvdbridge.execution.state_store import OnResize
 from hvdbridge.policies import from_spec, label
+from hvdbridge.policies.wrappers import averaged
 from hvdbridge.policy.base import Policy
 from hvdbridge.reduction import parameters
 from hvdbridge.reduction.aggregator import Aggregator
@@ -48,7 +49,7 @@ class GradientSynchronizer(Controls):
         optimizer: one, a list, or None; :attr:`optimizer` has the same structure.
         policy: a spec string, a :class:`~hvdbridge.Policy`, or None for what ``hb.init`` was given.
         bucket_mb: size of a gradient bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or the policy's
-            (:attr:`Policy.bucket_mb <hvdbridge.Policy.bucket_mb>`: 25 as in DDP, or 10), and among several nodes
+            (:func:`~hvdbridge.policies.dense.bucket_mb`: 25 as in DDP, or 10), and among several nodes
             not more than 10, or 5 where it is :attr:`bytewise <hvdbridge.Policy.bytewise>` (but where there is
             NCCL, with a static graph, or before torch 2.13). ``"auto"``: the best for this policy, model and network,
             by measurements of some seconds. Policies that are not dense may give other bits with another size: where
@@ -257,7 +258,7 @@ class GradientSynchronizer(Controls):
         """
         stopping.stop_on_signals()
         step = self._aggregator.step
-        return self._monitor.over(self._key, step) and (step == 0 or self.policy.averaged(step - 1))
+        return self._monitor.over(self._key, step) and (step == 0 or averaged(self.policy, step - 1))
 
     def synchronize(self) -> None:
         """Wait for what is outstanding; on every backend backward has waited already, so this finds nothing.

@@ -11,6 +11,7 @@ import jobs
 import pytest
 
 from hvdbridge import policies
+from hvdbridge.policies.wrappers import averaged
 from hvdbridge.supervisor.last_step import LastStep
 from hvdbridge.training.stopping import Handlers, dumps_stacks
 
@@ -66,7 +67,7 @@ def test_replicas_that_drift_no_more_wait_for_no_average() -> None:
 )
 def test_after_which_steps_a_job_may_stop(spec: str, steps: list[int]) -> None:
     policy = policies.from_spec(spec)
-    assert [step for step in range(4) if policy.averaged(step)] == steps
+    assert [step for step in range(4) if averaged(policy, step)] == steps
 
 
 def test_signal_handlers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from hvdbridge.kernels.codes import Linear
 from hvdbridge.kernels.quantise import Code
 from hvdbridge.kernels.signs import ScaledSign
 from hvdbridge.policies.sharded import _code_plan
-from hvdbridge.policy.bucket import Bucket, Layout
+from hvdbridge.policy.bucket import Bucket, Layout, Ranks
 from hvdbridge.tools import gpu_kernels
 from policies.test_native import same_codes, same_messages, vector
 
@@ -78,7 +78,7 @@ def test_signs_packed_in_the_same_pass(seed: int, width: int, size: int, numels:
     """Blocks begin and end anywhere in a word."""
     layout, code = Layout({str(i): (numel,) for i, numel in enumerate(numels)}), ScaledSign()
     x = vector(seed, layout.numel, 0.0)
-    bucket = Bucket(x, layout, size=size)
+    bucket = Bucket(x, layout, ranks=Ranks(0, size))
     blocks = _code_plan(bucket, width).everyone._blocks
     length = blocks.length
     codes, words = (

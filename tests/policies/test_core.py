@@ -22,7 +22,8 @@ from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.execution.state_store import StateStore, slot_of
 from hvdbridge.kernels.norm import global_norm
 from hvdbridge.policies import bytes_per_step, dense, from_spec
-from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, Slot, State
+from hvdbridge.policies.wrappers import statistics
+from hvdbridge.policy.base import SWITCH, Aggregated, Early, Flow, Policy, Slot, State, acts_after_step
 from hvdbridge.policy.bucket import Bucket, Layout, Views, cut_layouts, flatten
 from hvdbridge.policy.collectives import AllReduce, Collective
 from hvdbridge.reduction import aggregator
@@ -110,7 +111,7 @@ def test_warmup_is_due_as_the_one_that_runs() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_who_acts_after_a_step_is_due_after_some(case: Case) -> None:
-    assert case.policy.acts_after_step == (case.first_due is not None)
+    assert acts_after_step(case.policy) == (case.first_due is not None)
 
 
 def test_after_step_reaches_inners_and_their_part_of_the_parameters() -> None:
@@ -136,8 +137,8 @@ def test_after_step_reaches_inners_and_their_part_of_the_parameters() -> None:
 
 
 class Switching(Doubling):
-    def switches(self, step: int) -> bool:
-        return step == 1
+    def due(self, step: int) -> int:
+        return SWITCH if step == 1 else super().due(step)
 
 
 def test_a_skipped_step_that_switches_has_its_part() -> None:
@@ -428,7 +429,7 @@ def test_buckets_know_the_types_of_all_gradients() -> None:
     try:
         aggregator = Aggregator(from_spec("mean"), params, context(communicator, scheduler))
         bucket = aggregator.bucket(torch.zeros(4), Layout({"b": (2,), "a": (2,)}), 0, 0)
-        assert bucket.dtypes == {"a": torch.bfloat16, "b": torch.float32}
+        assert bucket.layout.dtypes == {"a": torch.bfloat16, "b": torch.float32}
     finally:
         scheduler.close()
 
@@ -596,7 +597,7 @@ def test_statistics_bear_the_key_of_an_inner_policy() -> None:
         (Warmup(Clip(Telling())), {"then.figure": 3.0}),
         (Partition((("*.bias", Telling()),)), {"*.bias.figure": 3.0}),
     ):
-        assert policy.statistics(PARAMS, policy.init(PARAMS)) == want
+        assert statistics(policy, PARAMS, policy.init(PARAMS)) == want
 
 
 # Predicted bytes

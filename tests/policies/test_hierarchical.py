@@ -14,7 +14,7 @@ from hvdbridge.errors import ConfigurationError, Unsupported, WeightError
 from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.policies import Hierarchical, Mean, bytes_per_step, from_spec
 from hvdbridge.policy.base import Aggregated, Flow, Policy, State
-from hvdbridge.policy.bucket import Bucket, Layout
+from hvdbridge.policy.bucket import Bucket, Layout, Ranks
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
 
 SHAPES = {"conv.weight": (4, 3, 3), "fc.weight": (40, 30), "fc.bias": (41,), "empty": (0, 2), "scale": ()}
@@ -181,7 +181,7 @@ def test_an_inner_policy_knows_nodes_only() -> None:
     with pytest.raises(Unsupported, match="one group, the nodes"):
         Simulation(Hierarchical(Does(ask)), {"w": (3,)}, 4, 2).step(grads[:4])
     with pytest.raises(Unsupported, match="group 'node' is not known"):
-        next(Hierarchical().aggregate(Bucket(torch.ones(2), Layout({"w": (2,)}), size=2), {"inner": {}}))
+        next(Hierarchical().aggregate(Bucket(torch.ones(2), Layout({"w": (2,)}), ranks=Ranks(0, 2)), {"inner": {}}))
 
 
 @dataclass(frozen=True)

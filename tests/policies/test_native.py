@@ -33,7 +33,7 @@ from hvdbridge.policies.feedback import _corrected
 from hvdbridge.policies.matrices import COLS, ROWS, add_outer, project, slots
 from hvdbridge.policies.sharded import _code_plan
 from hvdbridge.policies.shards import BlockShards
-from hvdbridge.policy.bucket import Bucket, Layout, Views
+from hvdbridge.policy.bucket import Bucket, Layout, Ranks, Views
 from hvdbridge.policy.buffer_pool import SMALL
 from policies.policies import CASES, SHAPES, Case
 
@@ -115,7 +115,7 @@ def same_messages(
     x, y = (vector(seed + i, layout.numel, special) for i in range(2))
 
     def run() -> list[Tensor]:
-        plan = _code_plan(Bucket(x, layout, rank=seed % size, size=size), width)
+        plan = _code_plan(Bucket(x, layout, ranks=Ranks(seed % size, size)), width)
         rests = [x.clone(), y.clone()]
         buffers = torch.empty(2, plan.everyone.nbytes(code) + 3, dtype=torch.uint8).fill_(0xFF)
         encode = partial(plan.everyone.encode, code, seed=seed, keep_rest=keep_rest)
@@ -294,9 +294,9 @@ def test_feedback_adds(seed: int, numel: int, weights: list[float], scaled: bool
     gradient, residual = vector(seed, numel, 0.01), vector(seed + 1, numel, 0.01)
 
     def run() -> Tensor:
-        bucket = Bucket(gradient.clone(), layout, size=len(weights), weights=tuple(weights), scaled=scaled)
+        bucket = Bucket(gradient.clone(), layout, ranks=Ranks(0, len(weights), tuple(weights)), scaled=scaled)
         made = _corrected(bucket, Views(layout, residual))
-        assert (made.scaled, made.needs_sent, made.mark.weighted) == (True, True, True)
+        assert (made.scaled, made.needs_sent, made.weighting.weighted) == (True, True, True)
         assert made.spare is bucket.buffer
         return made.buffer
 

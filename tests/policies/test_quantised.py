@@ -28,7 +28,7 @@ from hvdbridge.kernels.quantise import Code, decode, encode
 from hvdbridge.policies import Fp8, Int4, Int8, from_spec
 from hvdbridge.policies.sharded import _code_plan, sharded_code
 from hvdbridge.policy.base import Flow, Policy, State
-from hvdbridge.policy.bucket import Bucket, Layout, Views
+from hvdbridge.policy.bucket import Bucket, Layout, Ranks, Views
 from hvdbridge.policy.collectives import AllGather, Collective
 from policies.codes import (
     Array,
@@ -274,7 +274,8 @@ def test_ranks_do_not_share_their_dice(spec: str) -> None:
         total = 0.0
         for seed in range(4):
             buckets = [
-                Bucket(x / size, Layout({"w": (1000,)}), seed=seed, rank=r, size=size, scaled=True) for r in range(size)
+                Bucket(x / size, Layout({"w": (1000,)}), seed=seed, ranks=Ranks(r, size), scaled=True)
+                for r in range(size)
             ]
             to_owner = torch.stack([next(policy.aggregate(bucket, {})).tensor[0] for bucket in buckets])
             plan = _code_plan(buckets[0], policy.block)
@@ -302,7 +303,7 @@ def test_requests_do_not_depend_on_values_and_meta_tensors_predict_them() -> Non
         signatures = []
         for device, fill in (("meta", 0.0), ("cpu", 0.0), ("cpu", math.nan)):
             params = {n: torch.empty(s, device=device) for n, s in SHAPES.items()}
-            bucket = Bucket(torch.full((layout.numel,), fill, device=device), layout, rank=1, size=4)
+            bucket = Bucket(torch.full((layout.numel,), fill, device=device), layout, ranks=Ranks(1, 4))
             flow = policy.aggregate(bucket, _views(policy.init(params), layout))
             signatures.append([request.signature() for request in _answered(flow)])
         assert len({str(s) for s in signatures}) == 1

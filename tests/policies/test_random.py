@@ -11,15 +11,15 @@ import torch
 
 from hvdbridge.kernels import random
 from hvdbridge.kernels.random import elements, generator, hashed, hashed_bits, key, uniform
-from hvdbridge.policy.bucket import Bucket, Layout, number_blocks
+from hvdbridge.policy.bucket import Bucket, Layout, Ranks, number_blocks
 from policies.codes import noise, numbers_of
 
 SHAPES = {"a": (3, 700), "empty": (0,), "s": (), "b": (1024,), "c": (1025,)}
 
 
-def bucket(names: list[str] | None = None, **more: int) -> Bucket:
-    layout = Layout({n: SHAPES[n] for n in names or SHAPES})
-    return Bucket(torch.zeros(layout.numel), layout, blocks=number_blocks(SHAPES), **more)
+def bucket(names: list[str] | None = None, rank: int = 0, size: int = 1, **more: int) -> Bucket:
+    layout = Layout({n: SHAPES[n] for n in names or SHAPES}, number_blocks(SHAPES))
+    return Bucket(torch.zeros(layout.numel), layout, ranks=Ranks(rank, size), **more)
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -56,9 +56,9 @@ def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numbers_wrap() -> None:
     """Elements beyond 2^31 (a model of 8 GB in float32) are drawn like all others."""
     layout = Layout({"far": (10,)})
-    far = Bucket(torch.zeros(10), layout, blocks={"far": 2**22})
+    far = Bucket(torch.zeros(10), layout.of_model({"far": 2**22}, {}))
     assert np.array_equal(uniform(far, "x").numpy(), noise(0, 0, "x", 2**32 + np.arange(10)))
-    half = Bucket(torch.zeros(10), Layout({"far": (10,)}), blocks={"far": 2**21 + 1})
+    half = Bucket(torch.zeros(10), Layout({"far": (10,)}, {"far": 2**21 + 1}))
     assert np.array_equal(uniform(half, "x").numpy(), noise(0, 0, "x", 2**31 + 1024 + np.arange(10)))
 
 

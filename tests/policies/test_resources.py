@@ -31,7 +31,7 @@ from hvdbridge.kernels.blocks import CHUNK
 from hvdbridge.policies import from_spec
 from hvdbridge.policies.shards import add
 from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, advance, finish
-from hvdbridge.policy.bucket import Bucket, Layout, cut_layouts, number_blocks
+from hvdbridge.policy.bucket import Bucket, Layout, Ranks, cut_layouts, number_blocks
 from hvdbridge.policy.buffer_pool import BufferPool, return_holes
 from hvdbridge.policy.collectives import AllGather, AllToAll, Collective, ReduceScatter, output_of
 from hvdbridge.reduction.aggregator import brought
@@ -167,11 +167,9 @@ class Rank:
             buffer.copy_(update)
 
     def _bucket(self, buffer: Tensor, layout: Layout, index: int, step: int, store: StateStore) -> Bucket:
-        groups = {"node": (0, 2), "cross": (0, 3)}
-        return Bucket(
-            buffer, layout, index, step, 0, 0, SIZE, None, blocks=self._blocks, groups=groups, nodes=NODES,
-            pool=store.pool,
-        )  # fmt: skip
+        ranks = Ranks(0, SIZE, None, {"node": (0, 2), "cross": (0, 3)}, NODES)
+        layout.of_model(self._blocks, {})
+        return Bucket(buffer, layout, index, step, 0, ranks, pool=store.pool)
 
     def _aggregate(self, bucket: Bucket, store: StateStore) -> Tensor:
         layout = bucket.layout
@@ -222,7 +220,7 @@ def test_state_and_messages_take_turns_in_the_same_memory(spec: str, blocks: int
     for step in range(3):
         for index, layout in enumerate(layouts):
             gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(step))
-            bucket = Bucket(gradient, layout, index, step, size=1, pool=store.pool)
+            bucket = Bucket(gradient, layout, index, step, pool=store.pool)
             flow = policy.aggregate(bucket, store.part(layout))
             result = drive(to_the_end(flow), partial(answer, bucket=bucket))
             store.merge(layout, result.state, result.update)
@@ -266,7 +264,7 @@ def test_an_update_is_in_no_block_of_the_pool() -> None:
     pool, policy, layout = BufferPool(4), from_spec("ef(mean(exact=true))"), Layout({"w": (4096,)})
     pool.give(torch.empty(1 << 20))
     store = StateStore(policy, {"w": torch.zeros(4096)})
-    bucket = Bucket(torch.randn(4096), layout, size=2, pool=pool)
+    bucket = Bucket(torch.randn(4096), layout, ranks=Ranks(0, 2), pool=pool)
     result = drive(to_the_end(policy.aggregate(bucket, store.part(layout))), partial(answer, bucket=bucket))
     assert result.update.untyped_storage().nbytes() == 4 * 4096
 

@@ -14,7 +14,7 @@ from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.kernels import select
 from hvdbridge.kernels.select import Plan, count_of, largest, shuffled
 from hvdbridge.policies import ErrorFeedback, RandomK, Threshold, TopK, from_spec
-from hvdbridge.policy.bucket import Bucket, Layout
+from hvdbridge.policy.bucket import Bucket, Layout, Ranks
 
 SHAPES = {"conv.weight": (8, 4, 3, 3), "conv.bias": (8,), "fc.weight": (60, 40), "fc.bias": (40,), "scale": ()}
 CPU = torch.device("cpu")
@@ -207,7 +207,7 @@ def test_nothing_looks_at_values(spec: str) -> None:
         sizes = {"a": (300, 300), "b": (1000,), "c": ()}
         layout = Layout(sizes)
         state = policy.init({n: torch.zeros(s, device=device) for n, s in sizes.items()})
-        flow = policy.aggregate(Bucket(torch.zeros(layout.numel, device=device), layout, size=4), state)
+        flow = policy.aggregate(Bucket(torch.zeros(layout.numel, device=device), layout, ranks=Ranks(0, 4)), state)
         asked, answer = [], None
         try:
             while True:

@@ -22,7 +22,7 @@ from hvdbridge.kernels.quantise import Code, decode, encode
 from hvdbridge.policies import Qsgd, TernGrad, from_spec
 from hvdbridge.policies.sharded import _code_plan, sharded_code
 from hvdbridge.policies.stochastic import counted
-from hvdbridge.policy.bucket import Bucket, Layout
+from hvdbridge.policy.bucket import Bucket, Layout, Ranks
 from hvdbridge.policy.collectives import AllGather
 from policies.codes import (
     Array,
@@ -213,7 +213,7 @@ def variance_at_the_owner(code: Code, x: Tensor, size: int) -> float:
     total = 0.0
     for seed in range(4):
         buckets = [
-            Bucket(x / size, Layout({"w": x.shape}), seed=seed, rank=r, size=size, scaled=True) for r in range(size)
+            Bucket(x / size, Layout({"w": x.shape}), seed=seed, ranks=Ranks(r, size), scaled=True) for r in range(size)
         ]
         to_owner = torch.stack([next(sharded_code(b, code)).tensor[0] for b in buckets])
         plan = _code_plan(buckets[0], 1024)
@@ -353,7 +353,7 @@ def test_terngrad_counts_any_number_of_ranks(size: int, bits: int) -> None:
 def test_meta_tensors_predict_the_requests(spec: str) -> None:
     layout, signatures = Layout(SHAPES), []
     for device, fill in (("meta", 0.0), ("cpu", 0.0), ("cpu", math.nan)):
-        bucket = Bucket(torch.full((layout.numel,), fill, device=device), layout, rank=1, size=4, needs_sent=True)
+        bucket = Bucket(torch.full((layout.numel,), fill, device=device), layout, ranks=Ranks(1, 4), needs_sent=True)
         flow, found = from_spec(spec).aggregate(bucket, {}), []
         request = next(flow)
         for _ in range(3 if spec == "terngrad" else 2):

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from hvdbridge.errors import Unsupported
 from hvdbridge.policies.shards import BlockShards, FlatShards, shards_of
-from hvdbridge.policy.bucket import BLOCK, Bucket, Layout, Views, cut_layouts, flatten, join_layouts, number_blocks
+from hvdbridge.policy.bucket import (
+    BLOCK,
+    Bucket,
+    Layout,
+    Ranks,
+    Views,
+    cut_layouts,
+    flatten,
+    join_layouts,
+    number_blocks,
+)
 
 SHAPES = st.dictionaries(
     st.sampled_from("abcdef"),
@@ -50,27 +60,28 @@ def test_views_of_a_wrong_length_are_refused() -> None:
 def test_weighted_multiplies_once_by_a_double(dtype: torch.dtype) -> None:
     weights = (0.1, 0.2, 0.7)
     values = torch.randn(50, dtype=torch.float64).to(dtype)
-    bucket = Bucket(values.clone(), Layout({"a": (50,)}), rank=1, size=3, weights=weights)
+    bucket = Bucket(values.clone(), Layout({"a": (50,)}), ranks=Ranks(1, 3, weights))
     assert bucket.weighted() is bucket.weighted()
     assert torch.equal(bucket.buffer, values * (0.2 / math.fsum(weights)))
 
 
 def test_weight_zero_erases_even_nan() -> None:
-    bucket = Bucket(torch.tensor([1.0, math.nan, math.inf]), Layout({"a": (3,)}), size=2, weights=(0.0, 1.0))
+    bucket = Bucket(torch.tensor([1.0, math.nan, math.inf]), Layout({"a": (3,)}), ranks=Ranks(0, 2, (0.0, 1.0)))
     assert bucket.weighted().buffer.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_plus_widens_and_remembers_the_gradients_type() -> None:
-    layout = Layout({"a": (2,), "b": (1,)})
-    bucket = Bucket(torch.ones(3, dtype=torch.bfloat16), layout)
+    types = dict.fromkeys("ab", torch.bfloat16)
+    bucket = Bucket(torch.ones(3, dtype=torch.bfloat16), Layout({"a": (2,), "b": (1,)}, dtypes=types))
     wider = bucket.plus({"b": torch.full((1,), 0.001), "a": torch.zeros(2)})
     assert wider.buffer.dtype == torch.float32
     assert wider.buffer[2] == torch.tensor(1.001)
-    assert wider.dtypes == {"a": torch.bfloat16, "b": torch.bfloat16}
+    assert wider.layout.dtypes == types
+    assert wider.layout.part("a").dtypes == types
 
 
 def test_place_names_the_known_groups() -> None:
-    bucket = Bucket(torch.zeros(1), Layout({"a": (1,)}), rank=3, size=4, groups={"node": (1, 2)})
+    bucket = Bucket(torch.zeros(1), Layout({"a": (1,)}), ranks=Ranks(3, 4, groups={"node": (1, 2)}))
     assert (bucket.place("world"), bucket.place("node")) == ((3, 4), (1, 2))
     with pytest.raises(Unsupported, match="known: world, node"):
         bucket.place("cross")
@@ -81,7 +92,7 @@ def test_place_names_the_known_groups() -> None:
 def test_shards_pack_and_unpack(shapes: dict[str, tuple[int, ...]], size: int, by_blocks: bool) -> None:
     layout = Layout(shapes)
     flat = torch.randn(layout.numel)
-    shards = shards_of(Bucket(flat, layout, size=size, needs_sent=by_blocks))
+    shards = shards_of(Bucket(flat, layout, ranks=Ranks(0, size), needs_sent=by_blocks))
     assert isinstance(shards, BlockShards if by_blocks else FlatShards)
     rows = shards.pack(flat, torch.float64, power=2.0)
     assert rows.shape == (size, shards.length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,8 +13,13 @@ import hvdbridge
 from hvdbridge.deprecated import MOVED
 from hvdbridge.execution.flow import Submission
 from hvdbridge.execution.scheduler import ThreadScheduler
+from hvdbridge.execution.state_store import slot_of
+from hvdbridge.policies import Bf16, ErrorFeedback, LocalSgd
+from hvdbridge.policies.dense import bucket_mb
+from hvdbridge.policy.base import State, flush, start_from, switches
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.policy.buffer_pool import BufferPool
+from hvdbridge.reduction.bucket_size import check_rehearses
 
 IMPORTABLE = [old for old, new in MOVED.items() if not new.startswith(("backends.mpi", "backends.horovod"))]
 """To import the others starts a library."""
@@ -48,6 +54,74 @@ def test_old_members_are_the_new_ones() -> None:
         bucket.rooom  # noqa: B018
     with pytest.warns(DeprecationWarning, match="bytes_per_step"):
         assert hvdbridge.policies.from_spec("mean").bytes_per_step({"w": (10, 10)}, 2) == 400
+
+
+def test_old_fields_of_a_bucket_are_in_its_ranks_and_layout() -> None:
+    bucket = hvdbridge.Bucket(torch.ones(3), Layout({"w": (3,)}))
+    with pytest.warns(DeprecationWarning, match=r"nodes, rank, size in ranks=hvdbridge.policy.bucket.Ranks") as caught:
+        other = replace(bucket, rank=1, size=2, nodes=(0, 1), buffer=torch.zeros(3))
+    assert (other.rank, other.size, other.ranks.nodes, other.place("world")) == (1, 2, (0, 1), (1, 2))
+    with pytest.warns(DeprecationWarning, match="blocks in ranks"):
+        assert replace(bucket, blocks={"w": 7}).layout.blocks == {"w": 7}
+    assert bucket.layout.blocks == {"w": 0}
+    for old, new in {"nodes": (), "groups": {}, "blocks": {"w": 0}, "mark": bucket.weighting}.items():
+        with pytest.warns(DeprecationWarning, match=f"Bucket.{old} is Bucket") as caught:
+            assert getattr(bucket, old) == new
+        assert caught[-1].filename == __file__
+
+
+@dataclass(frozen=True)
+class FirstEdition(hvdbridge.Policy):
+    """A wrapper as 0.1.0 let one write it."""
+
+    inner: hvdbridge.Policy = LocalSgd(Bf16(), every=2)
+    on_parameters = True
+    rehearses = False
+    slots = {"residual": hvdbridge.Slot(local=True, gradient_units=True)}
+
+    @property
+    def bucket_mb(self) -> float:
+        return 3.0 + super().bucket_mb  # type: ignore[misc]
+
+    def switches(self, step: int) -> bool:
+        return step == 5 or super().switches(step)  # type: ignore[misc]
+
+    def start_from(self, bucket: hvdbridge.Bucket, state: State) -> State:
+        return {"mine": {}, **super().start_from(bucket, state)}  # type: ignore[misc]
+
+    def flush(self, state: State) -> tuple[dict[str, torch.Tensor], State]:
+        assert super().flush(state) == ({}, state)  # type: ignore[misc]
+        return {"w": torch.ones(3)}, state
+
+
+def test_old_members_of_a_policy_are_functions() -> None:
+    for name, value in (("anchored", True), ("acts_after_step", True), ("bucket_mb", 25.0), ("rehearses", True)):
+        with pytest.warns(DeprecationWarning, match=f"LocalSgd.{name} goes with the next release") as caught:
+            assert getattr(FirstEdition.inner, name) == value
+        assert caught[-1].filename == __file__
+    with pytest.warns(DeprecationWarning, match=r"use hvdbridge.policy.base.switches\(policy, ...\)"):
+        assert not FirstEdition.inner.switches(1)
+
+
+def test_old_members_that_a_policy_overrides_still_count() -> None:
+    policy = FirstEdition()
+    bucket = hvdbridge.Bucket(torch.ones(3), Layout({"w": (3,)}))
+    state = {"inner": FirstEdition.inner.init({"w": torch.zeros(3)})}
+    with pytest.warns(DeprecationWarning, match="FirstEdition.bucket_mb"):
+        assert bucket_mb(policy) == 28.0
+    with pytest.warns(DeprecationWarning, match="switches"):
+        assert [step for step in range(7) if switches(policy, step)] == [5]
+    with pytest.warns(DeprecationWarning, match="start_from"):
+        new = start_from(policy, bucket, state)
+    assert new["mine"] == {}
+    assert torch.equal(new["inner"]["anchor"]["w"], torch.ones(3))
+    with pytest.warns(DeprecationWarning, match="flush"):
+        assert list(flush(policy, state)[0]) == ["w"]
+    with pytest.warns(DeprecationWarning, match="rehearses"), pytest.raises(hvdbridge.Unsupported, match="auto"):
+        check_rehearses(policy)
+    with pytest.warns(DeprecationWarning, match="on_parameters"):
+        slot = slot_of(FirstEdition(ErrorFeedback(Bf16())), ("inner", "residual"))
+    assert slot == hvdbridge.Slot(local=True, reused=True)
 
 
 def test_old_classes_are_the_new_ones() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.execution.state_store import BUFFERS, IN_FLIGHT
-from hvdbridge.policy.base import Policy
+from hvdbridge.policy.base import Policy, acts_after_step
 from hvdbridge.policy.bucket import DDP_MB, cut_layouts
 from hvdbridge.policy.buffer_pool import BufferPool
 from hvdbridge.policy.collectives import AllGather, AllToAll, ReduceScatter
@@ -54,8 +54,8 @@ def kinds(policy: Policy) -> tuple[dict[bool, int], float]:
     5000
     """
     found: dict[bool, list[int]] = {False: [], True: []}
-    for step in range(SETTLED, SETTLED + SELDOM if policy.acts_after_step else SETTLED + 1):
-        found[policy.due(step)].append(step)
+    for step in range(SETTLED, SETTLED + SELDOM if acts_after_step(policy) else SETTLED + 1):
+        found[bool(policy.due(step))].append(step)
         if len(found[True]) > MANY:
             break
     due = found[True]
@@ -234,7 +234,7 @@ class Planner:
     ) -> Prediction:
         local_size = min(self.local_size, ranks)
         buckets, received = self._buckets(policy, ranks, step)
-        compression = factor * computation.at(ranks, policy.due(step), received)
+        compression = factor * computation.at(ranks, bool(policy.due(step)), received)
         total = max(1, sum(bucket.numel for bucket in buckets))
 
         def carried(loads: Sequence[Load], seconds: Callable[[Load, int], float] = self.network.seconds) -> float:

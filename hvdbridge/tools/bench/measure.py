@@ -247,7 +247,7 @@ def _due(policy: str, steps: int) -> tuple[list[bool], float]:
     """Which of the counted steps are due, and which share is in the long run."""
     chosen = from_spec(policy)
     share = kinds(chosen)[1]
-    due = [chosen.due(WARM_UP + step) for step in range(steps)]
+    due = [bool(chosen.due(WARM_UP + step)) for step in range(steps)]
     if 0 < share < 1 and len(set(due)) < 2:
         raise ConfigurationError(
             f"{policy}: {share:.3g} of its steps end with another transfer, and steps {WARM_UP} to "
