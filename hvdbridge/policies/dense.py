@@ -99,11 +99,14 @@ def all_reduces(policy: Policy) -> bool:
     return plain_mean(policy) or type(policy) is Sum
 
 
-@own_member_first()
+@own_member_first(warn=False)
 def bucket_mb(policy: Policy) -> float:
-    """The size of a bucket in MiB on one machine, if none is given: DDP's, or less where flows compute between
-    collectives and run ahead of their turns (:attr:`Policy.rounds`), so that one bucket is coded while another
-    travels. With DDP's size, buckets on torch are those of plain DDP, whose bits the mean reproduces."""
+    """The size of a bucket in MiB on one machine, if none is given. A class may have an attribute of this name.
+
+    Else the size is DDP's, or less where flows compute between collectives and run ahead of their turns
+    (:attr:`Policy.rounds`), so that one bucket is coded while another travels. With DDP's size, buckets on torch are
+    those of plain DDP, whose bits the mean reproduces.
+    """
     return DDP_MB if policy.rounds is None or all_reduces(policy) else CODED_MB
 
 

@@ -18,6 +18,12 @@ class SyncBatchNorm(sync_batchnorm.SyncBatchNorm):
         ValueError: at forward: fewer than two dimensions, or ``hvd.init()`` is missing.
     """
 
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         return _BatchNorm.forward(self, input) if basics.size() == 1 else super().forward(input)

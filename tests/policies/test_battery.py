@@ -56,7 +56,7 @@ class Arranged(Trained):
         arrangement = self.arrangements[min(self.steps, len(self.arrangements) - 1)]
         if self.policy.scope == "step":
             arrangement = [[name for names in arrangement for name in names]]
-        wanted = [Layout({name: SHAPES[name] for name in names}) for names in arrangement]
+        wanted = [Layout({name: SHAPES[name] for name in names}, *self._model) for names in arrangement]
         if [layout.names for layout in self._layouts] != [layout.names for layout in wanted]:
             self._layouts = wanted
         return super().step(grads_per_rank, weights)
