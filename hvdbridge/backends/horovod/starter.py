@@ -92,6 +92,11 @@ class HorovodStarter(Starter):
         interface = meeting.config.iface or network.interface_towards(meeting.address)
         self._variables.default({"HOROVOD_GLOO_IFACE": interface})
 
+    def numbers(self) -> Numbers:
+        import horovod.torch as hvd  # under hvdbridge.run the module of this name in sys.modules is hvdbridge.torch
+
+        return hvd.rank(), hvd.size()
+
     def hint(self, world: World) -> str:
         return "If hvd.init() ran before hb.init(), leave it out: hb.init() starts Horovod under every launcher."
 
