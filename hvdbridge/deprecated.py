@@ -34,7 +34,7 @@ MOVED = {
 
 RENAMED = {
     "Driver": "Scheduler", "Memory": "BufferPool", "Pending": "Submission", "StreamDriver": "StreamScheduler",
-    "ThreadDriver": "ThreadScheduler", "open_driver": "open_scheduler", "room": "output_of",
+    "Mark": "WeightingState", "ThreadDriver": "ThreadScheduler", "open_driver": "open_scheduler", "room": "output_of",
 }  # fmt: skip
 """Old name -> new name within the modules that moved."""
 
@@ -60,16 +60,16 @@ class _Former:
         self.name, self.now = name, now
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        if instance is None:
-            return self
         instead = f"hvdbridge.{self.now.replace(':', '.')}(policy, ...)" if isinstance(self.now, str) else "nothing"
-        text = f"{type(instance).__name__}.{self.name} goes with the next release; use {instead}"
+        text = f"{(owner or type(instance)).__name__}.{self.name} goes with the next release; use {instead}"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         if not isinstance(self.now, str):
             return self.now
         module, _, name = self.now.partition(":")
         function = getattr(import_module(f"hvdbridge.{module}"), name)
         function = getattr(function, "__wrapped__", function)  # a subclass's member may ask for what it overrides
+        if instance is None:
+            return function
         return partial(function, instance) if len(signature(function).parameters) > 1 else function(instance)
 
 
@@ -130,6 +130,8 @@ class MovedModules(MetaPathFinder, Loader):
         found = import_module(new)
 
         def look_up(name: str) -> object:
+            if name == "bytes_per_step":
+                return getattr(import_module("hvdbridge.policies"), name)
             if not hasattr(found, name) and name in import_module("hvdbridge").__all__:  # of a file that was cut
                 return getattr(import_module("hvdbridge"), name)
             return getattr(found, RENAMED.get(name, name))

@@ -100,9 +100,12 @@ class Blocks:
     def table(self, native: CDLL) -> Tensor:
         """A struct of native.c for each block, int32 ``[blocks, 8]``: made anew, as it may be long."""
         made = torch.empty((self.count, 8), dtype=torch.int32, device="cpu")
-        strips = torch.tensor(self.strips, dtype=torch.int64, device="cpu")
-        native.lay_blocks(strips.data_ptr(), len(strips), self.width, made.data_ptr())
+        native.lay_blocks(self._strips.data_ptr(), len(self.strips), self.width, made.data_ptr())
         return made
+
+    @cached_property
+    def _strips(self) -> Tensor:
+        return torch.tensor(self.strips, dtype=torch.int64, device="cpu")
 
     @cached_property
     def columns(self) -> Tensor:

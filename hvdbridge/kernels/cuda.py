@@ -11,7 +11,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -25,7 +25,7 @@ from hvdbridge.kernels.blocks import Blocks
 from hvdbridge.kernels.native import LINEAR, SIGN, TERNARY, Fields, does_not_work
 
 F = TypeVar("F", bound=Callable[..., Any])
-_broken: set[str] = set()
+_broken: set[tuple[object, ...]] = set()
 """Functions of this module whose kernels did not compile."""
 
 AS_WRITTEN = {"enable_fp_fusion": False}
@@ -334,15 +334,21 @@ def _or_torch(function: F) -> F:
 
     @wraps(function)
     def attempt(*arguments: Any) -> Any:
-        if function.__name__ in _broken:
+        kind = arguments[0].get("kind") if isinstance(arguments[0], Mapping) else None
+        device = next((each.device for each in arguments if isinstance(each, Tensor)), None)
+        key = function.__name__, kind, device
+        if key in _broken:
             return None
         try:
             return function(*arguments)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler of kernels, and of C below it, may raise
-            does_not_work(f"Triton's kernel {function.__name__}", "Triton and a C compiler", error)
-            _broken.add(function.__name__)
+            if "CUDA error" in str(error):  # of work before: the device is lost
+                raise
+            if not any(name == function.__name__ for name, *_ in _broken):
+                does_not_work(f"Triton's kernel {function.__name__}", "Triton and a C compiler", error)
+            _broken.add(key)
             return None
 
     return cast(F, attempt)

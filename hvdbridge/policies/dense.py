@@ -107,7 +107,7 @@ def bucket_mb(policy: Policy) -> float:
     (:attr:`Policy.rounds`), so that one bucket is coded while another travels. With DDP's size, buckets on torch are
     those of plain DDP, whose bits the mean reproduces.
     """
-    return DDP_MB if policy.rounds is None or all_reduces(policy) else CODED_MB
+    return DDP_MB if policy.rounds is None or plain_mean(policy) or isinstance(policy, Sum) else CODED_MB
 
 
 def own(bucket: Bucket) -> Tensor:

@@ -196,6 +196,11 @@ class Partition(Policy):
         inners = self.inners()
         return self._each(bucket, state, lambda key: inners[key].after_step if inners[key].due(bucket.step) else keep)
 
+    def start_from(self, bucket: Bucket, state: State) -> State:
+        """Each inner policy starts from its part; see :func:`hvdbridge.policy.base.start_from`."""
+        inners, plan = self.inners(), self._plan(bucket)
+        return {key: base.start_from(inners[key], _select(bucket, *part), state[key]) for key, part in plan.items()}
+
     def _each(self, bucket: Bucket, state: State, start: Callable[[str], Callable[[Bucket, State], Flow]]) -> Flow:
         """Run each part's flow, one after the other; where one is early, the rest of them after all have begun."""
         plan = self._plan(bucket)
@@ -257,6 +262,7 @@ def statistics(policy: Policy, params: Mapping[str, Tensor], state: State) -> di
     return found
 
 
+@own_member_first()
 def averaged(policy: Policy, step: int) -> bool:
     """Whether a job may stop after this step: replicas are equal then, or nothing will make them so."""
     if isinstance(policy, Warmup):

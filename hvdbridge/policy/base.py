@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hvdbridge.deprecated import former_members, own_member_first
+from hvdbridge.deprecated import former_members, own_member, own_member_first
 from hvdbridge.errors import ConfigurationError, WeightError
 from hvdbridge.policy.bucket import Bucket
 from hvdbridge.policy.collectives import Collective, relay
@@ -224,6 +224,13 @@ class Policy:
         """
         return None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass's ``slots`` are added to those of its base."""
+        super().__init_subclass__(**kwargs)
+        inherited = super(cls, cls).slots  # type: ignore[misc]
+        if isinstance(cls.__dict__.get("slots"), Mapping) and isinstance(inherited, Mapping):
+            cls.slots = {**inherited, **cls.slots}
+
     @property
     def bytewise(self) -> bool:
         """A byte or more travels for each element, by several collectives. On a slow network a step waits for these
@@ -298,6 +305,7 @@ former_members(
     start_from="policy.base:start_from",
     flush="policy.base:flush",
     parameters_of="policies.wrappers:parameters_of",
+    averaged="policies.wrappers:averaged",
     statistics="policies.wrappers:statistics",
     bytes_per_step="policies:bytes_per_step",
 )
@@ -317,7 +325,9 @@ def acts_after_step(policy: Policy) -> bool:
 @own_member_first()
 def switches(policy: Policy, step: int) -> bool:
     """Whether a phase begins after this step."""
-    return policy.due(step) == SWITCH
+    if policy.due(step) == SWITCH:
+        return True
+    return any(own_member(inner, "switches") and switches(inner, step) for inner in policy.inners().values())
 
 
 @own_member_first()
@@ -327,7 +337,7 @@ def anchored(policy: Policy) -> bool:
     return own or any(map(anchored, policy.inners().values()))
 
 
-@own_member_first()
+@own_member_first(warn=False)
 def start_from(policy: Policy, bucket: Bucket, state: State) -> State:
     """What changes of the state where a phase begins with these parameters, equal on all ranks: copies.
 

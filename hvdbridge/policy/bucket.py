@@ -340,6 +340,8 @@ FORMER = {
     "nodes": "ranks.nodes", "blocks": "layout.blocks", "dtypes": "layout.dtypes",
 }  # fmt: skip
 """Attributes of the first edition's buckets, and what to read instead."""
+FORMER_ORDER = ("rank", "size", "weights", "needs_sent", "blocks", "groups", "nodes", "scaled", "dtypes")
+"""The fields behind ``seed`` in the first edition."""
 MOVED_FIELDS = {"rank", "size", "weights", "groups", "nodes", "blocks", "dtypes"}
 
 
@@ -349,6 +351,9 @@ def _takes_former(init: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(init)
     def accept(self: Bucket, *arguments: Any, **fields: Any) -> None:
+        if len(arguments) > 5 and not isinstance(arguments[5], Ranks):
+            fields |= dict(zip(FORMER_ORDER, arguments[5:], strict=False))
+            arguments = arguments[:5]
         former = {name: fields.pop(name) for name in MOVED_FIELDS & fields.keys()}
         init(self, *arguments, **fields)
         if not former:

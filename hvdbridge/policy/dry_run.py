@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def dry_run(
     params: Mapping[str, Tensor | Sequence[int]],
     size: int,
     step: int = 0,
-    bucket_mb: float = 25.0,
+    bucket_mb: float | None = None,
     local_size: int | None = None,
     device: torch.device | str = "meta",
     buckets: Sequence[Sequence[str]] | None = None,
@@ -77,6 +78,8 @@ def dry_run(
     >>> [one.request.signature() for one in asked if isinstance(one, Asked)]
     ['AllReduce[1024] float32 op=sum group=world']
     """
+    if bucket_mb is None:
+        bucket_mb = import_module("hvdbridge.policies.dense").bucket_mb(policy)
     if size < 1 or bucket_mb <= 0 or (local_size is not None and local_size < 1):
         raise ConfigurationError(f"size={size}, bucket_mb={bucket_mb} and local_size={local_size} must be positive")
     given = {

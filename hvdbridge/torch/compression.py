@@ -9,21 +9,29 @@ from torch import Tensor
 
 
 class Compressor:
-    """Base of compressors, which leaves tensors as they are. Operations take a subclass itself, without an instance."""
+    """Base of compressors. Operations take a subclass itself, without an instance."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
         """The tensor that travels instead of ``tensor``, and the context that :meth:`decompress` needs."""
-        return tensor, None
+        raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
         """``tensor`` from the other ranks, in the form that :meth:`compress` was given."""
-        return tensor
+        raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
     """Tensors travel as they are."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor
 
 
 class _Narrowed(Compressor):

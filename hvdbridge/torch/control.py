@@ -49,7 +49,7 @@ Deliver = Callable[[Message], None]
 
 TICK = 0.2
 LOST_SECONDS = 1.5
-GUEST_SECONDS = 10.0
+GUEST_SECONDS = 1.0
 
 
 class Control:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -214,7 +215,7 @@ class Operations:
                 bytes=sum(tensor.nbytes for tensor in inputs), **more,
             )  # fmt: skip
             sent = [tensor.detach() for tensor in inputs]
-            pending = Pending(request, sent, inputs if in_place else None, grouped, offer, opened)
+            pending = Pending(request, sent, list(inputs) if in_place else None, grouped, offer, opened)
             if pending.key in self._pending:
                 raise internal_error(
                     f"rank {self.rank}: {request.title} is in flight already: a name can be used again after "
@@ -360,9 +361,11 @@ class Operations:
 
     def _execute(self, decision: Decision, known: list[Pending | None]) -> None:
         """Execute the operations together. A joined rank takes part with zeros in those that it does not know."""
+        if None in known and len(decision.requests) != len(known):
+            raise RuntimeError(f"a decision about {decision.names}, of which this rank knows nothing")
         requests = [Request(*decision.requests[i]) if job is None else job.request for i, job in enumerate(known)]
         stream: Any = self._stream if any(request.device == "cuda" for request in requests) else None
-        with torch.cuda.stream(stream):
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             jobs = [job or Pending(request, self._zeros(request)) for job, request in zip(known, requests, strict=True)]
             for job in jobs if stream is not None else ():
                 if job.ready is not None:

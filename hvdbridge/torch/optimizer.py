@@ -359,12 +359,15 @@ class _DistributedAdasumOptimizer(_Distributed):
         gradients = {p: (p.grad, p.detach().clone()) for p in reducer.params.values()}
         super().step()
         with torch.no_grad(), internal_errors():
-            for p, (_, start) in gradients.items():
-                p.grad = self._rounded(p.detach() - start)
-            reducer.finish()
-            for p, (gradient, start) in gradients.items():
-                p.copy_(start.add_(p.grad))  # type: ignore[arg-type]
-                p.grad = gradient
+            try:
+                for p, (_, start) in gradients.items():
+                    p.grad = self._rounded(p.detach() - start).to(p.dtype)
+                reducer.finish()
+                for p, (_, start) in gradients.items():
+                    p.copy_(start.add_(p.grad))  # type: ignore[arg-type]
+            finally:
+                for p, (gradient, _) in gradients.items():
+                    p.grad = gradient
         self._new_step()
         return loss
 

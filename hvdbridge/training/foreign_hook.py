@@ -154,11 +154,12 @@ class ForeignHook(Foreign):
             if isinstance(mine, Unsupported):
                 raise mine
             world = HookWorld(FlowGroup(*key))
-            mine = _adopted(mine, world)
-            if isinstance(mine, PostLocalSGDState) and mine.subgroup is None:  # torch asks CUDA for a host's ranks
-                mine.subgroup = FlowGroup(*bucket.place("node"), label="node")
             ranks[key] = world, mine
-        return ranks[key]
+        world, mine = ranks[key]
+        mine = _adopted(mine, world)  # in each step: a script or a hook may set another group
+        if isinstance(mine, PostLocalSGDState) and mine.subgroup is None:  # torch asks CUDA for a host's ranks
+            mine.subgroup = FlowGroup(*bucket.place("node"), label="node")
+        return world, mine
 
 
 def from_comm_hook(state: Any, hook: Hook, scope: Literal["bucket", "step"] | None = None) -> Policy:
@@ -271,11 +272,12 @@ def _copy(state: Any) -> Any:
     """A state of its own for another rank, or the error where there is none. torch's PowerSGDState copies itself only
     where a default group is."""
     try:
-        if not isinstance(state, power_hooks.PowerSGDState):
+        if not hasattr(state, "process_group"):
             return copy.deepcopy(state)
         new = object.__new__(type(state))
         for name in _attributes(state):
-            setattr(new, name, copy.deepcopy(getattr(state, name)))
+            value = getattr(state, name)
+            setattr(new, name, value if isinstance(value, dist.ProcessGroup) else copy.deepcopy(value))
         return new
     except Exception as error:  # whatever a state may hold
         return Unsupported(

@@ -57,6 +57,9 @@ class FlowGroup(dist.ProcessGroup):
 
     getBackendName = name  # torch's name
 
+    def new_group(self, *args: Any, **options: Any) -> None:
+        raise Unsupported("dist.new_group() in a hook: make the group before training, with hvdbridge.new_group()")
+
     @property
     def label(self) -> str:
         if not self._label:

@@ -64,7 +64,8 @@ class SyncBatchNorm(_BatchNorm):
         """``module`` with every BatchNorm replaced, parameters and buffers taken over."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             sync = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
-            sync._parameters, sync._buffers, sync.training = module._parameters, module._buffers, module.training
+            for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
+                setattr(sync, name, getattr(module, name))
             return sync
         for name, child in module.named_children():
             setattr(module, name, cls.convert(child))

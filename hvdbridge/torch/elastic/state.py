@@ -38,7 +38,7 @@ class State:
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
-        self._bcast_object = bcast_object
+        self._bcast_object, self._rank = bcast_object, get_rank
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
