@@ -82,6 +82,7 @@ class Submission(Generic[T]):
         number: that of the operation, in the order of starts.
         issued: the flow has issued a collective.
         ended: the flow came to its end.
+        spent: the last operation of the flow's last collective has started.
         announced: the waiter watches :attr:`work`.
         asked: how many collectives the flow has asked for.
         since: when the flow last went on.
@@ -104,6 +105,7 @@ class Submission(Generic[T]):
     number: int = 0
     issued: bool = False
     ended: bool = False
+    spent: bool = False
     announced: bool = False
     asked: int = 0
     since: float = 0.0
@@ -141,8 +143,7 @@ class Submission(Generic[T]):
     @property
     def last(self) -> bool:
         """The flow starts no more operations; from any thread."""
-        work = self.work
-        return self.ended or (work is not None and work.last and self.asked == self.rounds)
+        return self.ended or self.spent
 
     def begin(self, steps: Steps, turn: int = 0, width: int = 0) -> None:
         """Compute up to the first collective."""
@@ -158,6 +159,7 @@ class Submission(Generic[T]):
             self._next()
         if self.work is None or self.work.last:
             self.turn += self.width
+            self.spent = self.work is not None and self.asked == self.rounds
 
     def proceed(self, block: bool = False) -> bool:
         """Compute on if the operation is over, which is waited for if ``block``. Whether the flow moved."""

@@ -250,8 +250,12 @@ class DdpSource(Source):
         if wrapped is None:
             wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
         given = ddp_options(params, aggregator.policy, options)
-        with ddp_ignores(model, options.ignored):
-            DistributedDataParallel.__init__(wrapped, model, process_group=self._own_group, **given)
+        try:
+            with ddp_ignores(model, options.ignored):
+                DistributedDataParallel.__init__(wrapped, model, process_group=self._own_group, **given)
+        except BaseException:
+            self.stop()
+            raise
         self.model = wrapped
         self._layouts = Layouts(self.names)
         self._whole = False  # the step's last bucket came

@@ -24,7 +24,7 @@ from functools import partial
 from hvdbridge.errors import RendezvousError
 from hvdbridge.supervisor.job import Job
 from hvdbridge.supervisor.spawn import HelperAddress
-from hvdbridge.supervisor.wire import MEMBER_FRAME, Message, keep_alive, pack, read_frame
+from hvdbridge.supervisor.wire import MEMBER_FRAME, Message, keep_alive, pack, read_frame, take_frames
 
 TICK = 0.1
 Reply = tuple[Message, bytes]
@@ -126,21 +126,27 @@ class SocketLink(Link):
     def _read(self) -> None:
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
-        next_tick = 0.0
+        data, next_tick = bytearray(), 0.0
         while not self._closed:
             if (now := time.monotonic()) >= next_tick:
                 next_tick = now + TICK
                 self._on_tick()
-            if poll.poll(TICK * 1000):
-                try:
-                    message, payload = read_frame(self._sock, MEMBER_FRAME)
-                except (OSError, ValueError):
-                    break
+            if not poll.poll(TICK * 1000):
+                continue
+            try:  # a part of a frame, so that ticks go on while a long one comes
+                chunk = self._sock.recv(1 << 18)
+                data += chunk
+                frames = list(take_frames(data, MEMBER_FRAME))
+            except (OSError, ValueError):
+                break
+            for message, payload in frames:
                 if "id" not in message:
                     self._on_message(message)
                 elif future := self._open.get(message["id"]):
                     with suppress(Exception):  # it failed in the same moment
                         future.set_result((message, payload))
+            if not chunk:
+                break
         if not self._closed:
             self._on_end()
             while not self._closed:  # on_tick ends the process in time

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 Message = dict[str, Any]
@@ -81,6 +82,16 @@ def fill(sock: socket.socket, memory: memoryview) -> None:
 def read_frame(sock: socket.socket, bound: int) -> tuple[Message, bytes]:
     """Message and payload of the next frame from ``sock``."""
     return unpack(bytes(exactly(sock, length_of(exactly(sock, LENGTH.size), bound))))
+
+
+def take_frames(data: bytearray, bound: int) -> Iterator[tuple[Message, bytes]]:
+    """Message and payload of each frame that is complete in ``data``, which loses it."""
+    while len(data) >= LENGTH.size:
+        end = LENGTH.size + length_of(data[: LENGTH.size], bound)
+        if len(data) < end:
+            return
+        yield unpack(bytes(data[LENGTH.size : end]))
+        del data[:end]
 
 
 def keep_alive(sock: socket.socket) -> None:
