@@ -16,7 +16,7 @@ ROUNDING = 12 * 8 * 2**-24
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_the_state_of_release_0_1_0_loads(backend: str) -> None:
-    """Bit for bit, except for products by a BLAS: gradients are exact, and a sum of two does not depend on its order."""
+    """Bit for bit but for a BLAS: gradients are exact, and a sum of two does not depend on its order."""
     for differences in jobs.run("fork", backend, 2, [str(SCRIPT)]).check().records:
         assert differences
         limits = {spec: ROUNDING if "powersgd" in spec else 0.0 for spec in differences}
