@@ -187,15 +187,15 @@ static inline float sum_of(float *restrict x, int64_t width)
 }
 
 /* codes.norms. */
-static inline float norm(const float *restrict x, int64_t count, int64_t width, float *restrict room)
+static inline float norm(const float *restrict x, int64_t count, int64_t width, float *restrict scratch)
 {
     float top = largest(x, count), safe = top < TINY ? TINY : top, inverse = 1.0f / safe;
     for (int64_t i = 0; i < count; i++) {
         float y = x[i] * inverse;
-        room[i] = y * y;
+        scratch[i] = y * y;
     }
-    for (int64_t i = count; i < width; i++) room[i] = 0.0f;
-    return sqrtf(sum_of(room, width)) * safe;
+    for (int64_t i = count; i < width; i++) scratch[i] = 0.0f;
+    return sqrtf(sum_of(scratch, width)) * safe;
 }
 
 /* fused.InC, native.Job: what to encode or decode; 0 where Python says nothing. Rows are `..._stride` bytes apart. */
@@ -210,22 +210,22 @@ struct job {
 };
 
 /* The noise of a block's i-th element: from 0 to below 1, exactly. */
-static inline float dice(const struct job *job, const struct place *at, int64_t i)
+static inline float rounding_offset(const struct job *job, const struct place *at, int64_t i)
 {
     return (float)(int32_t)hashed(at->number + (uint32_t)i, job->low, job->high) * 0x1p-24f;
 }
 
 /* codes.Linear: by the largest magnitude or by the norm; to the nearest or at random. */
 static inline float linear(const struct job *job, const struct place *at, const float *restrict x, uint8_t *restrict code,
-                           float *restrict room)
+                           float *restrict scratch)
 {
     int32_t count = at->count, offset = job->offset, mask = job->mask;
-    float scale = (job->l2 ? norm(x, count, job->width, room) : largest(x, count)) / (float)job->levels;
+    float scale = (job->l2 ? norm(x, count, job->width, scratch) : largest(x, count)) / (float)job->levels;
     scale = scale < TINY ? TINY : scale;
     float inverse = 1.0f / scale, last = (float)job->levels;
     if (job->random)
         for (int64_t i = 0; i < count; i++) {
-            float y = floorf(x[i] * inverse + dice(job, at, i));
+            float y = floorf(x[i] * inverse + rounding_offset(job, at, i));
             y = y > last ? last : y < -last ? -last : y;
             code[i] = (uint8_t)(((int32_t)y + offset) & mask);
         }
@@ -242,19 +242,19 @@ static inline void ternary(const struct job *job, const struct place *at, const 
     limit = limit < TINY ? TINY : limit;
     for (int64_t i = 0; i < at->count; i++) {
         float y = x[i] > limit ? limit : x[i] < -limit ? -limit : x[i];
-        y = floorf(y * inverse + dice(job, at, i));
+        y = floorf(y * inverse + rounding_offset(job, at, i));
         code[i] = (uint8_t)(((int32_t)(y > 1.0f ? 1.0f : y < -1.0f ? -1.0f : y) + 1) & 3);
     }
 }
 
 /* signs.ScaledSign. */
 static inline float sign(const struct job *job, const struct place *at, const float *restrict x, uint8_t *restrict code,
-                         float *restrict room)
+                         float *restrict scratch)
 {
-    for (int64_t i = 0; i < at->count; i++) room[i] = fabsf(x[i]);
-    for (int64_t i = at->count; i < job->width; i++) room[i] = 0.0f;
+    for (int64_t i = 0; i < at->count; i++) scratch[i] = fabsf(x[i]);
+    for (int64_t i = at->count; i < job->width; i++) scratch[i] = 0.0f;
     for (int64_t i = 0; i < at->count; i++) code[i] = x[i] >= 0.0f;
-    return sum_of(room, job->width) / (float)at->count;
+    return sum_of(scratch, job->width) / (float)at->count;
 }
 
 /* codes.Float8: 3 bits of fraction and a bias of 7 (e4m3), or 2 and 15 (e5m2). Nothing is above the largest number,
@@ -281,21 +281,22 @@ static inline float wide(uint8_t code, int32_t digits, int32_t bias)
 }
 
 static inline float float8(const struct job *job, const struct place *at, const float *restrict x, uint8_t *restrict code,
-                           float *restrict room)
+                           float *restrict scratch)
 {
     int32_t digits = job->digits, bias = job->bias;
     const float smallest = float_of((128 - bias) << 23), unit = float_of((127 - digits) << 23), top = (float)job->top;
     float scale = largest(x, at->count) / top;
     scale = scale < TINY ? TINY : scale;
     float inverse = 1.0f / scale;
-    for (int64_t i = 0; i < at->count; i++) room[i] = x[i] * inverse;
+    for (int64_t i = 0; i < at->count; i++) scratch[i] = x[i] * inverse;
     if (job->random)
         for (int64_t i = 0; i < at->count; i++) {
-            float power = float_of(bits_of(room[i]) & 0x7f800000), step = (power < smallest ? smallest : power) * unit;
-            float y = floorf(room[i] / step + dice(job, at, i)) * step;
-            room[i] = y > top ? top : y < -top ? -top : y;
+            float power = float_of(bits_of(scratch[i]) & 0x7f800000);
+            float step = (power < smallest ? smallest : power) * unit;
+            float y = floorf(scratch[i] / step + rounding_offset(job, at, i)) * step;
+            scratch[i] = y > top ? top : y < -top ? -top : y;
         }
-    for (int64_t i = 0; i < at->count; i++) code[i] = narrow(room[i], digits, bias);
+    for (int64_t i = 0; i < at->count; i++) code[i] = narrow(scratch[i], digits, bias);
     return scale;
 }
 
@@ -342,7 +343,7 @@ static inline void say(const struct job *job, const float *restrict value, const
 void encode(const struct job *job)
 {
     struct some some;
-    float room[WIDTH], value[256];
+    float scratch[WIDTH], value[256];
     int32_t bits = job->kind == POWER ? 1 : job->bits;
     int64_t skip = job->kind == POWER ? job->length : 0;
     for (int i = 0; i < 256 && job->kind == FLOAT8; i++) value[i] = wide((uint8_t)i, job->digits, job->bias);
@@ -351,10 +352,10 @@ void encode(const struct job *job)
         uint8_t *row = job->codes + at->row * job->code_stride, *exponent = row + at->code;
         uint8_t *code = codes_for(at, bits, row + skip, &some);
         switch (job->kind) {
-        case LINEAR: scale = linear(job, at, x, code, room); break;
+        case LINEAR: scale = linear(job, at, x, code, scratch); break;
         case TERNARY: ternary(job, at, x, code); break;
-        case SIGN: scale = sign(job, at, x, code, room); break;
-        case FLOAT8: scale = float8(job, at, x, code, room); break;
+        case SIGN: scale = sign(job, at, x, code, scratch); break;
+        case FLOAT8: scale = float8(job, at, x, code, scratch); break;
         case POWER: power(job, at, x, exponent, code); break;
         }
         if (job->kind != TERNARY && job->kind != POWER)
@@ -406,19 +407,19 @@ static inline uint32_t reached(const int32_t *bits, int32_t limit, int32_t mask)
     return word;
 }
 
-/* select.reaching: positions of what is not below the limit, ascending; how many, or -1: more than there is room. */
+/* select.reaching: positions of what is not below the limit, ascending; their number, or -1: more than `capacity`. */
 int64_t reaching(const int32_t *restrict bits, int64_t count, int32_t limit, int32_t mask, int64_t *restrict positions,
-                 int64_t room)
+                 int64_t capacity)
 {
     int64_t found = 0, i = 0;
     for (; i + 32 <= count; i += 32)
         for (uint32_t word = reached(bits + i, limit, mask); word; word &= word - 1) {
-            if (found == room) return -1;
+            if (found == capacity) return -1;
             positions[found++] = i + __builtin_ctz(word);
         }
     for (; i < count; i++)
         if ((bits[i] & mask) >= limit) {
-            if (found == room) return -1;
+            if (found == capacity) return -1;
             positions[found++] = i;
         }
     return found;

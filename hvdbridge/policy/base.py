@@ -227,9 +227,14 @@ class Policy:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A subclass's ``slots`` are added to those of its base."""
         super().__init_subclass__(**kwargs)
-        inherited = super(cls, cls).slots  # type: ignore[misc]
-        if isinstance(cls.__dict__.get("slots"), Mapping) and isinstance(inherited, Mapping):
-            cls.slots = {**inherited, **cls.slots}
+        inherited: Any = super(cls, cls).slots  # type: ignore[misc]
+        own = cls.__dict__.get("slots")
+        if not isinstance(own, Mapping):
+            return
+        if isinstance(inherited, property):
+            cls.slots = property(lambda policy: {**inherited.__get__(policy), **own})  # type: ignore[assignment]
+        else:
+            cls.slots = {**inherited, **own}
 
     @property
     def bytewise(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from hvdbridge.deprecated import MOVED
 from hvdbridge.execution.flow import Submission
 from hvdbridge.execution.scheduler import ThreadScheduler
 from hvdbridge.execution.state_store import slot_of
-from hvdbridge.policies import Bf16, ErrorFeedback, LocalSgd
+from hvdbridge.policies import Bf16, Clip, ErrorFeedback, LocalSgd
 from hvdbridge.policies.dense import bucket_mb
+from hvdbridge.policies.wrappers import averaged
 from hvdbridge.policy.base import State, flush, start_from, switches
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.policy.buffer_pool import BufferPool
@@ -139,3 +141,40 @@ def test_old_classes_are_the_new_ones() -> None:
 def test_what_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("hvdbridge.nowhere")
+
+
+def test_fields_of_the_first_edition_by_position() -> None:
+    with pytest.warns(DeprecationWarning, match="Bucket takes rank, size, weights in ranks="):
+        bucket = hvdbridge.Bucket(torch.ones(3), Layout({"w": (3,)}), 0, 0, 7, 1, 4, (1.0,) * 4, True)
+    assert (bucket.seed, bucket.rank, bucket.size, bucket.weights, bucket.needs_sent) == (7, 1, 4, (1.0,) * 4, True)
+
+
+def test_members_that_only_a_users_class_has_still_decide() -> None:
+    @dataclass(frozen=True)
+    class Phased(LocalSgd):
+        slots: ClassVar = {"extra": hvdbridge.Slot()}
+
+        def averaged(self, step: int) -> bool:
+            return step == 3
+
+        def switches(self, step: int) -> bool:
+            return step == 5
+
+    policy = Phased()
+    assert policy.slots == {**LocalSgd().slots, "extra": hvdbridge.Slot()}
+    with pytest.warns(DeprecationWarning, match=r"ignores Phased\.averaged"):
+        assert [averaged(policy, step) for step in (2, 3)] == [False, True]
+    with pytest.warns(DeprecationWarning, match=r"ignores Phased\.switches"):
+        assert [switches(Clip(policy, norm=1.0), step) for step in (4, 5)] == [False, True]
+
+
+def test_members_of_the_class_itself() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Policy\.flush goes"):
+        assert hvdbridge.Policy.flush(Bf16(), {"inner": {}}) == ({}, {"inner": {}})
+
+
+def test_bytes_per_step_where_it_was() -> None:
+    sys.modules.pop("hvdbridge.dry_run", None)
+    with pytest.warns(DeprecationWarning, match="policy.dry_run"):
+        from hvdbridge.dry_run import bytes_per_step
+    assert bytes_per_step is hvdbridge.policies.bytes_per_step

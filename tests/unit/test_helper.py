@@ -25,7 +25,7 @@ from hvdbridge.supervisor.client import Monitor
 from hvdbridge.supervisor.job import Job
 from hvdbridge.supervisor.processes import SHM
 from hvdbridge.supervisor.spawn import HelperAddress, start_helper
-from hvdbridge.supervisor.wire import FrameError, length_of, pack, unpack
+from hvdbridge.supervisor.wire import FrameError, length_of, pack, take_frames, unpack
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -708,3 +708,13 @@ time.sleep(30)
     assert "rank 1 of 2" in done.stderr
     assert waits in done.stderr
     assert "within 0.5 s" in done.stderr
+
+
+def test_frames_are_taken_when_they_are_complete():
+    """So that the monitor's thread keeps time while a long frame comes."""
+    stream, data, taken = pack({"op": "a"}, b"xyz") + pack({"op": "b"}), bytearray(), []
+    for byte in stream:
+        data.append(byte)
+        taken += [(message["op"], payload) for message, payload in take_frames(data, 1000)]
+    assert taken == [("a", b"xyz"), ("b", b"")]
+    assert not data

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+import hvdbridge as hb
 import hvdbridge.torch as hvd
 from hvdbridge.errors import Unsupported
 from hvdbridge.run import STANDS_FOR
 from hvdbridge.torch import exceptions, mpi_ops, util
+from hvdbridge.torch.compression import Compressor
 from hvdbridge.torch.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from hvdbridge.torch.launch import run_commandline
 
@@ -208,3 +210,21 @@ def test_a_handle_of_the_session_before_is_unknown() -> None:
             hvd.poll(handle)
     finally:
         hvd.shutdown()
+
+
+def test_a_compressor_without_its_methods_is_an_error() -> None:
+    class Half(Compressor):
+        @staticmethod
+        def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+            return tensor.half(), tensor.dtype
+
+    with pytest.raises(NotImplementedError):
+        Half.decompress(torch.ones(1), torch.float32)
+
+
+def test_a_converted_batch_norm_is_independent_of_the_module_it_was_made_of() -> None:
+    module = torch.nn.BatchNorm1d(3)
+    converted = hb.SyncBatchNorm.convert(torch.nn.Sequential(module))
+    assert converted[0].weight is module.weight  # type: ignore[index]
+    module.register_buffer("more", torch.ones(1))
+    assert "more" not in dict(converted.named_buffers())
