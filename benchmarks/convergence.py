@@ -1,4 +1,4 @@
-"""Convergence: what every policy does to the loss, and what it sends for that. Writes docs/policies.md.
+"""Convergence: measure the loss and the bytes sent under every policy, and write the table of docs/policies.md.
 
 ::
 
@@ -6,16 +6,15 @@
 
 Rules:
 
-1. Four ranks, and for every policy the same steps over the same batches: a character-level language model on
-   Python's own manual, and the digits of examples/train.py, with three seeds each.
-2. The ranks are simulated in one process: their gradients, one after the other, and one
-   :class:`hvdbridge.Simulation` between them. That is what four processes compute, without the time to start them;
-   ``--jobs`` compares real jobs with it.
+1. Under every policy four ranks train the same steps on the same batches, with three seeds each: a character-level
+   language model on Python's own manual, and the digits of examples/train.py.
+2. One process simulates the ranks: it computes their gradients in sequence, and one :class:`hvdbridge.Simulation`
+   aggregates them. Four processes compute the same, but take time to start; ``--jobs`` compares real jobs with it.
 3. A policy runs by its recipe, one line of :data:`ROWS`: the learning rate relative to that of ``mean``, the
-   optimizer's momentum, and what its spec says (warm-up). Nothing else differs.
-4. The language model's loss decides, relative to ``mean`` with the same seed. The digits stand beside it.
-5. Every run is kept in build/convergence.json as soon as it ends: interrupt with Ctrl-C, start again to go on.
-   ``--again`` forgets the chosen rows first; do that after changing a policy.
+   optimizer's momentum, and the options of its spec (warm-up). Nothing else differs.
+4. The language model's loss relative to ``mean`` with the same seed decides. The table also shows that of the digits.
+5. build/convergence.json stores every run as soon as it ends: after Ctrl-C, the next start continues.
+   ``--again`` deletes the runs of the chosen rows first; use it after a change of a policy.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ BEGIN, END = "<!-- convergence: begin -->", "<!-- convergence: end -->"
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, how, and for how long. Learning rates are the best that were found for ``mean``."""
+    """A data set, its optimizer, and the number of steps. Learning rates are the best ones found for ``mean``."""
 
     data: str
     batch_size: int
@@ -71,7 +70,7 @@ class Task:
     adam: float
 
     def options(self, row: Row, seed: int, steps: int) -> list[str]:
-        """Those of examples/train.py."""
+        """Return the options of examples/train.py."""
         optimizer = row.optimizer or self.optimizer
         return [
             f"--data={self.data}", f"--batch-size={self.batch_size}", f"--seed={seed}", f"--steps={steps}",
@@ -88,16 +87,16 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A policy, its recipe, and what the table says of it.
+    """A policy, its recipe, and its text in the table.
 
     Attributes:
-        spec: "{tenth}" and "{fifth}" stand for a tenth and a fifth of the steps.
-        use: when to choose it.
+        spec: the policy; "{tenth}" and "{fifth}" stand for a tenth and a fifth of the steps.
+        use: when to choose the policy.
         lr: learning rate, relative to the best of ``mean`` with the same optimizer.
         optimizer: "sgd" or "adam"; empty: that of the task.
-        momentum: of sgd; 0 where the policy brings its own.
-        why: for a policy that is not within 2 % of ``mean``: the reason.
-        control: it must lose, or this comparison could not tell policies apart.
+        momentum: of sgd; 0 for a policy with a momentum of its own.
+        why: the reason why a policy is not within 2 % of ``mean``.
+        control: the policy must lose, or this comparison does not distinguish policies.
         local_size: ranks per node.
     """
 
@@ -228,36 +227,36 @@ ROWS = [
 
 
 def simulate(row: Row, task: Task, seed: int, steps: int) -> dict[str, Any]:
-    """Train with simulated ranks; what the run came to."""
+    """Train with simulated ranks and return the results of the run."""
     args = train.arguments(task.options(row, seed, steps))
     samples, test = data.load(args.data)
     inputs, labels = samples
     policy = hb.policies.from_spec(row.policy(steps))
-    # Where the policy keeps parameters equal one replica stands for all.
+    # If the policy keeps parameters equal, one replica represents all ranks.
     replicas = [Replica(args, samples) for _ in range(RANKS if policy.replicas == "drift" else 1)]
     ranks = [replicas[rank % len(replicas)] for rank in range(RANKS)]
     simulation = hb.Simulation(policy, replicas[0].parameters, RANKS, row.local_size)
     losses, sent, outside, equal = [], [], [], True
     for step, parts in enumerate(islice(batches(args, len(labels)), steps)):
-        found = [ranks[r].gradients(inputs[indices], labels[indices]) for r, indices in enumerate(parts)]
-        updates = simulation.step([gradients for _, gradients in found])
+        results = [ranks[r].gradients(inputs[indices], labels[indices]) for r, indices in enumerate(parts)]
+        updates = simulation.step([gradients for _, gradients in results])
         equal &= policy.replicas == "drift" or all(torch.equal(u[n], updates[0][n]) for u in updates for n in u)
         for replica, update in zip(replicas, updates, strict=False):
             replica.step(update, args.lr, step / steps)
         if policy.due(step):
             for replica, new in zip(replicas, simulation.after_step([r.parameters for r in ranks]), strict=False):
                 replica.replace(new)
-        losses.append([loss for loss, _ in found])
+        losses.append([loss for loss, _ in results])
         sent.append(max(simulation.bytes_sent))
         outside.append(max(sum(by.values()) - by["node"] for by in simulation.bytes_by_group))
     for replica, update in zip(replicas, simulation.flush() or [], strict=False):
         replica.step(update, args.lr, (steps - 1) / steps)
     numel = sum(p.numel() for p in replicas[0].parameters.values())
-    held = (t for _, leaf in leaves(simulation.stores[0].portable()) for t in leaf.values())
+    state = (t for _, leaf in leaves(simulation.stores[0].portable()) for t in leaf.values())
     loss, accuracy = evaluate(replicas[0].net, test)
     return {
         "loss": loss, "accuracy": accuracy, "losses": losses, "bytes": sent, "outside": outside, "equal": equal,
-        "state": sum(t.numel() * t.element_size() for t in held) / numel, "digest": train.digest(replicas[0].net),
+        "state": sum(t.numel() * t.element_size() for t in state) / numel, "digest": train.digest(replicas[0].net),
     }  # fmt: skip
 
 
@@ -269,10 +268,10 @@ class Replica:
         self.parameters = dict(self.net.named_parameters())
 
     def gradients(self, inputs: Tensor, labels: Tensor) -> tuple[float, dict[str, Tensor]]:
-        """The loss and its gradients; parameters stay as they are."""
+        """Return the loss and its gradients; parameters do not change."""
         loss = F.cross_entropy(self.net(inputs), labels)
-        found = torch.autograd.grad(loss, list(self.parameters.values()))
-        return loss.item(), dict(zip(self.parameters, found, strict=True))
+        gradients = torch.autograd.grad(loss, list(self.parameters.values()))
+        return loss.item(), dict(zip(self.parameters, gradients, strict=True))
 
     def step(self, update: Mapping[str, Tensor], lr: float, progress: float) -> None:
         for name, p in self.parameters.items():
@@ -287,7 +286,7 @@ class Replica:
 
 
 def batches(args: argparse.Namespace, samples: int) -> Iterator[list[list[int]]]:
-    """For each step all ranks' indices, those of examples/train.py."""
+    """Yield the indices of all ranks for each step, as examples/train.py draws them."""
     for epoch in count():
         ranks = []
         for rank in range(RANKS):
@@ -299,7 +298,7 @@ def batches(args: argparse.Namespace, samples: int) -> Iterator[list[list[int]]]
 
 @torch.no_grad()
 def evaluate(net: nn.Module, test: train.Samples) -> tuple[float, float]:
-    """Mean loss and accuracy on what was not trained on."""
+    """Return mean loss and accuracy on the test set."""
     inputs, labels = test
     outputs = torch.cat([net(part) for part in inputs.split(500)])
     return F.cross_entropy(outputs, labels).item(), (outputs.argmax(1) == labels).float().mean().item()
@@ -308,8 +307,8 @@ def evaluate(net: nn.Module, test: train.Samples) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------------- all runs
 
 
-class Kept:
-    """The results so far, by what was run; in a file that is complete at any time."""
+class Runs:
+    """The stored results, keyed by the settings of their runs, in a file that is complete at any time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -327,9 +326,9 @@ class Kept:
         self.save()
 
     def forget(self, row: Row) -> None:
-        """Drop all runs of a row."""
-        mine = row.recipe().items()
-        self.runs = {key: result for key, result in self.runs.items() if not mine <= json.loads(key).items()}
+        """Delete all runs of a row."""
+        recipe = row.recipe().items()
+        self.runs = {key: result for key, result in self.runs.items() if not recipe <= json.loads(key).items()}
         self.save()
 
     def save(self) -> None:
@@ -339,10 +338,10 @@ class Kept:
         os.replace(partial, self.path)
 
 
-def train_all(rows: Sequence[Row], seeds: int, lengths: dict[str, int], kept: Kept, console: Console) -> None:
-    """Do the runs that are missing, the first seed of all rows first; what failed is tried again the next time."""
+def train_all(rows: Sequence[Row], seeds: int, lengths: dict[str, int], store: Runs, console: Console) -> None:
+    """Execute all missing runs, the first seed of all rows first. The next start repeats those that failed."""
     wanted = [(row, task, seed) for seed in range(seeds) for row in rows for task in TASKS]
-    missing = [(row, t, seed) for row, t, seed in wanted if "loss" not in (kept.get(row, t, seed, lengths[t]) or {})]
+    missing = [(row, t, seed) for row, t, seed in wanted if "loss" not in (store.get(row, t, seed, lengths[t]) or {})]
     columns = (TextColumn("{task.description:60}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         progress = bar.add_task("", total=len(missing))
@@ -350,33 +349,33 @@ def train_all(rows: Sequence[Row], seeds: int, lengths: dict[str, int], kept: Ke
             bar.update(progress, description=f"{row.spec} · {name} · seed {seed}")
             started = time.monotonic()
             try:
-                result = brief(simulate(row, TASKS[name], seed, lengths[name]))
+                result = condensed(simulate(row, TASKS[name], seed, lengths[name]))
                 outcome = f"loss {result['loss']:.4f}"
-            except Exception as error:  # one policy's failure must not cost the others their row
+            except Exception as error:  # the failure of one policy must not end the others
                 result = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
                 outcome = result["error"]
-            kept.put(row, name, seed, lengths[name], result)
+            store.put(row, name, seed, lengths[name], result)
             bar.advance(progress)
             if not console.is_terminal:
                 seconds = time.monotonic() - started
                 print(f"[{number}/{len(missing)}] {row.spec} · {name} · {seed}: {outcome}, {seconds:.0f} s", flush=True)
 
 
-def brief(result: dict[str, Any], points: int = 40) -> dict[str, Any]:
-    """What is kept of a run. Bytes per step are those after any warm-up: of the last half."""
+def condensed(result: dict[str, Any], points: int = 40) -> dict[str, Any]:
+    """Return the results to store. Bytes per step are those of the second half, after any warm-up."""
     losses, sent = [statistics.fmean(local) for local in result["losses"]], result["bytes"]
     chunk = max(1, len(losses) // points)
     ends = range(chunk, len(losses) + 1, chunk)
     return {
         "loss": result["loss"], "accuracy": result["accuracy"], "state": result["state"],
-        "per_step": late(sent), "outside": late(result["outside"]),
+        "per_step": late_rate(sent), "outside": late_rate(result["outside"]),
         "curve": [(sent[end - 1], round(statistics.fmean(losses[end - chunk : end]), 4)) for end in ends],
         "equal": result["equal"],
     }  # fmt: skip
 
 
-def late(counts: Sequence[int]) -> float:
-    """The mean increase in the second half."""
+def late_rate(counts: Sequence[int]) -> float:
+    """Return the mean increase per step in the second half of a cumulative count."""
     half = (len(counts) - 1) // 2
     return (counts[-1] - counts[half]) / max(1, len(counts) - 1 - half)
 
@@ -405,20 +404,20 @@ class Summary:
         return self.ratio <= WITHIN
 
 
-def summarise(rows: Sequence[Row], seeds: int, lengths: dict[str, int], kept: Kept) -> tuple[list[Summary], list[str]]:
-    """The rows whose runs are complete, and what is missing or failed, one line each. The first row is ``mean``."""
-    runs = {row: {t: [kept.get(row, t, s, lengths[t]) or {} for s in range(seeds)] for t in TASKS} for row in rows}
+def summarise(rows: Sequence[Row], seeds: int, lengths: dict[str, int], store: Runs) -> tuple[list[Summary], list[str]]:
+    """Return the rows whose runs are complete, and a message for each other row. The first row is ``mean``."""
+    runs = {row: {t: [store.get(row, t, s, lengths[t]) or {} for s in range(seeds)] for t in TASKS} for row in rows}
     dense = runs[rows[0]]["text"]
-    found, problems = [], []
+    summaries, problems = [], []
     for row, by_task in runs.items():
-        every = [run for results in by_task.values() for run in results]
-        errors = {run["error"] for run in every if "error" in run}
-        if errors or not all("loss" in run for run in every + dense):
+        all_runs = [run for results in by_task.values() for run in results]
+        errors = {run["error"] for run in all_runs if "error" in run}
+        if errors or not all("loss" in run for run in all_runs + dense):
             problems.append(f"{row.spec}: {'; '.join(sorted(errors)) or 'not all runs are done'}")
             continue
         text, digits = by_task["text"], by_task["digits"]
         losses = [run["loss"] for run in text]
-        found.append(
+        summaries.append(
             Summary(
                 row,
                 wire=statistics.fmean(a["per_step"] / b["per_step"] for a, b in zip(text, dense, strict=True)),
@@ -430,10 +429,10 @@ def summarise(rows: Sequence[Row], seeds: int, lengths: dict[str, int], kept: Ke
                 digits=statistics.fmean(run["loss"] for run in digits),
                 accuracy=statistics.fmean(run["accuracy"] for run in digits),
                 curve=text[0]["curve"],
-                equal=all(run["equal"] for run in every),
+                equal=all(run["equal"] for run in all_runs),
             )
         )
-    return found, problems
+    return summaries, problems
 
 
 COLUMNS = (
@@ -442,8 +441,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def cells(found: Iterable[Summary]) -> Iterator[list[str]]:
-    for one in found:
+def cells(summaries: Iterable[Summary]) -> Iterator[list[str]]:
+    for one in summaries:
         row = one.row
         wire = share(one.wire) + (f"; between nodes {share(one.outside)}" if row.local_size else "")
         recipe = [f"lr × {row.lr:g}"] if row.lr != 1 else []
@@ -460,13 +459,13 @@ def cells(found: Iterable[Summary]) -> Iterator[list[str]]:
 
 
 def share(wire: float) -> str:
-    """A share as per cent, with two digits."""
+    """Format a share as per cent, with two digits."""
     return f"{100 * wire:.{0 if wire >= 0.1 or wire == 0 else 1 if wire >= 0.01 else 2}f} %"
 
 
-def faults(found: Iterable[Summary]) -> Iterator[str]:
-    """What the table may not say: one line each."""
-    for one in found:
+def faults(summaries: Iterable[Summary]) -> Iterator[str]:
+    """Yield a message for each result that the table must not contain."""
+    for one in summaries:
         if one.row.control and one.within:
             yield f"{one.row.spec}: a control must lose, and it is within 2 % of mean"
         if not one.within and not one.row.why:
@@ -475,31 +474,31 @@ def faults(found: Iterable[Summary]) -> Iterator[str]:
             yield f"{one.row.spec}: updates are not equal on all ranks"
 
 
-def write(found: Sequence[Summary], problems: Sequence[str], seeds: int, lengths: dict[str, int]) -> None:
-    """The table and the plot, between the page's markers."""
-    lines = [COLUMNS, ("---", "---", "--:", "--:", "--:", "--:", "---", "--:", "--:", "---"), *cells(found)]
+def write(summaries: Sequence[Summary], problems: Sequence[str], seeds: int, lengths: dict[str, int]) -> None:
+    """Write the table and the plot between the page's markers."""
+    lines = [COLUMNS, ("---", "---", "--:", "--:", "--:", "--:", "---", "--:", "--:", "---"), *cells(summaries)]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     text += f"\n{RANKS} ranks, {seeds} seeds, {' and '.join(f'{n} steps of {t}' for t, n in lengths.items())}.\n"
     if problems:
         text += "\nMissing here:\n\n" + "".join(f"- {problem}\n" for problem in problems)
     page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n![loss over bytes]({PLOT.name})\n\n{END}{rest.split(END)[1]}")
-    plot(found)
+    head, tail = page.split(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n\n{text}\n![loss over bytes]({PLOT.name})\n\n{END}{tail.split(END)[1]}")
+    plot(summaries)
 
 
-def plot(found: Sequence[Summary], top: float = 1.2) -> None:
-    """Loss over bytes: how it falls for those that send least, and where all of them end."""
+def plot(summaries: Sequence[Summary], top: float = 1.2) -> None:
+    """Plot the loss over bytes in the course of training for selected policies, and at the end for all."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(15, 8), width_ratios=(2, 3))
-    good = [one for one in found if one.within]
+    good = [one for one in summaries if one.within]
     best = {a.row for a in good if not any(total(b) < total(a) and b.loss < a.loss for b in good)}
-    for one in found:
-        if one.row in best or one.row.control or one is found[0]:
+    for one in summaries:
+        if one.row in best or one.row.control or one is summaries[0]:
             megabytes, losses = zip(*((sent / 1e6, loss) for sent, loss in one.curve), strict=True)
             left.plot(megabytes, losses, "--" if one.row.control else "-", label=one.row.policy(), linewidth=1.2)
     left.set(xscale="log", xlabel="MB sent per rank", ylabel="training loss")
@@ -508,7 +507,7 @@ def plot(found: Sequence[Summary], top: float = 1.2) -> None:
 
     right.axhspan(0.0, WITHIN, color="0.94")
     right.axhline(1.0, color="0.6", linewidth=0.8)
-    for number, one in enumerate(sorted(found, key=total)):
+    for number, one in enumerate(sorted(summaries, key=total)):
         x, y = total(one) / 1e6, min(one.ratio, top)
         right.plot(x, y, "x" if one.row.control else "o", color="C0" if one.within else "C3", markersize=4)
         above = number % 2 == 0
@@ -517,7 +516,7 @@ def plot(found: Sequence[Summary], top: float = 1.2) -> None:
             rotation=60, ha="left" if above else "right", va="bottom" if above else "top", rotation_mode="anchor",
         )  # fmt: skip
     right.set(xscale="log", xlabel="MB sent per rank in the whole run", ylabel="loss / loss of mean")
-    right.set(ylim=(min(one.ratio for one in found) - 0.08, top + 0.08))
+    right.set(ylim=(min(one.ratio for one in summaries) - 0.08, top + 0.08))
     right.set_title(f"where all of them end (at the top: {top:g} and more)")
     figure.tight_layout()
     figure.savefig(PLOT, dpi=110)
@@ -525,7 +524,7 @@ def plot(found: Sequence[Summary], top: float = 1.2) -> None:
 
 
 def total(one: Summary) -> float:
-    """Bytes that a rank sent in the whole run; one that sends none stands at the left end."""
+    """Return the bytes that a rank sent in the whole run, or the least value of the plot if that is more."""
     return max(one.curve[-1][0], 1e5)
 
 
@@ -535,7 +534,7 @@ JOBS = ("mean:exact=true", "bf16", "int8", "topk:ratio=0.01", "powersgd:rank=2")
 
 
 def jobs(console: Console, steps: int = 100) -> list[str]:
-    """Four processes against four simulated ranks; a line for each difference that may not be."""
+    """Compare four processes with four simulated ranks; return a message for each failure or difference."""
     problems = []
     for spec in JOBS:
         task = TASKS["text"]
@@ -545,9 +544,9 @@ def jobs(console: Console, steps: int = 100) -> list[str]:
         except JobFailed as error:
             problems.append(f"{spec}: {error}")
             continue
-        ours = simulate(Row(spec, ""), task, 0, steps)
-        equal = real["digest"] == ours["digest"]
-        last = real["losses"][-1], ours["losses"][-1][0]
+        simulated = simulate(Row(spec, ""), task, 0, steps)
+        equal = real["digest"] == simulated["digest"]
+        last = real["losses"][-1], simulated["losses"][-1][0]
         console.print(f"{spec}: last loss of rank 0 {last[0]:.6f} and {last[1]:.6f}; same parameters: {equal}")
         if abs(last[0] / last[1] - 1) > 0.01:
             problems.append(f"{spec}: a real job ends with the loss {last[0]:.4f}, the simulation with {last[1]:.4f}")
@@ -571,27 +570,27 @@ def main() -> int:
 
     rows = list(ROWS)
     if args.only:
-        known = {row.spec: row for row in ROWS}
-        rows = [ROWS[0], *(known.get(spec, Row(spec, "")) for spec in args.only if spec != ROWS[0].spec)]
+        by_spec = {row.spec: row for row in ROWS}
+        rows = [ROWS[0], *(by_spec.get(spec, Row(spec, "")) for spec in args.only if spec != ROWS[0].spec)]
     lengths = {name: args.steps or task.steps for name, task in TASKS.items()}
-    kept = Kept(KEPT)
+    store = Runs(KEPT)
     if args.again:
         for row in rows[1:] if args.only else rows:
-            kept.forget(row)
+            store.forget(row)
     try:
-        train_all(rows, args.seeds, lengths, kept, console)
+        train_all(rows, args.seeds, lengths, store, console)
     except KeyboardInterrupt:
         console.print("Interrupted; what was done is kept.")
-    found, problems = summarise(rows, args.seeds, lengths, kept)
+    summaries, problems = summarise(rows, args.seeds, lengths, store)
     table = Table(*COLUMNS[:-1], box=box.SIMPLE_HEAD)
-    for line in cells(found):
+    for line in cells(summaries):
         table.add_row(*line[:-1])
     console.print(table)
-    problems += faults(found)
+    problems += faults(summaries)
     if args.only or args.steps or args.seeds < 3:
         console.print("Not written to docs/policies.md: that takes all rows, all steps and three seeds.")
     else:
-        write(found, problems, args.seeds, lengths)
+        write(summaries, problems, args.seeds, lengths)
     for problem in problems:
         console.print(problem, style="red", markup=False, highlight=False)
     return 1 if problems else 0

@@ -1,10 +1,11 @@
-"""What a policy adds to a training step on one GPU (NCCL, one rank), in turns with plain DDP and torch's own hooks.
+"""Measure the time that a policy adds to a step on one GPU (NCCL, one rank), and that of torch's own DDP hooks.
 
     python benchmarks/cuda_step.py [--model gpt2|small] [--batch 4 --length 512] [--only mean,fp16,...] [--bucket-mb 25]
 
 The model has GPT-2-small's shape (124 M parameters, 496 MB of gradients) and runs under bf16 autocast. With --batch 4
---length 512 a step waits for the host, with --batch 16 --length 1024 for the GPU. One JSON line per way: median step
-in milliseconds, that of plain DDP in the same turns, the median difference, and launches and operations of a step.
+--length 512 the host limits a step, with --batch 16 --length 1024 the GPU. Steps of each way alternate with those of
+plain DDP. The output is one JSON line per way: median step in milliseconds, that of plain DDP, the median difference,
+and launches and operations of a step.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Gpt(nn.Module):
 
 @dataclass
 class Way:
-    """A model and its optimizer, as one way wraps them."""
+    """A model and its optimizer, wrapped in one of the compared ways, with functions for batch and loss."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -73,7 +74,7 @@ class Way:
     close: Callable[[], None] = lambda: None
 
     def step(self) -> float:
-        """Milliseconds."""
+        """Run one training step and return its milliseconds."""
         x = self.batch()
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -86,20 +87,20 @@ class Way:
         return 1e3 * (time.perf_counter() - began)
 
 
-def build(words: argparse.Namespace, device: torch.device) -> Way:
+def build(args: argparse.Namespace, device: torch.device) -> Way:
     torch.manual_seed(0)
-    if words.model == "small":
+    if args.model == "small":
         layers = [layer for _ in range(150) for layer in (nn.Linear(64, 64), nn.ReLU())]
         model: nn.Module = nn.Sequential(*layers).to(device)
         batch, loss = (lambda: torch.randn(64, 64, device=device)), (lambda y, _: y.square().mean())
     else:
         model = Gpt().to(device)
-        batch = lambda: torch.randint(0, 50257, (words.batch, words.length), device=device)  # noqa: E731
+        batch = lambda: torch.randint(0, 50257, (args.batch, args.length), device=device)  # noqa: E731
         loss = lambda y, x: functional.cross_entropy(y.view(-1, y.shape[-1]), x.view(-1))  # noqa: E731
     return Way(model, torch.optim.SGD(model.parameters(), lr=1e-4, foreach=True), batch, loss)
 
 
-def ours(way: Way, policy: str, bucket_mb: float | None) -> Way:
+def synchronized(way: Way, policy: str, bucket_mb: float | None) -> Way:
     sync = hb.GradientSynchronizer(way.model, way.optimizer, policy=policy, bucket_mb=bucket_mb)
     return Way(sync.model, sync.optimizer, way.batch, way.loss, sync.close)
 
@@ -119,40 +120,40 @@ def main() -> None:
     parser.add_argument("--only", default="", help="ways, by commas (default: all)")
     parser.add_argument("--bucket-mb", type=float)
     parser.add_argument("--steps", type=int, default=8)
-    words = parser.parse_args()
+    args = parser.parse_args()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29531")
-    TorchCommunicator.even_alone = True  # NCCL does its work for one rank, too
+    TorchCommunicator.always_communicate = True  # NCCL runs its kernels for one rank, too
     with hb.session("torch", rank=0, size=1):
         device = hb.device()
         power = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=4, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8
         )
         ways: dict[str, Callable[[], Way]] = {
-            "torch fp16 hook": lambda: ddp(build(words, device), device, (None, default_hooks.fp16_compress_hook)),
-            "torch PowerSGD hook": lambda: ddp(build(words, device), device, (power, powerSGD_hook.powerSGD_hook)),
+            "torch fp16 hook": lambda: ddp(build(args, device), device, (None, default_hooks.fp16_compress_hook)),
+            "torch PowerSGD hook": lambda: ddp(build(args, device), device, (power, powerSGD_hook.powerSGD_hook)),
             **{
-                name: lambda policy=policy: ours(build(words, device), policy, words.bucket_mb)  # type: ignore[misc]
+                name: lambda policy=policy: synchronized(build(args, device), policy, args.bucket_mb)  # type: ignore[misc]
                 for name, policy in POLICIES.items()
             },
         }
-        chosen = words.only.split(",") if words.only else list(ways)
-        base = ddp(build(words, device), device)
+        chosen = args.only.split(",") if args.only else list(ways)
+        base = ddp(build(args, device), device)
         for _ in range(WARM_UP):
             base.step()
         for name in chosen:
             way = ways[name]()
             for _ in range(WARM_UP):
                 way.step()
-            pairs = [(way.step(), base.step()) for _ in range(words.steps)]
-            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            pairs = [(way.step(), base.step()) for _ in range(args.steps)]
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
                 way.step()
-            events = [event.name for event in seen.events()]
+            events = [event.name for event in profiled.events()]
             print(json.dumps({
-                "way": name, "bucket_mb": words.bucket_mb,
-                "ms": round(statistics.median(mine for mine, _ in pairs), 2),
-                "ddp_ms": round(statistics.median(theirs for _, theirs in pairs), 2),
-                "difference_ms": round(statistics.median(mine - theirs for mine, theirs in pairs), 2),
+                "way": name, "bucket_mb": args.bucket_mb,
+                "ms": round(statistics.median(own for own, _ in pairs), 2),
+                "ddp_ms": round(statistics.median(plain for _, plain in pairs), 2),
+                "difference_ms": round(statistics.median(own - plain for own, plain in pairs), 2),
                 "launches": sum("aunchKernel" in event for event in events),
                 "graph_launches": sum("GraphLaunch" in event for event in events),
                 "operations": sum(event.startswith("aten::") for event in events),

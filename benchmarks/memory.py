@@ -1,11 +1,11 @@
-"""What a rank's process holds at most, policy by policy, above one that trains under plain DistributedDataParallel.
+"""Measure the peak memory of a rank under each policy, relative to training under plain DistributedDataParallel.
 
     python benchmarks/memory.py [--backend torch|horovod|mpi] [--layers 64] [--holes] [SPEC ...]
 
-Resident memory (Linux) of rank 0 of two, from the fourth step on; every policy in a job of its own. The model is of
-linear layers of 4 MiB. The policy's state is taken off; what is left are buckets and messages. Holes in glibc's heap
-differ from job to job by more than these take, so blocks of 1 MiB and more have pages of their own here, with plain DDP
-too; with --holes they lie as glibc lays them.
+The figure is the resident memory (Linux) of rank 0 of two from the fourth step on, with one job per policy. The model
+has linear layers of 4 MiB. The policy's state is subtracted, so that buckets and messages remain. Holes in glibc's heap
+vary between jobs by more than that. Therefore blocks of 1 MiB and more get their own pages here, also with plain DDP.
+With --holes glibc allocates them as usual.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def main() -> int:
         plain = run("torchrun", "torch", Path(__file__), ["--rank=plain", *options])
         for spec in args.policies:
             with console.status(spec):
-                found = run(NATIVE[args.backend], args.backend, Path(__file__), [f"--rank={spec}", *options])
-            above = found["peak"] - found["state"] - plain["peak"]
-            table.add_row(spec, f"{found['bucket_mb']:g}", f"{found['state']:.0f}", f"{above:.0f}")
+                result = run(NATIVE[args.backend], args.backend, Path(__file__), [f"--rank={spec}", *options])
+            above = result["peak"] - result["state"] - plain["peak"]
+            table.add_row(spec, f"{result['bucket_mb']:g}", f"{result['state']:.0f}", f"{above:.0f}")
     except JobFailed as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         status = 1
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def measure(spec: str, layers: int, metrics: Path) -> None:
-    """A rank: train, and have rank 0 write what it held. ``plain``: torch's own DDP, which is adopted."""
+    """Train in a rank, and write the memory of rank 0 (MiB) to ``metrics``. The spec ``plain`` is torch's own DDP."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(layers)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -86,17 +86,17 @@ def measure(spec: str, layers: int, metrics: Path) -> None:
     for step in range(BEFORE + STEPS):
         if step == BEFORE:
             hb.barrier()
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
     lines = Path("/proc/self/status").read_text().splitlines()
     peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
-    found = {"peak": peak}
+    result = {"peak": peak}
     if sync is not None:
-        found |= {"state": sync.stats()["state_bytes"] / MIB, "bucket_mb": sync.bucket_mb}
+        result |= {"state": sync.stats()["state_bytes"] / MIB, "bucket_mb": sync.bucket_mb}
     if hb.rank() == 0:
-        metrics.write_text(json.dumps(found))
+        metrics.write_text(json.dumps(result))
     hb.shutdown()
 
 

@@ -4,9 +4,9 @@
 
     python benchmarks/parity.py [--data-dir DIR] [--steps N]
 
-Two ranks; each backend under its own launcher; rank 0's loss of every step and all final parameters must be equal.
-DIR holds Fashion-MNIST's four IDX files, whose first images are taken; without it, files of the same shape are
-generated. A change that must not alter results shows it here.
+Each job has two ranks, and each backend runs under its own launcher. Rank 0's losses of all steps and all final
+parameters must be equal. DIR holds Fashion-MNIST's four IDX files, whose first images are used; without DIR, the script
+generates files of the same shape. Changes that must not alter results are checked by this script.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=8)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hvdbridge-") as directory:
-        counts = (2 * args.steps * args.batch_size, 64)  # a step's worth of new images for each rank; few to test
+        counts = (2 * args.steps * args.batch_size, 64)  # new images for each step and rank; few test images
         if args.data_dir is None:
             generate(Path(directory), counts)
         else:
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def compare(directory: Path, steps: int, batch_size: int) -> int:
-    """Run the four jobs; 0 if all are equal."""
+    """Run the four jobs; return status 0 if their results are equal."""
     options = [
         "--model=resnet18", "--data=fashion-mnist", f"--data-dir={directory}", f"--steps={steps}",
         f"--batch-size={batch_size}",
@@ -59,11 +59,11 @@ def compare(directory: Path, steps: int, batch_size: int) -> int:
                     result = plain = run("torchrun", None, EXAMPLES / "plain_ddp.py", options, timeout=300)
                 else:
                     result = run(NATIVE[backend], backend, EXAMPLES / "train.py", options, timeout=300)
-            same = sum(ours == theirs for ours, theirs in zip(result["losses"], plain["losses"], strict=True))
-            equal &= same == steps and result["digest"] == plain["digest"]
+            equal_losses = sum(loss == other for loss, other in zip(result["losses"], plain["losses"], strict=True))
+            equal &= equal_losses == steps and result["digest"] == plain["digest"]
             table.add_row(
                 backend, f"{result['losses'][-1]:.6f}", f"{1000 * result['step_seconds']:.0f}",
-                f"{same} of {steps}", result["digest"][:12],
+                f"{equal_losses} of {steps}", result["digest"][:12],
             )  # fmt: skip
     except JobFailed as error:
         console.print(str(error), style="red", markup=False, highlight=False)
@@ -74,7 +74,7 @@ def compare(directory: Path, steps: int, batch_size: int) -> int:
 
 
 def generate(directory: Path, counts: tuple[int, int]) -> None:
-    """IDX files with Fashion-MNIST's names and shapes: each class is a pattern of its own, under noise."""
+    """Write IDX files with Fashion-MNIST's names and image size: one random pattern per class, plus noise."""
     random = np.random.RandomState(0)
     patterns = random.randint(0, 160, (10, 28, 28))
     for (images, labels), count in zip(data.FASHION_MNIST.values(), counts, strict=True):
@@ -84,7 +84,7 @@ def generate(directory: Path, counts: tuple[int, int]) -> None:
 
 
 def shorten(source: Path, directory: Path, counts: tuple[int, int]) -> None:
-    """The first images of the files in ``source``."""
+    """Write the first images of the files in ``source`` to ``directory``: training images, then test images."""
     paths = data.fashion_mnist_files(source)
     for names, count in zip(data.FASHION_MNIST.values(), counts, strict=True):
         for name in names:

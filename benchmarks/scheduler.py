@@ -1,9 +1,9 @@
-"""What the scheduler costs the host: CPU time per bucket, on a communicator that answers at once.
+"""Measure the CPU time per bucket of the scheduler and of whole policies, on a communicator that answers immediately.
 
     python benchmarks/scheduler.py
 
-``scheduler``: a flow of one collective, from its submission to its end, through the scheduler's thread. Below it whole
-policies: the aggregator's books and state, and tensors so small (256 elements) that they are mostly calls.
+The row ``scheduler`` is a flow of one collective, from its submission to its end, through the scheduler's thread. The
+other rows add the aggregator, its state and a policy. Tensors are so small (256 elements) that call overhead dominates.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hvdbridge.execution.scheduler import ThreadScheduler
 from hvdbridge.policies import from_spec
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.policy.collectives import AllGather, AllReduce, Collective
-from hvdbridge.reduction.aggregator import Aggregator, Piece
+from hvdbridge.reduction.aggregator import Aggregator, SourceBucket
 
 BUCKETS, ELEMENTS, STEPS = 16, 256, 300
 POLICIES = ["mean", "bf16", "int8", "onebit", "topk:ratio=0.01", "powersgd:rank=4"]
 
 
-class Arrived(Work):
-    last = shared = True  # as with Gloo
+class CompletedWork(Work):
+    last = thread_safe_wait = True  # as Gloo's works have it
 
     def done(self) -> bool:
         return True
@@ -43,12 +43,12 @@ class Arrived(Work):
 
 
 class Echo(Communicator):
-    """Two ranks of which the other one always has the same."""
+    """A communicator of two ranks, of which the other one always sends the same tensor as this one."""
 
     rank, size = 0, 2
 
     def _answer(self, request: Collective) -> Answer:
-        yield Arrived()
+        yield CompletedWork()
         tensor = request.tensor
         return torch.stack([tensor, tensor]) if isinstance(request, AllGather) else tensor
 
@@ -66,7 +66,7 @@ def one_collective(tensor: Tensor) -> Generator[Collective, Tensor, Tensor]:
     return (yield AllReduce(tensor))
 
 
-def driver_alone() -> Callable[[], None]:
+def scheduler_alone() -> Callable[[], None]:
     scheduler, echo, tensor = ThreadScheduler(), Echo(), torch.ones(ELEMENTS)
 
     def step() -> None:
@@ -82,21 +82,23 @@ def policy(spec: str) -> Callable[[], None]:
     shape = (16, ELEMENTS // 16)
     params = {f"layer{i}.weight": torch.zeros(shape) for i in range(BUCKETS)}
     echo = Echo()
-    context: Any = SimpleNamespace(communicator=echo, control=echo, scheduler=ThreadScheduler(), ranks=None)
+    context: Any = SimpleNamespace(
+        communicator=echo, control=echo, scheduler=ThreadScheduler(), ranks=None, graphs=None
+    )
     aggregator = Aggregator(from_spec(spec), params, context, weighted=False)
-    pieces = [Piece(Layout({name: shape}), torch.ones(ELEMENTS)) for name in params]
+    buckets = [SourceBucket(Layout({name: shape}), torch.ones(ELEMENTS)) for name in params]
 
     def step() -> None:
         aggregator.begin()
-        for number, piece in enumerate(pieces, start=1):
-            aggregator.submit(piece, last=number == BUCKETS)
+        for number, bucket in enumerate(buckets, start=1):
+            aggregator.submit(bucket, last=number == BUCKETS)
         aggregator.end()
 
     return step
 
 
 def microseconds(step: Callable[[], None]) -> float:
-    """CPU time of all threads per bucket, median over steps."""
+    """Return the CPU time of all threads per bucket, in microseconds: the median over steps."""
     spent = []
     for _ in range(STEPS):
         started = time.process_time()
@@ -109,7 +111,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     table = Table("", "CPU µs per bucket")
-    table.add_row("scheduler", f"{microseconds(driver_alone()):.0f}")
+    table.add_row("scheduler", f"{microseconds(scheduler_alone()):.0f}")
     for spec in POLICIES:
         table.add_row(spec, f"{microseconds(policy(spec)):.0f}")
     Console().print(table)

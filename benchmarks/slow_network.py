@@ -1,9 +1,9 @@
-"""``hvdbridge bench`` between hosts whose links are slow: namespaces on one bridge, shaped to a rate and a delay.
+"""Run ``hvdbridge bench`` on simulated hosts: namespaces on one bridge, whose links have a limited rate and a delay.
 
     sudo python benchmarks/slow_network.py --mbits 100 --hosts 2 --launcher mpiexec -- --policies mean int8
 
-What stands after ``--`` goes to ``hvdbridge bench``. Needs the right to make network namespaces; everything is gone
-afterwards.
+The options after ``--`` go to ``hvdbridge bench``. The script needs the right to create network namespaces, and removes
+them at exit.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def main() -> int:
     try:
         if arguments.ranks_per_host < 1:
             raise ValueError(f"--ranks-per-host {arguments.ranks_per_host} must be positive")
-        with hosts(arguments.hosts, arguments.mbits, arguments.delay_ms) as made:
-            words = ["-m", "hvdbridge", "bench", *arguments.bench]
-            lines = made.commands(arguments.launcher, arguments.ranks_per_host, words)
-            statuses, _ = made.run(lines, env, quiet=False)
+        with hosts(arguments.hosts, arguments.mbits, arguments.delay_ms) as cluster:
+            command = ["-m", "hvdbridge", "bench", *arguments.bench]
+            commands = cluster.commands(arguments.launcher, arguments.ranks_per_host, command)
+            statuses, _ = cluster.run(commands, env, quiet=False)
     except (NoHosts, ValueError) as error:
         print(f"benchmarks/slow_network.py: {error}", file=sys.stderr)
         return 2

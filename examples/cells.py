@@ -1,4 +1,4 @@
-"""Start a training script under a launcher and bring back its metrics: what demo.py and parity.py share."""
+"""Run a training script under a launcher and return its metrics: helpers of demo.py and of benchmarks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NATIVE = {"torch": "torchrun", "horovod": "horovodrun", "mpi": "mpiexec"}
 
 
 class JobFailed(RuntimeError):
-    """The job ended with an error or not in time; the message has what its output says of it."""
+    """The job failed or timed out; the message has an excerpt of its output."""
 
 
 def command(launcher: str, ranks: int, script: Path, args: Sequence[str]) -> list[str]:
-    """What a user would type, with this environment's executables."""
+    """Return the command line of a launcher, with the executables of this environment."""
     if launcher == "torchrun":
         start = ["torchrun", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]  # the default may be in use
     elif launcher == "horovodrun":
@@ -44,10 +44,10 @@ def run(
     ranks: int = 2,
     timeout: float = 120.0,
 ) -> dict[str, Any]:
-    """Run a job to its end and return what rank 0 wrote to ``--metrics``.
+    """Run a job to its end and return the metrics that rank 0 wrote; without ``backend`` the script chooses its own.
 
     Raises:
-        JobFailed: a non-zero exit, or no end within ``timeout`` seconds.
+        JobFailed: the job failed, wrote no metrics, or took more than ``timeout`` seconds.
     """
     env = {k: v for k, v in os.environ.items() if k not in ("HVDBRIDGE_BACKEND", "HVDBRIDGE_POLICY")}
     env["PATH"] = f"{BIN}{os.pathsep}{env.get('PATH', os.defpath)}"
@@ -55,10 +55,10 @@ def run(
         env["HVDBRIDGE_BACKEND"] = backend
     with tempfile.TemporaryDirectory(prefix="hvdbridge-") as directory:
         metrics, log = Path(directory, "metrics.json"), Path(directory, "log")
-        line = command(launcher, ranks, script, [*args, f"--metrics={metrics}"])
-        with log.open("w") as output:  # a file, not a pipe: nothing can keep us waiting for its end
+        argv = command(launcher, ranks, script, [*args, f"--metrics={metrics}"])
+        with log.open("w") as output:  # a file: a process that inherits a pipe could keep it open
             job = subprocess.Popen(
-                line, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
             try:
@@ -68,25 +68,25 @@ def run(
             finally:
                 end(job)
         if job.returncode or not metrics.exists():
-            said = "\n".join(telling(log.read_text(errors="replace").splitlines()))
-            raise JobFailed(f"{launcher} x {backend or 'plain'}: {status}\n{' '.join(line)}\n{said}")
+            excerpt = "\n".join(error_excerpt(log.read_text(errors="replace").splitlines()))
+            raise JobFailed(f"{launcher} x {backend or 'plain'}: {status}\n{' '.join(argv)}\n{excerpt}")
         return dict(json.loads(metrics.read_text()))
 
 
-def telling(lines: Sequence[str], before: int = 20, last: int = 10) -> list[str]:
-    """What led to the first error of a Python program, and the end: launchers have many words between the two.
+def error_excerpt(lines: Sequence[str], before: int = 20, last: int = 10) -> list[str]:
+    """Return the lines that lead to the first Python error and the last lines, without the launcher's text between.
 
-    >>> telling(["rank 0 starts", "ValueError: no data", *["..."] * 20, "bye"], last=1)
+    >>> error_excerpt(["rank 0 starts", "ValueError: no data", *["..."] * 20, "bye"], last=1)
     ['rank 0 starts', 'ValueError: no data', '[20 lines]', 'bye']
     """
     first = next((i for i, line in enumerate(lines) if re.search(r"\b\w*(Error|Exception)\b: ", line)), -1)
-    behind = max(first + 1, len(lines) - last)
-    between = [f"[{behind - first - 1} lines]"] if behind > first + 1 else []
-    return [*lines[max(0, first - before) : first + 1], *between, *lines[behind:]]
+    tail_start = max(first + 1, len(lines) - last)
+    omitted = [f"[{tail_start - first - 1} lines]"] if tail_start > first + 1 else []
+    return [*lines[max(0, first - before) : first + 1], *omitted, *lines[tail_start:]]
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
-    """Let a launcher that still runs end its ranks; if it does not, end its whole session."""
+    """Terminate a launcher that still runs, so that it ends its ranks; after 10 s, kill its session."""
     if job.poll() is None:
         job.terminate()
         try:

@@ -1,4 +1,4 @@
-"""A policy of one's own: where the ranks' signs agree, the mean; elsewhere nothing.
+"""A custom policy: the mean of the elements whose signs agree across ranks, and zero elsewhere.
 
     python examples/custom_policy.py                                          # simulated, then alone
     torchrun --nproc-per-node 2 examples/custom_policy.py                     # each of these on any backend:
@@ -7,8 +7,8 @@
     torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 \\
         --master-addr HOST --master-port 29500 examples/custom_policy.py      #   HVDBRIDGE_BACKEND=mpi
 
-A rank on which the gradient of an element points the other way can veto it (the idea of Parascandolo 2020,
-"Learning explanations that are hard to vary").
+A rank whose gradient has the opposite sign can veto an element (the idea of Parascandolo 2020, "Learning explanations
+that are hard to vary").
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hvdbridge.policy.options import option
 class Agreement(hb.Policy):
     """The weighted mean of the elements whose signs agree on at least ``share`` of the ranks; zero elsewhere.
 
-    One all-reduce of the gradient, and one of the votes in int32. Every rank of positive weight has one vote.
-    NaN has none, but it and infinities travel by the mean.
+    An aggregation takes one all-reduce of the gradient and one of the votes (int32). Each rank with a positive weight
+    has one vote. A NaN casts no vote. Elements whose mean is NaN or infinite are kept.
     """
 
     share: float = option(1.0, above=0, at_most=1)
@@ -36,7 +36,7 @@ class Agreement(hb.Policy):
         mean = yield hb.AllReduce(bucket.buffer)
         votes = yield hb.AllReduce(votes)
         voters = sum(w > 0 for w in bucket.weights or [1.0] * bucket.size)
-        # k of n agree: k - (n - k) votes are left over.
+        # If k of n ranks agree, the magnitude of the sum of votes is k - (n - k).
         agreed = votes.abs() >= (2 * self.share - 1) * voters
         return hb.Aggregated(torch.where(agreed | ~mean.isfinite(), mean, torch.zeros_like(mean)))
 
@@ -45,14 +45,14 @@ hb.policies.register("agreement", Agreement)
 
 
 def simulated() -> None:
-    """Two of three ranks agree on the second element, all on the first; no process is started."""
+    """Simulate three ranks in this process: all agree on the first element, two on the second."""
     grads = [{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([2.0, 1.0])}, {"w": torch.tensor([3.0, -3.0])}]
     assert hb.simulate("agreement", grads)[0]["w"].allclose(torch.tensor([2.0, 0.0]))
     assert hb.simulate("agreement:share=0.6", grads, weights=[1, 1, 2])[2]["w"].allclose(torch.tensor([2.25, -0.75]))
 
 
 def main() -> None:
-    """Fit a line; every rank sees other points of it."""
+    """Fit a line to points that each rank draws for itself."""
     simulated()
     hb.init()
     torch.manual_seed(hb.rank())

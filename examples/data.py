@@ -1,4 +1,4 @@
-"""The examples' data, as whole tensors: scikit-learn's digits, Fashion-MNIST's IDX files, Python's own manual."""
+"""Data sets of the examples, as whole tensors: scikit-learn's digits, Fashion-MNIST, and Python's own manual."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Images(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Pieces of text as ASCII codes ``[n, length]`` (int64), and for each character the one that follows it."""
+    """Chunks of text as ASCII codes ``[n, length]`` (int64); ``labels`` are the codes of the next characters."""
 
     characters: Tensor
     labels: Tensor
@@ -41,7 +41,7 @@ class Text(NamedTuple):
 
 
 def load(name: str, directory: Path | None = None) -> tuple[Images, Images] | tuple[Text, Text]:
-    """The training set and the test set."""
+    """Return the training set and the test set; raises ValueError for an unknown name."""
     if name == "digits":
         return digits()
     if name == "text":
@@ -52,8 +52,8 @@ def load(name: str, directory: Path | None = None) -> tuple[Images, Images] | tu
 
 
 def digits(test_share: float = 0.2) -> tuple[Images, Images]:
-    """1,797 handwritten digits of 8x8 pixels; 1,437 to train, 360 to test, each class in proportion."""
-    # The file is read where scikit-learn keeps it: importing sklearn.datasets for it costs a rank one second.
+    """Return 1,437 training and 360 test images of handwritten digits, 8x8 pixels, with classes in proportion."""
+    # scikit-learn's file is read directly, because importing sklearn.datasets is slow.
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError("the digits come with scikit-learn. Run: pip install scikit-learn")
@@ -66,10 +66,10 @@ def digits(test_share: float = 0.2) -> tuple[Images, Images]:
 
 
 def stratified(labels: np.ndarray, share: float, seed: int = 0) -> np.ndarray:
-    """A mask that picks ``share`` of the samples, of every class in proportion; the same for everybody."""
+    """Return a mask that selects ``share`` of the samples, with classes in proportion; equal on all ranks."""
     chosen = np.zeros(len(labels), dtype=bool)
     order = np.random.RandomState(seed).permutation(len(labels))
-    # Sorting by class and taking every (1/share)-th leaves each class its proportion, and the total exact.
+    # Taking every (1/share)-th sample in the order of classes keeps their proportions, and the total is exact.
     order = order[np.argsort(labels[order], kind="stable")]
     count = math.ceil(share * len(labels))
     chosen[order[np.arange(count) * len(labels) // count]] = True
@@ -77,7 +77,7 @@ def stratified(labels: np.ndarray, share: float, seed: int = 0) -> np.ndarray:
 
 
 def text(length: int = 32, test_share: float = 0.1) -> tuple[Text, Text]:
-    """What ``help()`` says about the language, 470,000 characters that come with Python; the last tenth to test."""
+    """Return the language topics of ``help()``, 470,000 characters; the last tenth is the test set."""
     from pydoc_data.topics import topics
 
     written = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
@@ -89,34 +89,37 @@ def text(length: int = 32, test_share: float = 0.1) -> tuple[Text, Text]:
 
 
 def fashion_mnist(directory: Path) -> tuple[Images, Images]:
-    """60,000 and 10,000 images of 28x28 pixels, from the four IDX files, plain or with ``.gz``."""
+    """Return 60,000 training and 10,000 test images of 28x28 pixels from the four IDX files, plain or with ``.gz``."""
     paths = fashion_mnist_files(directory)
     train, test = (_images(*(read_idx(paths[name]) for name in names), 255.0) for names in FASHION_MNIST.values())
     return train, test
 
 
 def fashion_mnist_files(directory: Path) -> dict[str, Path]:
-    """Where each of the four files is.
+    """Return the path of each of the four files.
 
     Raises:
-        FileNotFoundError: naming those that are not there.
+        FileNotFoundError: files are missing; the message names them.
     """
     names = [name for names in FASHION_MNIST.values() for name in names]
-    found = {
+    paths = {
         name: path
         for name in names
-        for path in (directory / f"{name}.gz", directory / name)  # the later wins: the plain file
+        for path in (directory / f"{name}.gz", directory / name)  # the plain file overrides the other
         if path.is_file()
     }
-    if missing := [name for name in names if name not in found]:
+    if missing := [name for name in names if name not in paths]:
         raise FileNotFoundError(
             f"Fashion-MNIST is four files, plain or with .gz; {directory} lacks: {', '.join(missing)}"
         )
-    return found
+    return paths
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """An IDX file of bytes: 0, 0, type 8, number of dimensions, the dimensions (big-endian), the values."""
+    """Return the uint8 values of an IDX file; raises ValueError for another format.
+
+    The format: 0, 0, type 8, number of dimensions, the dimensions (big-endian), the values.
+    """
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         content = file.read()
     if len(content) < 4 or content[:3] != b"\x00\x00\x08":
@@ -132,18 +135,18 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
-    """The inverse of :func:`read_idx`, for tests and for generated data."""
+    """Write ``values`` as an IDX file of bytes, the inverse of :func:`read_idx`."""
     header = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
     with gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as file:
         file.write(header + values.astype(np.uint8).tobytes())
 
 
 def deal(samples: int, batch_size: int, shares: Sequence[float], rank: int, seed: int) -> list[list[int]]:
-    """The indices of one rank in each batch of an epoch, when every batch is dealt out by ``shares``.
+    """Return one rank's sample indices in each batch of an epoch; ranks divide each batch in proportion to ``shares``.
 
-    Batch k is the k-th ``batch_size`` samples of one permutation, whatever the number of ranks, and each rank
-    gets its share of it. So all ranks make the same number of steps, no sample is used twice or left out, and
-    one process with the same ``batch_size`` sees the unions. A rank's part may be empty.
+    Batch k is the k-th ``batch_size`` samples of one permutation, for any number of ranks, and each rank gets its share
+    of it. So all ranks make the same number of steps and use each sample exactly once. One process with the same
+    ``batch_size`` sees the unions. A rank's part may be empty.
 
     >>> [[len(part) for part in deal(7, 6, (1, 2), rank, seed=0)] for rank in (0, 1)]
     [[2, 0], [4, 1]]

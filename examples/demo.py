@@ -1,13 +1,13 @@
-"""The main job: train.py on two ranks under three launchers, on three backends, with three policies.
+"""The main demonstration: train.py on two ranks under three launchers, on three backends, with three policies.
 
 ::
 
     python examples/demo.py [--quick] [--markdown FILE]
 
 Each of the nine cells (launcher x backend) is one job that trains once with each policy; plain_ddp.py is the tenth job.
-Ends with a table and status 0 if, for each policy, all nine cells end with the same parameters, bit for bit, and
-those of `mean` are the ones of plain DistributedDataParallel. On two ranks they must be: a sum of two numbers does not
-depend on who adds them.
+The script prints a table. Its status is 0 if, for each policy, all nine cells end with the same parameters, bit for
+bit, and those of `mean` equal those of plain DistributedDataParallel. On two ranks they must be equal: a sum of two
+numbers does not depend on their order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one epoch instead of eight")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there, too")
-    parser.add_argument("--metrics", type=Path, help=argparse.SUPPRESS)  # in a cell's ranks
+    parser.add_argument("--metrics", type=Path, help=argparse.SUPPRESS)  # for the ranks of a cell
     args, options = parser.parse_known_args()
     if args.metrics:
         train_one_cell(args.metrics, options)
@@ -53,7 +53,7 @@ def main() -> int:
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=110)  # a log has no width of its own
+        console = Console(width=110)  # a log file has no width
     length = [f"--epochs={1 if args.quick else 8}"]
     started = time.monotonic()
     results, failures = train_all(console, length)
@@ -70,20 +70,20 @@ def main() -> int:
 
 
 def train_one_cell(metrics: Path, options: Sequence[str]) -> None:
-    """In each rank of a cell: train once with each policy."""
+    """Train once with each policy. Each rank of a cell calls this."""
     import train
 
     import hvdbridge as hb
 
     hb.init()
-    results = {policy: train.run(train.arguments([*options, *words])) for policy, words in POLICIES.items()}
+    results = {policy: train.run(train.arguments([*options, *own])) for policy, own in POLICIES.items()}
     if hb.rank() == 0:
         metrics.write_text(json.dumps(results))
     hb.shutdown()
 
 
 def train_all(console: Console, length: list[str]) -> tuple[Results, list[str]]:
-    """Run all jobs, one after the other; what they measured, and which failed."""
+    """Run all jobs in sequence; return their results, and one message for each job that failed."""
     plain, *_ = PLAIN
     jobs: list[tuple[str, str | None, str]] = [(plain, None, "plain_ddp.py")]
     jobs += [(launcher, backend, "demo.py") for launcher in LAUNCHERS for backend in BACKENDS]
@@ -97,8 +97,8 @@ def train_all(console: Console, length: list[str]) -> tuple[Results, list[str]]:
             bar.update(task, description=name)
             started = time.monotonic()
             try:
-                found = run(launcher, backend, EXAMPLES / script, length)
-                trained = found if backend else {PLAIN[2]: found}
+                metrics = run(launcher, backend, EXAMPLES / script, length)
+                trained = metrics if backend else {PLAIN[2]: metrics}
                 results |= {(launcher, backend or PLAIN[1], policy): result for policy, result in trained.items()}
                 outcome = " ".join(result["digest"][:12] for result in trained.values())
             except JobFailed as error:
@@ -113,7 +113,7 @@ def train_all(console: Console, length: list[str]) -> tuple[Results, list[str]]:
 
 
 def differences(results: Results) -> list[str]:
-    """One line for each policy whose digests are not all equal."""
+    """Return one message for each policy whose digests are not all equal."""
     lines = []
     for policy in POLICIES:
         cells: dict[str, list[Cell]] = {}
@@ -121,7 +121,7 @@ def differences(results: Results) -> list[str]:
             if cell[2] == policy:
                 cells.setdefault(result["digest"][:12], []).append(cell)
         if len(cells) > 1:
-            groups = (f"{digest}: {', '.join(f'{a} x {b}' for a, b, _ in who)}" for digest, who in cells.items())
+            groups = (f"{digest}: {', '.join(f'{a} x {b}' for a, b, _ in group)}" for digest, group in cells.items())
             lines.append(f"{policy}: the digests differ: {'; '.join(groups)}")
     return lines
 

@@ -1,7 +1,7 @@
-"""The examples' models.
+"""The models of the examples.
 
-Those for images take ``[n, 1, side, side]`` and return ten logits; the one for text takes ``[n, length]`` and
-returns ``[n, 128, length]``, the logits of the character that follows each.
+Image models map ``[n, 1, side, side]`` to logits ``[n, 10]``. The text model maps ``[n, length]`` to
+``[n, 128, length]``, the logits of the next character at each position.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class CNN(nn.Module):
-    """Three convolutions and a linear layer; no normalisation, so a batch may have any size on any rank."""
+    """Three convolutions and a linear layer; without normalisation, so that any batch size works on any rank."""
 
     def __init__(self, side: int = 8, width: int = 16) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class CNN(nn.Module):
 
 
 class Residual(nn.Module):
-    """ResNet's basic block: two convolutions and a way around them."""
+    """ResNet's basic block: two convolutions and a shortcut around them."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class Residual(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet18 with the 3x3 stem that small images want; 11 million parameters, 20 batch norms."""
+    """ResNet18 with a 3x3 stem for small images; 11 million parameters, 20 batch norms."""
 
     def __init__(self, side: int = 28) -> None:
         super().__init__()
         # Images of 8x8 skip one halving: batch norm in training needs more than one value per channel,
-        # and on the last rank's last batch there may be a single image.
+        # and the last batch of a rank may have a single image.
         strides = (1, 2, 2, 2) if side >= 16 else (1, 1, 2, 2)
         widths = (64, 64, 128, 256, 512)
         self.stem = nn.Sequential(nn.Conv2d(1, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True))
@@ -68,9 +68,9 @@ class ResNet18(nn.Module):
 
 
 class GatedCNN(nn.Module):
-    """Convolutions over what was read so far, each with a gate and a way around it (Dauphin 2017); 49,000 parameters.
+    """Causal convolutions with gates and residual connections (Dauphin 2017); 49,000 parameters.
 
-    A character sees the six before it. No attention: SGD trains it in seconds.
+    A position sees its character and the six before it. Without attention, SGD trains the model in seconds.
     """
 
     def __init__(self, length: int, width: int = 48, layers: int = 2, reach: int = 4) -> None:

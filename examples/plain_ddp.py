@@ -1,11 +1,11 @@
-"""The twin of train.py without hvdbridge: plain DistributedDataParallel on the same model, data, seed and order.
+"""train.py without hvdbridge: plain DistributedDataParallel with the same model, data, seed and order.
 
 ::
 
     torchrun --nproc-per-node 2 examples/plain_ddp.py
 
-It exists to be compared with: `mean` on every backend ends with the bits of this script. Side by side with
-train.py it shows what the adoption of hvdbridge changes in a training loop.
+This script is the reference: train.py with `mean` ends with the same bits on every backend. The difference of the two
+scripts shows what adopting hvdbridge changes in a training loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     if gpus := torch.cuda.device_count():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
         torch.cuda.set_device(device)
-        if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):  # NCCL wants a GPU for each rank
+        if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):  # NCCL requires a GPU for each rank
             backend = "nccl"
     dist.init_process_group(backend)
     train, test = (part.to(device) for part in data.load(args.data, args.data_dir))

@@ -1,4 +1,4 @@
-"""Gradient accumulation in which every token counts alike: sequences of unequal lengths, windows of micro-batches.
+"""Gradient accumulation that weights all tokens equally: sequences of unequal lengths, windows of micro-batches.
 
 ::
 
@@ -8,13 +8,13 @@
     mpiexec -n 2 python examples/tokens.py
 
 A loss that is averaged per micro-batch, and then over micro-batches and ranks, gives the tokens of a short micro-batch
-more weight than those of a long one. Here each rank looks at its whole window first, divides its sum of losses by the
-window's number of tokens T_r, and makes that number its weight:
+more weight than those of a long one. Here each rank first counts the tokens T_r of its whole window, divides its sum of
+losses by T_r, and takes T_r as its weight:
 
     sum_r T_r (1/T_r sum of the gradients of its tokens) / sum_r T_r = the mean over all tokens of the step
 
-which is what one process computes that has all micro-batches. The last window may be a short one, of which some ranks
-have nothing left: they leave the loop, and `join()` lets the others go on without them.
+A single process with all micro-batches computes the same. Some ranks may have no micro-batch in the last window: they
+leave the loop, and `join()` lets the other ranks continue without them.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ import hvdbridge as hb
 VOCABULARY = 17
 PADDING = -100
 Window = Sequence[Sequence[Tensor]]
-"""Micro-batches of sequences."""
+"""The micro-batches of one rank in one step; each is a sequence of token tensors."""
 
 
 def sequences(count: int, seed: int) -> list[Tensor]:
-    """Token numbers, 3 to 24 of them; each mostly follows from the two before it."""
+    """Return ``count`` sequences of 3 to 24 token ids (int64), most of which follow from the two ids before them."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    result = []
     for length in torch.randint(3, 25, (count,), generator=generator).tolist():
         tokens = torch.randint(VOCABULARY, (length,), generator=generator)
         for i in range(2, length):
             if torch.rand((), generator=generator) < 0.9:
                 tokens[i] = (3 * tokens[i - 1] + tokens[i - 2]) % VOCABULARY
-        made.append(tokens)
-    return made
+        result.append(tokens)
+    return result
 
 
 def windows(data: Sequence[Tensor], micro_batch: int, accumulate: int, rank: int, size: int) -> Iterator[Window]:
-    """What this rank accumulates in each step: its share of the next micro-batches, of which the last step has few."""
+    """Yield the micro-batches that this rank accumulates in each step; the last step may have fewer, or none."""
     batches = [data[i : i + micro_batch] for i in range(0, len(data), micro_batch)]
     for i in range(0, len(batches), accumulate):
         yield batches[i : i + accumulate][rank::size]
 
 
 class Model(nn.Module):
-    """From two tokens to the next. Embeddings, then what an embedding of two tokens is mapped to."""
+    """Predict each next token from two tokens: ids ``[n, length]`` to logits ``[n, length, VOCABULARY]``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,21 +66,21 @@ class Model(nn.Module):
         self.head = nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, VOCABULARY))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found = self.embedding(tokens)
-        before = F.pad(found, (0, 0, 1, 0))[:, :-1]
-        scores: Tensor = self.head(torch.cat([before, found], dim=-1))
-        return scores
+        embedded = self.embedding(tokens)
+        previous = F.pad(embedded, (0, 0, 1, 0))[:, :-1]
+        logits: Tensor = self.head(torch.cat([previous, embedded], dim=-1))
+        return logits
 
 
 def summed_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """The sum over all tokens that have a token before them."""
+    """Return the summed cross-entropy of all tokens that have a predecessor in their sequence."""
     padded = nn.utils.rnn.pad_sequence(list(batch), batch_first=True, padding_value=PADDING)
     scores, targets = model(padded[:, :-1].clamp(min=0)), padded[:, 1:]
     return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="sum")
 
 
 def train(steps: Iterator[Window], lr: float, seed: int, policy: str | None = None) -> tuple[Model, list[float]]:
-    """The trained model, and of each of this rank's windows the loss per token."""
+    """Return the trained model, and the loss per token of each of this rank's windows."""
     torch.manual_seed(seed)
     model = Model()
     sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr, momentum=0.9), policy, weighted=True)

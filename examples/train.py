@@ -1,4 +1,4 @@
-"""Train on handwritten digits, or on text. One script: any launcher above it, torch.distributed, Horovod or MPI below.
+"""Train on handwritten digits or text: one script for any launcher, on torch.distributed, Horovod or MPI.
 
 One process::
 
@@ -22,8 +22,8 @@ Two nodes of two ranks::
     srun -N 2 --ntasks-per-node 2 python examples/train.py
     # no launcher: one line per rank, with MASTER_ADDR=node1 WORLD_SIZE=4 and RANK=0 to 3
 
-Each line runs on each backend: put ``HVDBRIDGE_BACKEND=torch`` (or ``horovod``, ``mpi``) before it. On two ranks
-the final parameters are the same, bit for bit, in every cell.
+Each command runs on each backend: put ``HVDBRIDGE_BACKEND=torch`` (or ``horovod``, ``mpi``) before it. On two ranks
+the final parameters are equal, bit for bit, under all launchers and on all backends.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Train as the arguments say, in the session that is open; returns the results on rank 0, nothing elsewhere."""
+    """Train with ``args`` in the open session; return the results on rank 0, an empty dictionary on other ranks."""
     train, test = (part.to(hb.device()) for part in data.load(args.data, args.data_dir))
     net, optimizer = build(args, train, hb.device())
     start, saved = resume(args, net, optimizer)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             for indices in islice(batches(args, train, epoch), done, total - epoch * per_epoch):
                 if args.uneven:
                     sync.weight = len(indices)
-                    indices = indices or [0]  # backward needs a loss; with weight 0 it contributes nothing
+                    indices = indices or [0]  # backward needs a loss, whose weight is 0
                 set_learning_rate(optimizer, args.lr, step / total)
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(inputs[indices]), labels[indices])
@@ -92,9 +92,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 log.step(loss)
                 if args.checkpoint and step % args.checkpoint_every == 0:
                     save(args, step, net, optimizer, sync)
-            # All ranks evaluate: where a model has buffers, its forward shares them, and waits for every rank.
             log.epoch(epoch, accuracy(model, test))
-    if start == total:  # resumed after its end
+    if start == total:  # resumed from the final checkpoint
         log.accuracy = accuracy(model, test)
     result: dict[str, Any] = {}
     if hb.rank() == 0:
@@ -137,7 +136,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def build(args: argparse.Namespace, train: Samples, device: torch.device) -> tuple[nn.Module, Optimizer]:
-    """The model and the optimizer, a function of the arguments alone."""
+    """Return the model and the optimizer, which depend on the arguments alone."""
     torch.backends.cudnn.deterministic = True
     torch.manual_seed(args.seed)
     net = models.MODELS[args.model](train[0].shape[-1]).to(device)
@@ -147,34 +146,34 @@ def build(args: argparse.Namespace, train: Samples, device: torch.device) -> tup
 
 
 def batches(args: argparse.Namespace, train: Samples, epoch: int) -> list[list[int]]:
-    """This rank's indices for each step of an epoch, a function of the arguments, the epoch and the rank."""
+    """Return this rank's indices for each step of an epoch, which depend on arguments, epoch and rank alone."""
     if args.uneven:
         shares = range(1, hb.size() + 1)
-        whole = args.batch_size * hb.size()
-        return data.deal(len(train.labels), whole, shares, hb.rank(), args.seed + epoch)
+        global_batch = args.batch_size * hb.size()
+        return data.deal(len(train.labels), global_batch, shares, hb.rank(), args.seed + epoch)
     sampler = hb.DistributedSampler(train.labels, seed=args.seed, pad=True)
     sampler.set_epoch(epoch)
     return list(BatchSampler(sampler, args.batch_size, drop_last=False))
 
 
 def set_learning_rate(optimizer: Optimizer, highest: float, progress: float) -> None:
-    """Up in a line over the first tenth, down again along a cosine."""
+    """Warm up linearly over the first tenth of training, and decay along a cosine; ``progress`` is 0 to 1."""
     for group in optimizer.param_groups:
         group["lr"] = highest * min(1.0, 0.1 + 9 * progress) * (1 + math.cos(math.pi * progress)) / 2
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, test: Samples) -> float:
-    """The share of the test set that the model gets right."""
+    """Return the share of the labels that the model predicts correctly."""
     model.eval()
     chunks = zip(*(part.split(1000) for part in test), strict=True)
-    right = sum(int((model(inputs).argmax(1) == labels).sum()) for inputs, labels in chunks)
+    correct = sum(int((model(inputs).argmax(1) == labels).sum()) for inputs, labels in chunks)
     model.train()
-    return right / test.labels.numel()
+    return correct / test.labels.numel()
 
 
 def digest(net: nn.Module) -> str:
-    """SHA-256 of all parameters in the order of their names: equal digests, equal bits."""
+    """Return the SHA-256 of all parameters in the order of their names: equal digests mean equal bits."""
     sha = hashlib.sha256()
     for name, parameter in sorted(net.named_parameters()):
         sha.update(name.encode())
@@ -185,7 +184,7 @@ def digest(net: nn.Module) -> str:
 def save(
     args: argparse.Namespace, step: int, net: nn.Module, optimizer: Optimizer, sync: hb.GradientSynchronizer
 ) -> None:
-    """Write a checkpoint that is complete or not there at all. Every rank calls this."""
+    """Write a checkpoint atomically. All ranks call this, because the synchronizer's state is gathered."""
     state = sync.state_dict(gather=True)
     if hb.rank() == 0:
         partial = args.checkpoint.with_name(f"{args.checkpoint.name}.partial")
@@ -198,9 +197,9 @@ def save(
 
 
 def resume(args: argparse.Namespace, net: nn.Module, optimizer: Optimizer) -> tuple[int, dict[str, Any]]:
-    """The step to go on with and the synchronizer's state; 0 and nothing at a fresh start.
+    """Return the step to continue from and the synchronizer's state; 0 and {} for a fresh start.
 
-    Only rank 0 needs to see the file: what it loads here reaches the others when the synchronizer is constructed.
+    Only rank 0 needs access to the file: the constructor of the synchronizer broadcasts the loaded model and optimizer.
     """
     if not args.resume:
         return 0, {}
@@ -221,13 +220,13 @@ def resume(args: argparse.Namespace, net: nn.Module, optimizer: Optimizer) -> tu
 
 
 def identity(args: argparse.Namespace) -> dict[str, Any]:
-    """What a run must share with its checkpoint, for the position in the data to mean the same."""
+    """Return the settings that must equal those of a checkpoint, so that its step is the same position in the data."""
     names = ("model", "data", "epochs", "steps", "batch_size", "lr", "optimizer", "momentum", "seed", "uneven")
     return {name: getattr(args, name) for name in names} | {"ranks": hb.size()}
 
 
 class Log:
-    """Loss and duration of each step; a progress bar on a terminal, one line per epoch anywhere else."""
+    """Record loss and duration of each step. Show a progress bar on a terminal, else print one line per epoch."""
 
     def __init__(self, step: int, total: int, visible: bool = True) -> None:
         self.total = total
@@ -250,7 +249,7 @@ class Log:
 
     def step(self, loss: Tensor) -> None:
         if loss.is_cuda:
-            torch.cuda.synchronize()  # else this would be the time to launch the kernels
+            torch.cuda.synchronize()  # otherwise only the launch of the kernels is timed
         now = time.perf_counter()
         self.seconds.append(now - self.clock)
         self.clock = now
@@ -267,7 +266,7 @@ class Log:
 
 
 def report(log: Log, net: nn.Module, path: Path | None, **more: Any) -> dict[str, Any]:
-    """Print what the run came to, write it to ``path``, and return it."""
+    """Print the results of a run, write them to ``path`` as JSON, and return them."""
     result = more | {
         "accuracy": log.accuracy,
         "step_seconds": statistics.median(log.seconds) if log.seconds else None,

@@ -1,4 +1,4 @@
-"""One rank's labels are wrong: the plain mean learns them; weights keep them out, and so do robust policies.
+"""Train with wrong labels on one rank: the plain mean learns them, weights and robust policies reject them.
 
 ::
 
@@ -6,10 +6,10 @@
     horovodrun -np 3 python examples/trust.py
     mpiexec -n 3 python examples/trust.py
 
-Every rank keeps its own part of the digits; the last rank calls each digit by the next one's name. The same model
-is trained once per trial. Where it is known whom not to trust, `sync.weight` says how far. Where it is only known
-that one rank may be faulty, a robust policy outvotes it, whichever it is: that takes three ranks, Krum five.
-Two ranks or more; three to five show it best.
+Each rank has its own part of the digits; the last rank labels each digit as the next one. Each trial trains the same
+model once. If the faulty rank is known, `sync.weight` reduces its influence. If only the number of faulty ranks is
+known, a robust policy outvotes them: for one faulty rank that takes three ranks, with Krum five. The script needs at
+least two ranks; three to five show the effect best.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import hvdbridge as hb
 
 
 class Trial(NamedTuple):
-    """A way to train: with a policy (None: what the job is configured for), or a weight of the last rank where each
-    of the others counts 1. ``ranks``: from how many on it is of use."""
+    """A way to train: by ``policy`` (None: the configured one), or with the weight ``trust`` of the last rank, where
+    all others have weight 1. ``ranks`` is the least number of ranks for which it is useful."""
 
     policy: str | None = None
     trust: float | None = None
@@ -44,7 +44,7 @@ TRIALS = {
     "trust 0.1": Trial(trust=0.1),
     "trust 0": Trial(trust=0.0),
     "median": Trial("median:f=1", ranks=3),
-    "trimmed mean": Trial("trimmed_mean:f=1", ranks=4),  # of three it is the median
+    "trimmed mean": Trial("trimmed_mean:f=1", ranks=4),  # of three values it is the median
     "geometric median": Trial("geometric_median:f=1", ranks=3),
     "clipped mean": Trial("clipped_mean:f=1,radius=1", ranks=3),
     "Krum": Trial("krum:f=1", ranks=5),
@@ -73,27 +73,27 @@ def main() -> None:
 
 
 def train(trial: Trial, epochs: int, seed: int) -> float:
-    """Train once; the test accuracy."""
+    """Train once and return the test accuracy."""
     args = training_arguments([f"--epochs={epochs}", f"--seed={seed}"])
     digits, test = (part.to(hb.device()) for part in data.digits())
-    mine = data.Images(digits.images[hb.rank() :: hb.size()], digits.labels[hb.rank() :: hb.size()])
-    bad = hb.rank() == hb.size() - 1
-    if bad:
-        mine = data.Images(mine.images, (mine.labels + 1) % 10)
+    local = data.Images(digits.images[hb.rank() :: hb.size()], digits.labels[hb.rank() :: hb.size()])
+    faulty = hb.rank() == hb.size() - 1
+    if faulty:
+        local = data.Images(local.images, (local.labels + 1) % 10)
 
     net, optimizer = build(args, digits, hb.device())
     sync = hb.GradientSynchronizer(net, optimizer, policy=trial.policy)
     if trial.trust is not None:
-        sync.weight = trial.trust if bad else 1.0
-    per_epoch = len(digits.labels) // hb.size() // args.batch_size  # of whole batches, which every rank has
+        sync.weight = trial.trust if faulty else 1.0
+    per_epoch = len(digits.labels) // hb.size() // args.batch_size  # whole batches, which all ranks have
     total = epochs * per_epoch
     for step in range(total):
         epoch, k = divmod(step, per_epoch)
-        order = torch.randperm(len(mine.labels), generator=torch.Generator().manual_seed(seed + epoch))
+        order = torch.randperm(len(local.labels), generator=torch.Generator().manual_seed(seed + epoch))
         indices = order[k * args.batch_size : (k + 1) * args.batch_size]
         set_learning_rate(sync.optimizer, args.lr, step / total)
         sync.optimizer.zero_grad()
-        F.cross_entropy(sync.model(mine.images[indices]), mine.labels[indices]).backward()
+        F.cross_entropy(sync.model(local.images[indices]), local.labels[indices]).backward()
         sync.optimizer.step()
     sync.close()
     return accuracy(net, test)

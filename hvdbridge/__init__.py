@@ -1,4 +1,4 @@
-"""One training script; torch.distributed, Horovod or MPI below it; the same gradient aggregation on all.
+"""Gradient aggregation for distributed training, with the same result on torch.distributed, Horovod and MPI.
 
 ::
 
@@ -8,8 +8,8 @@
     sync = hb.GradientSynchronizer(model, optimizer, policy="bf16")
     model, optimizer = sync.model, sync.optimizer
 
-Names are imported on first use: ``import hvdbridge`` alone brings in neither torch, mpi4py nor Horovod. The stub
-``__init__.pyi`` lists them for type checkers, and this file reads there which module has each of them.
+Names are imported on first use: ``import hvdbridge`` alone imports neither torch, mpi4py nor Horovod. The stub
+``__init__.pyi`` lists the names for type checkers. This file reads from it which module has each name.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from typing import Any
 
 from hvdbridge.deprecated import MovedModules
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-_HOME_OF = {
+_MODULE_OF = {
     alias.name: node.module
     for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
 }
-__all__ = list(_HOME_OF)
+__all__ = list(_MODULE_OF)
 sys.meta_path.append(MovedModules())
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'hvdbridge' has no attribute {name!r}")
-    home = _HOME_OF[name]
-    value = import_module("hvdbridge.policies") if name == "policies" else getattr(import_module(home), name)
+    module = _MODULE_OF[name]
+    value = import_module("hvdbridge.policies") if name == "policies" else getattr(import_module(module), name)
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""The names of hvdbridge for type checkers, and where the package finds each of them."""
+"""The names of hvdbridge, for type checkers, and the module that defines each of them."""
 
 # ruff: noqa: I001
 from hvdbridge import policies as policies

@@ -1,4 +1,4 @@
-"""``python -m hvdbridge``, for launchers that start Python: ``torchrun --nproc-per-node 2 -m hvdbridge bench``."""
+"""Entry point of ``python -m hvdbridge``, for launchers: ``torchrun --nproc-per-node 2 -m hvdbridge bench``."""
 
 import sys
 

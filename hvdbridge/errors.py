@@ -1,18 +1,18 @@
-"""Every error that hvdbridge raises on purpose.
+"""Exceptions of hvdbridge.
 
 ::
 
     HvdbridgeError (RuntimeError)
-    ├── ConfigurationError (ValueError)  a name, option, variable or spec that cannot be meant
-    │   └── SpecError                    a policy spec string that does not parse
-    ├── NotInitialized                   hb.init() is missing, or the session was shut down
+    ├── ConfigurationError (ValueError)  a name, option, environment variable or spec is not valid
+    │   └── SpecError                    a policy spec string does not parse
+    ├── NotInitialized                   hb.init() was not called, or the session was shut down
     ├── BackendUnavailable               the backend cannot run here; the message has the remedy
-    ├── RendezvousError                  the ranks did not find each other, or found too many or too few
-    ├── RankMismatch                     ranks disagree: backend, policy, model, options
+    ├── RendezvousError                  ranks did not find each other, or their number is wrong
+    ├── RankMismatch                     backend, policy, model or options differ between ranks
     │   └── CollectiveMismatch           ranks issued different collectives (HVDBRIDGE_DEBUG=1)
-    ├── WeightError (ValueError)         a weight that is negative, not finite, or set on some ranks only
+    ├── WeightError (ValueError)         a weight is negative, not finite, or set on some ranks only
     ├── StepError                        backward() and step() in an order that loses gradients
-    ├── Unsupported (TypeError)          an operation that has no meaning for this tensor, policy or backend
+    ├── Unsupported (TypeError)          an operation has no meaning for this tensor, policy or backend
     ├── CollectiveTimeout                a collective took longer than HVDBRIDGE_TIMEOUT_SECONDS
     └── RankFailed                       another rank raised, died or left; the message names it and its cause
 """
@@ -25,47 +25,47 @@ from itertools import groupby
 
 
 class HvdbridgeError(RuntimeError):
-    """Base class: ``except HvdbridgeError`` catches whatever this library raises on purpose."""
+    """Base class of all exceptions that this library raises itself."""
 
 
 class ConfigurationError(HvdbridgeError, ValueError):
-    """A name, option, environment variable or spec that cannot be meant."""
+    """A name, option, environment variable or spec is not valid."""
 
 
 class SpecError(ConfigurationError):
-    """A policy spec string that does not parse; the message marks the position."""
+    """A policy spec string does not parse. The message marks the position."""
 
 
 class NotInitialized(HvdbridgeError):
-    """``hb.init()`` is missing, or the session was shut down."""
+    """``hb.init()`` was not called, or the session was shut down."""
 
 
 class BackendUnavailable(HvdbridgeError):
-    """The chosen backend cannot run here; the message says why and what would work."""
+    """The chosen backend cannot run here. The message has the reason and a remedy."""
 
 
 class RendezvousError(HvdbridgeError):
-    """The ranks did not find each other, or the library found another number than the launcher."""
+    """Ranks did not find each other, or the library and the launcher disagree about rank or size."""
 
 
 class RankMismatch(HvdbridgeError):
-    """Ranks disagree about something that must be equal: backend, policy, model, options."""
+    """Backend, policy, model or options differ between ranks."""
 
 
 class CollectiveMismatch(RankMismatch):
-    """Ranks issued different collectives; the message names the ranks and both signatures."""
+    """Ranks issued different collectives. The message names the ranks and the signatures."""
 
 
 class WeightError(HvdbridgeError, ValueError):
-    """A weight that is negative, not finite, or set on some ranks and not on others."""
+    """A weight is negative, not finite, or set on some ranks and not on others."""
 
 
 class StepError(HvdbridgeError):
-    """``backward()`` and ``step()`` in an order that would lose or skip gradients."""
+    """``backward()`` and ``step()`` were called in an order that would lose or skip gradients."""
 
 
 class Unsupported(HvdbridgeError, TypeError):
-    """An operation that has no meaning for this tensor, policy or backend."""
+    """An operation has no meaning for this tensor, policy or backend."""
 
 
 class CollectiveTimeout(HvdbridgeError):
@@ -73,11 +73,11 @@ class CollectiveTimeout(HvdbridgeError):
 
 
 class RankFailed(HvdbridgeError):
-    """Another rank raised, died or left; the message names the rank and its cause."""
+    """Another rank raised an exception, died or left. The message names the rank and the cause."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The tail of an "unknown name" message: the nearest known name, then all of them.
+    """Return the end of an "unknown name" message: the nearest known name, then all known names.
 
     >>> nearest("horovd", ["torch", "horovod", "mpi"])
     "Did you mean 'horovod'? Known: horovod, mpi, torch."
@@ -89,13 +89,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Rank numbers for a message.
+    """Return rank numbers as text for a message.
 
     >>> ranks_text([3, 0, 1, 2, 5]), ranks_text([4])
     ('ranks 0-3, 5', 'rank 4')
     """
     numbers = sorted(ranks)
-    steady = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])  # of neighbours all have one difference
-    runs = [[number for _, number in run] for _, run in steady]
+    groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])  # equal for consecutive numbers
+    runs = [[number for _, number in run] for _, run in groups]
     text = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"

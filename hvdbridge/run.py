@@ -1,4 +1,4 @@
-"""``python -m hvdbridge.run train.py ...`` runs an unmodified Horovod script, without Horovod.
+"""``python -m hvdbridge.run train.py ...`` runs an unmodified Horovod script without Horovod.
 
 ::
 
@@ -9,15 +9,15 @@
 
 Rules:
 
-1. The script's ``import horovod.torch`` is :mod:`hvdbridge.torch`, with the submodules of :data:`STANDS_FOR`. Modules
-   of other frameworks are refused by name.
-2. An installed Horovod is hidden from the script and from what the script imports, but not from itself and from
-   hvdbridge, whose backend ``horovod`` it is. The importing module decides. Horovod's modules leave ``sys.modules``
-   between their own imports. Only ``horovod.runner.*`` below the launcher's API remains: it unpickles its own messages
-   by name.
+1. The script's ``import horovod.torch`` imports :mod:`hvdbridge.torch`, with the submodules of :data:`STANDS_FOR`. An
+   import of Horovod for another framework raises ModuleNotFoundError.
+2. An installed Horovod is hidden from the script and its imports. Horovod itself and hvdbridge, which needs it for the
+   backend ``horovod``, import the real one. The name of the importing module decides. Horovod's modules are in
+   ``sys.modules`` during these imports only. The exception is ``horovod.runner.*`` below the launcher's API, which
+   unpickles its messages by module name.
 3. The script runs as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``.
-4. Processes that the script starts by ``multiprocessing``, as a DataLoader does, inherit this. Forked processes have it
-   already; others (``spawn``, ``forkserver``) get it with what they are sent before they import the script.
+4. The same holds in processes that the script starts by ``multiprocessing``, as a DataLoader does. Forked processes
+   inherit it. Others (``spawn``, ``forkserver``) unpickle a :class:`ChildSetup` before they import the script.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from types import ModuleType
 from typing import Any
 
 VERSION = "0.28.1"
-"""The version of Horovod that scripts see."""
+"""Version of Horovod that scripts see."""
 
 STANDS_FOR = {
     **{f"horovod.torch{part}": f"hvdbridge.torch{part}" for part in (
@@ -54,7 +54,7 @@ STANDS_FOR = {
     "horovod.data.data_loader_base": "hvdbridge.torch.data_loader_base",
     "horovod.runner.launch": "hvdbridge.torch.launch",
 }  # fmt: skip
-"""Horovod's module -> ours."""
+"""Module of Horovod -> module of hvdbridge that replaces it."""
 
 LAUNCH = {"run": "hvdbridge.startup.launching:launch"}
 PACKAGES: Mapping[str, Mapping[str, str]] = {
@@ -65,13 +65,14 @@ PACKAGES: Mapping[str, Mapping[str, str]] = {
     },
     "horovod.runner": LAUNCH,
 }
-"""Packages that consist of what they hold here: name -> ``module:attribute``."""
+"""Packages of Horovod that stand-in packages replace: package -> attribute -> ``module:attribute`` of its value."""
 
 USAGE = "usage: python -m hvdbridge.run [-m MODULE | SCRIPT] [ARGUMENTS ...]"
 
 
 def of_horovod(name: str) -> bool:
-    """
+    """Return whether ``name`` is Horovod's package or a module in it.
+
     >>> of_horovod("horovod.torch"), of_horovod("horovod_tools")
     (True, False)
     """
@@ -79,7 +80,7 @@ def of_horovod(name: str) -> bool:
 
 
 class Package(ModuleType):
-    """One of :data:`PACKAGES`; its contents are imported on first use."""
+    """Stand-in for one of :data:`PACKAGES`. It imports its attributes on first use."""
 
     def __getattr__(self, name: str) -> Any:
         target = PACKAGES[self.__name__].get(name)
@@ -91,7 +92,7 @@ class Package(ModuleType):
 
 
 class StandIn(MetaPathFinder, Loader):
-    """Finds and loads our modules under Horovod's names, as long as it is ``on``."""
+    """Importer that loads hvdbridge's modules under Horovod's names, while it is ``on``."""
 
     stands_in = True
     on = True
@@ -111,7 +112,7 @@ class StandIn(MetaPathFinder, Loader):
         if spec.name in PACKAGES:
             return Package(spec.name)
         module = importlib.import_module(STANDS_FOR[spec.name])
-        spec.loader_state = module.__spec__  # importlib puts its own in its place
+        spec.loader_state = module.__spec__  # importlib overwrites it; exec_module() restores it
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -121,7 +122,7 @@ class StandIn(MetaPathFinder, Loader):
 
 
 class Imports:
-    """``import`` that gives the real Horovod to itself and to hvdbridge, and ours to everybody else."""
+    """Replacement of ``__import__``: Horovod and hvdbridge import the real Horovod, other modules the stand-ins."""
 
     def __init__(self, finder: StandIn) -> None:
         self._finder = finder
@@ -142,51 +143,55 @@ class Imports:
 
     @contextmanager
     def _real_horovod(self) -> Iterator[None]:
-        """Within, the real modules are under Horovod's names."""
+        """Context in which the real Horovod's modules are in ``sys.modules``, and the stand-ins are not."""
         self._finder.on = False
-        there = taken()
-        sys.modules.update({**{name: m for name, m in there.items() if name not in known()}, **self._real})
+        removed = remove_modules()
+        sys.modules.update({**{name: m for name, m in removed.items() if name not in replaced()}, **self._real})
         try:
             yield
         finally:
-            self._real = taken()
+            self._real = remove_modules()
             self._finder.on = True
             sys.modules.update({
-                **{n: m for n, m in self._real.items() if n.startswith("horovod.runner.") and n not in known()},
-                **{n: m for n, m in there.items() if n in known()},
+                **{n: m for n, m in self._real.items() if n.startswith("horovod.runner.") and n not in replaced()},
+                **{n: m for n, m in removed.items() if n in replaced()},
             })  # fmt: skip
 
 
-def taken() -> dict[str, ModuleType]:
-    """Remove all modules under Horovod's names, and return them."""
+def remove_modules() -> dict[str, ModuleType]:
+    """Remove all modules with Horovod's names from ``sys.modules``, and return them by name."""
     return {name: sys.modules.pop(name) for name in list(sys.modules) if of_horovod(name)}
 
 
-def known() -> set[str]:
-    """The names that are ours while a script runs."""
+def replaced() -> set[str]:
+    """Return the names of Horovod's modules that hvdbridge replaces."""
     return {*PACKAGES, *STANDS_FOR}
 
 
-class Heritage:
-    """What a process that begins anew is sent; to unpickle it there calls :func:`stand_in`."""
+class ChildSetup:
+    """Object that calls :func:`stand_in` in the process that unpickles it.
+
+    Args:
+        path: ``sys.path`` of the process.
+    """
 
     def __init__(self, path: Sequence[str]) -> None:
         self._path = [*path, str(Path(__file__).parents[1])]
 
     def __reduce__(self) -> Any:
-        # As text: there is no path yet by which hvdbridge could be imported.
+        # Source text, because the process cannot import hvdbridge before its sys.path is set.
         return exec, (f"import sys; sys.path[:] = {self._path!r}; import hvdbridge.run; hvdbridge.run.stand_in()", {})
 
 
-def bequeath() -> None:
-    """Have ``multiprocessing`` send a :class:`Heritage` with what its new processes begin with."""
+def set_up_children() -> None:
+    """Patch ``multiprocessing`` so that it sends a :class:`ChildSetup` to each new process, before other data."""
     prepare = spawn.get_preparation_data
 
     def prepared(name: str) -> dict[str, Any]:
         data = prepare(name)
-        if name == "ignore":  # for the fork server itself, which may import the script, and is sent text alone
+        if name == "ignore":  # of the fork server itself: it gets no pickle, so it must not import the script
             return {key: value for key, value in data.items() if not key.startswith("init_main")}
-        return {**data, "hvdbridge": Heritage(data["sys_path"])}
+        return {**data, "hvdbridge": ChildSetup(data["sys_path"])}
 
     spawn.get_preparation_data = prepared
 
@@ -195,10 +200,10 @@ _finder: StandIn | None = None
 
 
 def stand_in() -> None:
-    """From now on this process's ``import horovod.torch`` is hvdbridge's. Harmless when repeated.
+    """Make ``import horovod.torch`` import hvdbridge.torch in this process. May be called repeatedly.
 
     Raises:
-        ImportError: the real Horovod was imported before.
+        ImportError: the real Horovod is imported already.
     """
     global _finder
     if _finder is not None:
@@ -208,16 +213,16 @@ def stand_in() -> None:
     _finder = StandIn()
     sys.meta_path.insert(0, _finder)
     builtins.__import__ = Imports(_finder)
-    bequeath()
+    set_up_children()
 
 
 def stands_in() -> bool:
-    """Whether :func:`stand_in` was called."""
+    """Return whether :func:`stand_in` was called."""
     return _finder is not None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a script, or with ``-m`` a module, as ``__main__``."""
+    """Run a script, or a module after ``-m``, as ``__main__``. ``argv`` defaults to the process's arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] in ([], ["-h"], ["--help"]) or words == ["-m"]:
         print(USAGE, file=sys.stderr)
@@ -244,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name: the script becomes the module __main__.
+    # Imported under its own name, because the script becomes the module __main__.
     from hvdbridge.run import main as run
 
     run()

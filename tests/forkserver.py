@@ -1,16 +1,16 @@
-"""Forks a job's Python processes from a process that has imported torch and hvdbridge already.
+"""Fork the Python processes of jobs from a process that has already imported torch and hvdbridge.
 
-A rank that ``python`` starts spends 3 to 6 s of a core on imports. A rank forked here begins after some 10 ms, and then
-runs its script as ``python script.py`` would: as ``__main__``, up to the interpreter's own exit, which takes 0.3 s.
+A rank that ``python`` starts spends seconds on imports; a forked rank starts in milliseconds. It then runs its script
+as ``python script.py`` would: as ``__main__``, up to the interpreter's own exit.
 
 Rules:
 
 1. A server has one thread and has started no backend: it never imports ``mpi4py.MPI`` or ``horovod.torch``.
-2. A job's ranks come from two servers with different string hashes. Even and odd ranks therefore iterate over most sets
-   in different orders, as ranks do without a server, and a collective whose order depends on a set still fails.
-3. For each rank the server forks a keeper. The keeper forks the rank, passes on the signals that its client names,
-   waits, reports the exit status and the processes that the rank left in its process group, and ends those. It ends the
-   rank when the client is gone. The client is the test, or what a launcher has started (``forked.py``).
+2. A job's ranks come from two servers with different string hashes. Therefore even and odd ranks iterate over most sets
+   in different orders, as ranks without a server do, and a collective whose order depends on a set still fails.
+3. For each rank the server forks a keeper. The keeper forks the rank, forwards the signals that its client sends,
+   waits, reports the exit status and the processes that the rank left in its process group, and kills those. If the
+   client ends, the keeper kills the rank. The client is the test, or a process that a launcher started (``forked.py``).
 4. The first job of a test session starts the servers. They end with the session's main process.
 """
 
@@ -37,16 +37,16 @@ from typing import Any, NoReturn
 HASH_SEEDS = ("1", "2")
 START_SECONDS = 120.0
 MOST_FILES, LENGTH = 250, 4
-"""The files that a request may come with; the bytes of its length."""
+"""Most open files of a request; bytes of its length prefix."""
 GRACE_SECONDS = 5.0
-"""For the other ranks once one has failed, and for processes that end by themselves, such as a resource tracker."""
+"""Time for other ranks to end after a failure, and for processes that end by themselves (a resource tracker)."""
 MODULES = (
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.optim", "torch.multiprocessing",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch._dynamo", "torch._inductor.compile_fx",
     "hvdbridge", "hvdbridge.torch", "hvdbridge.training.synchronizer", "hvdbridge.training.primitives",
     "hvdbridge.execution.simulation", "numpy", "psutil", "pytest",
 )  # fmt: skip
-"""What most ranks import. torch's compiler (1,000 modules) is among it: torch imports it with the first optimizer."""
+"""Modules that most ranks import. torch imports its compiler (1,000 modules) with the first optimizer."""
 PYTHON = """#!/bin/sh
 [ "$1" = -u ] && shift && export PYTHONUNBUFFERED=1
 case "$1" in
@@ -54,14 +54,14 @@ case "$1" in
 *) exec {python} "$@" ;;
 esac
 """
-"""Options other than -u, -m and -c start an interpreter."""
+"""A ``python`` that forks; options other than -u, -m and -c start a new interpreter."""
 
 
 # -- the client ------------------------------------------------------------------------------------------
 
 
 def start(folder: Path, owner: int) -> None:
-    """Start the servers that listen in ``folder`` until process ``owner`` ends, unless they run already."""
+    """Start the servers, which listen in ``folder`` until process ``owner`` ends, unless they run already."""
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert not any(folder.glob("*.failed")), "a fork server failed; the first test that needed it has its error"
@@ -71,19 +71,19 @@ def start(folder: Path, owner: int) -> None:
             code = f"import forkserver; exec(forkserver.serve({str(folder / seed)!r}, {owner}))"
             path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
             own = {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": path}
-            subprocess.Popen(  # the shell ends at once, so that the server is no child of this process
+            subprocess.Popen(  # the shell exits immediately: the server is no child of this process
                 ["sh", "-c", '("$@" || touch "$0") &', f"{folder / seed}.failed", sys.executable, "-c", code],
                 env=os.environ | own, stdin=subprocess.DEVNULL, start_new_session=True,
             ).wait()  # fmt: skip
         deadline = time.monotonic() + START_SECONDS
         while not all((folder / seed).exists() for seed in missing):
-            late = time.monotonic() > deadline or any(folder.glob("*.failed"))
-            assert not late, f"no fork server within {START_SECONDS:.0f} s, or it failed: its error stands above"
+            over = time.monotonic() > deadline or any(folder.glob("*.failed"))
+            assert not over, f"no fork server within {START_SECONDS:.0f} s, or it failed: its error stands above"
             time.sleep(0.02)
 
 
 def commands(folder: Path) -> None:
-    """Make the ``python``, ``torchrun``, ``horovodrun`` and ``hvdbridge`` that fork (``forked.py``), beside mpiexec."""
+    """Write the ``python``, ``torchrun``, ``horovodrun`` and ``hvdbridge`` that fork (``forked.py``), and mpiexec."""
     if folder.exists():
         return
     folder.mkdir()
@@ -97,7 +97,7 @@ def commands(folder: Path) -> None:
 
 
 class Rank:
-    """A forked rank. ``status`` is None until the rank has ended; ``left`` lists the processes that it left."""
+    """A forked rank. ``status`` is None until the rank ends; ``left`` lists the processes that it left behind."""
 
     def __init__(self, folder: Path, rank: int, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self.status: int | None = None
@@ -121,42 +121,59 @@ class Rank:
         self.status, self.left = report["status"], report["left"]
 
 
+class Limit:
+    """Limit on the seconds of a job. A pause of the whole machine counts as :attr:`MOST_PER_LOOK` seconds: a virtual
+    machine may be stopped for minutes, and its clock goes on."""
+
+    MOST_PER_LOOK = 2.0
+
+    def __init__(self, seconds: float) -> None:
+        self.left, self._looked_at = seconds, time.monotonic()
+
+    def wait_for(self) -> float:
+        """Return for how many seconds to wait until the next call. Then :attr:`left` is up to date; at most 0: over."""
+        now = time.monotonic()
+        self.left -= min(now - self._looked_at, self.MOST_PER_LOOK)
+        self._looked_at = now
+        return max(0.0, min(self.left, self.MOST_PER_LOOK / 2))
+
+
 def run(
     folder: Path, argv: Sequence[str], envs: Sequence[Mapping[str, str]], log: Path, timeout: float
 ) -> tuple[int | None, list[str]]:
-    """Run ``argv`` once in each of ``envs``, the ranks' environments.
+    """Run ``argv`` once in each of ``envs``, the environments of the ranks.
 
     Returns:
-        The status of the first rank that failed, 0 if none did, None if the limit passed before any did; and the
-        command lines of the processes that ranks left.
+        The status of the first failed rank, 0 if none failed, None if ``timeout`` passed before a failure; and the
+        command lines of the processes that ranks left behind.
     """
     ranks = [Rank(folder, rank, argv, env, log) for rank, env in enumerate(envs)]
-    deadline = time.monotonic() + timeout
-    first = 0
+    limit = Limit(timeout)
+    first_failure = 0
     while running := [rank for rank in ranks if rank.status is None]:
-        ready = select.select([r.connection for r in running], [], [], max(0.0, deadline - time.monotonic()))[0]
-        if not ready:
+        ready = select.select([rank.connection for rank in running], [], [], limit.wait_for())[0]
+        if not ready and limit.left <= 0:
             for rank in running:
-                rank.connection.close()  # their keepers end them
-            return first or None, [text for rank in ranks for text in rank.left]
+                rank.connection.close()  # their keepers kill them
+            return first_failure or None, [text for rank in ranks for text in rank.left]
         for rank in running:
             if rank.connection in ready:
                 rank.receive()
-                if rank.status and not first:
-                    first = rank.status
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-    return first, [text for rank in ranks for text in rank.left]
+                if rank.status and not first_failure:
+                    first_failure = rank.status
+                    limit.left = min(limit.left, GRACE_SECONDS)
+    return first_failure, [text for rank in ranks for text in rank.left]
 
 
 # -- the server ------------------------------------------------------------------------------------------
 
 
 def serve(path: str, owner: int) -> CodeType:
-    """Fork ranks until process ``owner`` ends. Returns in ranks only, with the code that the rank runs."""
+    """Fork ranks until process ``owner`` ends. Only ranks return from it, with the code to run."""
     for name in MODULES:
         __import__(name)
     gc.collect()
-    gc.freeze()  # else a rank's collections, and its end, go through these modules' 400,000 objects: a second
+    gc.freeze()  # otherwise garbage collections and the exit of each rank traverse all these modules
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a process with several cannot be forked safely"
     assert not {"mpi4py.MPI", "horovod.torch"} & set(sys.modules)
@@ -186,7 +203,7 @@ def serve(path: str, owner: int) -> CodeType:
 
 
 def keep(rank: int, connection: socket.socket) -> NoReturn:
-    """Wait for the rank, or for the client's end, and pass signals on; report and leave."""
+    """Forward signals until the rank or its client ends; report the rank's status and exit."""
     ended = os.pidfd_open(rank)
     while ended not in select.select([ended, connection], [], [])[0]:
         for number in (signals := connection.recv(100)):
@@ -207,53 +224,53 @@ def keep(rank: int, connection: socket.socket) -> NoReturn:
 
 
 def kill(leader: int) -> None:
-    """End a rank and its process group."""
-    for end in (os.killpg, os.kill):  # it leads no group in its first moments
+    """Kill a rank and its process group."""
+    for end in (os.killpg, os.kill):  # just after the fork the rank leads no group yet
         with suppress(ProcessLookupError):
             end(leader, signal.SIGKILL)
 
 
 def group(leader: int) -> list[str]:
-    """The command lines of the living processes of a group."""
+    """Return the command lines of the living processes of a group."""
     try:
         os.killpg(leader, 0)
     except ProcessLookupError:
         return []
-    found = []
+    commands = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
             if int(process_group) == leader and state not in "ZX":
-                found.append((stat.parent / "cmdline").read_text().replace("\0", " "))
-    return found
+                commands.append((stat.parent / "cmdline").read_text().replace("\0", " "))
+    return commands
 
 
 def prepare(request: dict[str, Any], files: list[int], python: Path) -> CodeType:
-    """Make this process what ``python`` is before it runs the first line of the request's script, module or text."""
+    """Bring this process into the state in which ``python`` starts a script, module or text; return its code."""
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts by &
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell with & had it ignored
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    for name in reversed(request["namespaces"]):  # a host that is one
+    for name in reversed(request["namespaces"]):  # simulated hosts are namespaces
         if os.stat(file := files.pop()).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino:
             assert not ctypes.CDLL(None).setns(file, 0), name
         os.close(file)
     os.chdir(request["cwd"])
-    aside = [fcntl.fcntl(file, fcntl.F_DUPFD, max(request["files"]) + 1) for file in files]
+    copies = [fcntl.fcntl(file, fcntl.F_DUPFD, max(request["files"]) + 1) for file in files]
     for file in files:
         os.close(file)
-    for copy, target in zip(aside, request["files"], strict=True):
+    for copy, target in zip(copies, request["files"], strict=True):
         os.dup2(copy, target)
         os.close(copy)
     os.environ.clear()
     os.environ.update(request["env"])
     sys.executable, parent = str(python), request["parent"]
-    os.getppid = lambda: parent  # whose other children are this host's other ranks
+    os.getppid = lambda: parent  # the other ranks of this host are children of the same parent
     sys.orig_argv[:] = [sys.executable, *request["argv"]]
-    tempfile.tempdir = None  # TMPDIR may be another one
+    tempfile.tempdir = None  # the request may have another TMPDIR
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     if os.environ.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(write_through=True)
-    sys.modules["numpy"].random.seed()  # each process draws its own
+    sys.modules["numpy"].random.seed()  # each process has its own random numbers
     sys.path[1:1] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
     sys.modules.pop("sitecustomize", None)
     with suppress(ModuleNotFoundError):

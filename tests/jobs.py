@@ -1,9 +1,9 @@
-"""Runs a job of real processes (launcher x backend x number of ranks) and returns what each rank recorded.
+"""Run a job of real processes (launcher x backend x number of ranks) and return the record of each rank.
 
 The launchers are ``torchrun``, ``horovodrun``, ``mpiexec``, None (one process, ``python script.py``), and ``fork``:
-ranks that nobody launches, which find each other by ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``. All Python processes
-come from a server that has imported torch already (``forkserver.py``), in a launcher's job, too (``forked.py``), unless
-a test asks for the ``real`` interpreter.
+ranks without a launcher, which find each other by ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``. All Python processes
+are forked from a server that has already imported torch (``forkserver.py``), also those that a launcher starts
+(``forked.py``), unless a test requests the ``real`` interpreter.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ BACKENDS = ("torch", "horovod", "mpi")
 CELLS = [(launcher, backend) for launcher in LAUNCHERS for backend in BACKENDS]
 NATIVE = {"torch": "torchrun", "horovod": "horovodrun", "mpi": "mpiexec"}
 SERVERS = "JOBS_FORK_SERVERS"
-"""The variable with the fork servers' folder and the process whose end they wait for; set by ``session``."""
+"""The variable with the process that the fork servers wait for, and their folder; set by ``session``."""
 
 
 @dataclass
 class Job:
-    """What a finished job left: exit status, seconds, output, and one record per rank (None: it wrote none)."""
+    """The results of a finished job: exit status, seconds, output, and one record per rank (None: no record)."""
 
     status: int
     seconds: float
@@ -51,11 +51,11 @@ class Job:
 
 
 def command(launcher: str | None, size: int, argv: Sequence[str], real: bool = False) -> list[str]:
-    """The command line that a user would type, with Python processes that fork unless ``real``."""
+    """Return the command line that a user would type, with Python processes that are forked unless ``real``."""
     binaries = BIN if real else forking()
     python = str(binaries / "python")
     if launcher == "torchrun":
-        # Not at the top: real ranks import this file, too, and decide themselves when hvdbridge is imported.
+        # Imported here, because real ranks also import this file, and decide themselves when to import hvdbridge.
         from hvdbridge.startup.network import free_port
 
         return [str(binaries / "torchrun"), f"--nproc-per-node={size}", f"--master-port={free_port()}", *argv]
@@ -68,7 +68,7 @@ def command(launcher: str | None, size: int, argv: Sequence[str], real: bool = F
 
 
 def environment(backend: str | None = None, **extra: str) -> dict[str, str]:
-    """This environment with the test's backend, and this virtual environment's programs first."""
+    """Return this environment with the test's backend, and with this virtual environment's programs first."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("HVDBRIDGE_")}
     env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -78,23 +78,23 @@ def environment(backend: str | None = None, **extra: str) -> dict[str, str]:
 
 
 def session() -> None:
-    """Make this process, and the test workers that it starts, use fork servers that end when it ends."""
+    """Let this process and its test workers use fork servers that end with this process."""
     os.environ[SERVERS] = f"{os.getpid()} {tempfile.mkdtemp(prefix='hvdbridge-fork-')}"
 
 
 def folder() -> Path:
-    """A folder of this test session, for all its workers."""
+    """Return the folder of this test session, which all its workers share."""
     return Path(os.environ[SERVERS].split(" ", 1)[1])
 
 
 def forking() -> Path:
-    """The folder of the ``python``, ``torchrun`` and ``horovodrun`` that fork."""
+    """Start the fork servers; return the folder of the ``python``, ``torchrun`` and ``horovodrun`` that fork."""
     forkserver.start(folder(), int(os.environ[SERVERS].split()[0]))
     return folder() / "bin"
 
 
 def bare(size: int) -> list[dict[str, str]]:
-    """The variables of ``size`` ranks on this host that no launcher starts."""
+    """Return the variables of ``size`` ranks on this host without a launcher."""
     from hvdbridge.startup.network import free_port
 
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
@@ -110,9 +110,9 @@ def run(
     env: Mapping[str, str] | None = None,
     real: bool = False,
 ) -> Job:
-    """Run ``argv`` (script and arguments) on ``size`` ranks; ends only processes that it started itself.
+    """Run ``argv`` (script and arguments) on ``size`` ranks, and kill what remains of this job's processes.
 
-    What a launcher starts is forked, and so are torchrun and horovodrun, unless ``real``.
+    The processes that a launcher starts are forked, and so are torchrun and horovodrun, unless ``real``.
     """
     with tempfile.TemporaryDirectory(prefix="hvdbridge-job-") as out:
         log, files = Path(out) / "log", [Path(out) / f"{rank}.json" for rank in range(size)]
@@ -135,31 +135,33 @@ def run(
 
 
 def once(launcher: str | None, backend: str | None, size: int, argv: Sequence[str], timeout: float = 60.0) -> Job:
-    """:func:`run`, but a second call in this test session, in whichever worker, takes the first one's result."""
+    """Like :func:`run`, but run each job once per test session; later calls in any worker return the same result."""
     name = hashlib.sha256(repr((launcher, backend, size, list(argv))).encode()).hexdigest()
-    place = folder() / name
-    with place.with_suffix(".lock").open("w") as lock:
+    path = folder() / name
+    with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not place.exists():
+        if not path.exists():
             try:
-                found: Job | AssertionError = run(launcher, backend, size, argv, timeout)
+                result: Job | AssertionError = run(launcher, backend, size, argv, timeout)
             except AssertionError as error:
-                found = error
-            place.write_bytes(pickle.dumps(found))
-    found = pickle.loads(place.read_bytes())
-    if isinstance(found, AssertionError):
-        raise found
-    return found
+                result = error
+            path.write_bytes(pickle.dumps(result))
+    result = pickle.loads(path.read_bytes())
+    if isinstance(result, AssertionError):
+        raise result
+    return result
 
 
-def _launch(line: Sequence[str], env: Mapping[str, str], log: Path, timeout: float) -> tuple[int | None, list[str]]:
+def _launch(argv: Sequence[str], env: Mapping[str, str], log: Path, timeout: float) -> tuple[int | None, list[str]]:
     with log.open("w") as output:
         process = subprocess.Popen(
-            line, env=env,
+            argv, env=env,
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout)
+    limit = forkserver.Limit(timeout)
+    while process.returncode is None and limit.left > 0:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(limit.wait_for())
     status = process.returncode
     deadline = time.monotonic() + forkserver.GRACE_SECONDS
     while status is not None and (left := _of_job(env["JOB_RECORDS"])) and time.monotonic() < deadline:
@@ -170,7 +172,7 @@ def _launch(line: Sequence[str], env: Mapping[str, str], log: Path, timeout: flo
 
 
 def record(rank: int, value: Any) -> None:
-    """Called in a rank: leave ``value`` (JSON) for the test. Does nothing outside a test's job."""
+    """Store ``value`` (JSON) as the record of this rank. Does nothing outside of a test's job."""
     if "JOB_RECORDS" in os.environ:
         target = Path(os.environ["JOB_RECORDS"]) / f"{rank}.json"
         partial = target.with_suffix(f".{os.getpid()}")
@@ -179,25 +181,25 @@ def record(rank: int, value: Any) -> None:
 
 
 def wait_for_records(size: int) -> None:
-    """Called in a rank that is about to fail: a launcher ends the others as soon as one has."""
+    """Wait for ``size`` records, before this rank fails: a launcher then ends the other ranks."""
     deadline = time.monotonic() + 20
     while len(list(Path(os.environ["JOB_RECORDS"]).glob("*.json"))) < size and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def leave_torch() -> NoReturn:
-    """The last act of a rank that used torch.distributed by itself: no thread of Gloo's outlives the interpreter.
+    """End a rank that used torch.distributed directly, without finalizing the interpreter.
 
-    After a collective Gloo's thread takes the GIL to free what it kept of Python. If the interpreter is ending by then,
-    the process aborts ("terminate called without an active exception", torch 2.13), rarely, but also after a
-    monitored_barrier(): 3 of 30 ranks whose Gloo threads had the lowest priority on busy cores did.
+    After a collective Gloo's thread takes the GIL to free Python objects. If the interpreter is finalizing by then, the
+    process aborts ("terminate called without an active exception", torch 2.13). That is rare, but also happens after a
+    monitored_barrier() if the cores are busy.
     """
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.monitored_barrier()
         dist.destroy_process_group()
-    mpi = sys.modules.get("mpi4py.MPI")  # what follows passes by its Finalize, and mpiexec would end the others
+    mpi = sys.modules.get("mpi4py.MPI")  # os._exit() skips its Finalize, and mpiexec would end the other ranks
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
     sys.stdout.flush()
@@ -206,21 +208,21 @@ def leave_torch() -> NoReturn:
 
 
 def _end(records: str) -> None:
-    """End what is left of the job that writes there, also what its launcher has lost track of."""
+    """Kill the remaining processes of the job with this folder of records, also those unknown to its launcher."""
     for _ in range(10):
         if not (left := _of_job(records)):
             return
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(left, timeout=1)  # what one of them started meanwhile is found in the next round
+        psutil.wait_procs(left, timeout=1)  # the next iteration finds processes that were started meanwhile
 
 
 def _of_job(records: str) -> list[psutil.Process]:
-    """The processes of the job that writes there, but for its helper, which ends by itself."""
+    """Return the processes of the job with this folder of records, except its helper, which ends by itself."""
     found = []
-    for process in psutil.process_iter(["cmdline", "environ"]):  # None: it has ended, or is not ours to ask
-        ours = (process.info["environ"] or {}).get("JOB_RECORDS") == records
-        if ours and not any(argument.startswith("hvdbridge.supervisor") for argument in process.info["cmdline"] or ()):
+    for process in psutil.process_iter(["cmdline", "environ"]):  # None: another user's, or ended
+        match = (process.info["environ"] or {}).get("JOB_RECORDS") == records
+        if match and not any(argument.startswith("hvdbridge.supervisor") for argument in process.info["cmdline"] or ()):
             found.append(process)
     return found

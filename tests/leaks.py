@@ -1,8 +1,8 @@
-"""What a test must not leave behind: a process, a thread, a process group, a file in /dev/shm, a changed default.
+"""Check that tests leave nothing behind: no process, thread, process group, file in /dev/shm or changed default.
 
-The fixture :func:`leaves_nothing` compares before and after each test and fails the test by name. At the session's end
-no process of a job may be left, and no file in /dev/shm; a process is traced to its test by its environment, a file by
-its time of change. (When a test ends, a job elsewhere may be about to remove its files.)
+The fixture :func:`leaves_nothing` compares the state before and after each test, and fails the test if they differ. At
+the end of the session no process of a job and no file in /dev/shm may remain. Their tests are found by the environment
+of a process and by the modification time of a file. (At the end of a test, another job may be removing its files.)
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ import torch.distributed as dist
 import hvdbridge as hb
 
 WAIT_SECONDS = 10.0
-"""For threads and processes that are about to end; a job's helper ends a second after the last rank."""
+"""Time for threads and processes to end; a job's helper ends a second after the last rank."""
 SHARED = Path("/dev/shm")
 TICK = 0.02
-"""Seconds by which a file's age may lag behind the clock: the kernel stamps files by its timer's ticks."""
+"""Seconds by which a file's time stamp may lag behind the clock: the kernel uses its timer ticks."""
 CHANGING = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "KMP_")
-"""Environment variables that pytest, torch's compiler and scikit-learn set themselves."""
+"""Prefixes of environment variables that pytest, torch's compiler and scikit-learn set themselves."""
 POOL = "fiber"
-"""The name of the threads of ``hvdbridge.training.fiber``, which keeps idle ones for the next flow."""
+"""Name of the threads of ``hvdbridge.training.fiber``, which keeps idle threads for the next flow."""
 
 
 def children() -> set[str]:
-    """The processes that this one has started, zombies included, by number and name."""
+    """Return the pid and name of each child of this process, including zombies."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # a thread that has just ended
@@ -52,7 +52,7 @@ def threads() -> set[str]:
 
 
 def defaults() -> dict[str, Any]:
-    """The process-wide settings that a test could change."""
+    """Return the process-wide settings that a test could change."""
     found: dict[str, Any] = {
         "torch's default dtype": torch.get_default_dtype(),
         "torch's default device": torch.get_default_device(),
@@ -71,7 +71,7 @@ def defaults() -> dict[str, Any]:
 
 
 def remaining(look: Callable[[], set[str]], before: set[str]) -> set[str]:
-    """What ``look`` finds that was not there before, once it had time to go away."""
+    """Return the items that ``look`` finds and ``before`` lacks, after waiting for them to disappear."""
     deadline = time.monotonic() + WAIT_SECONDS
     while (left := look() - before) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -80,18 +80,18 @@ def remaining(look: Callable[[], set[str]], before: set[str]) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves something behind, and notes when the test ran."""
-    began, had_children, had_threads, had = time.time(), children(), threads(), defaults()
+    """Fail a test that leaves something behind, and store when the test ran."""
+    started, old_children, old_threads, before = time.time(), children(), threads(), defaults()
     yield
-    has = defaults()
-    changed = [name for name in sorted(had.keys() | has.keys()) if had.get(name) != has.get(name)]
-    wrong = [f"{name}: {had.get(name)!r} became {has.get(name)!r}" for name in changed]
-    wrong += [f"a process: {text}" for text in remaining(children, had_children)]
-    wrong += [f"a thread: {text}" for text in remaining(threads, had_threads)]
+    after = defaults()
+    changed = [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
+    leaks = [f"{name}: {before.get(name)!r} became {after.get(name)!r}" for name in changed]
+    leaks += [f"a process: {text}" for text in remaining(children, old_children)]
+    leaks += [f"a thread: {text}" for text in remaining(threads, old_threads)]
     with (jobs.folder() / f"times-{os.getpid()}").open("a") as times:
-        times.write(f"{began} {time.time()} {request.node.nodeid}\n")
-    if wrong:
-        pytest.fail("this test leaves: " + "; ".join(wrong), pytrace=False)
+        times.write(f"{started} {time.time()} {request.node.nodeid}\n")
+    if leaks:
+        pytest.fail("this test leaves: " + "; ".join(leaks), pytrace=False)
 
 
 # -- at the session's end --------------------------------------------------------------------------------
@@ -117,25 +117,25 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def of_session() -> list[str]:
-    """The command lines of the processes of this session's jobs, each behind the test that started it."""
-    mark, found = f"{jobs.SERVERS}={os.environ[jobs.SERVERS]}", []
+    """Return the command lines of this session's job processes, each after the test that started it."""
+    variable, found = f"{jobs.SERVERS}={os.environ[jobs.SERVERS]}", []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             variables = (folder / "environ").read_text(errors="replace").split("\0")
             command = (folder / "cmdline").read_text().replace("\0", " ")
-            if mark in variables and "forkserver.serve" not in command and int(folder.name) != os.getpid():
+            if variable in variables and "forkserver.serve" not in command and int(folder.name) != os.getpid():
                 test = [v.partition("=")[2] for v in variables if v.startswith("PYTEST_CURRENT_TEST=")]
                 found.append(f"{''.join(test)}: {command[:200]}")
     return found
 
 
 def segments() -> set[str]:
-    """The names in /dev/shm."""
+    """Return the names in /dev/shm."""
     return set(os.listdir(SHARED)) if SHARED.is_dir() else set()
 
 
 def unmapped(names: set[str]) -> set[str]:
-    """Those of ``names`` that no process maps: another program of this machine maps its own."""
+    """Return those of ``names`` that no process maps: other programs of this machine map their files."""
     for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
         with suppress(OSError):  # a process that has just ended, or another user's
             mapped = {line.rpartition("/")[2] for line in maps.read_text().splitlines() if f"{SHARED}/" in line}
@@ -144,15 +144,15 @@ def unmapped(names: set[str]) -> set[str]:
 
 
 def of_tests(names: set[str]) -> set[str]:
-    """The files in /dev/shm, each behind the tests that ran when it was made."""
+    """Return the files in /dev/shm, each after the tests that ran when it was last changed."""
     lines = [line for file in jobs.folder().glob("times-*") for line in file.read_text().splitlines()]
-    found, ran = set(), [line.split(" ", 2) for line in lines]
+    found, runs = set(), [line.split(" ", 2) for line in lines]
     for name in names:
         with suppress(OSError):
             status = (SHARED / name).stat()
-            made = status.st_mtime
-            if status.st_uid != os.getuid():  # whether another user's process maps a file cannot be read
+            modified = status.st_mtime
+            if status.st_uid != os.getuid():  # the maps of another user's processes cannot be read
                 continue
-            tests = sorted(test for began, ended, test in ran if float(began) - TICK <= made <= float(ended))
+            tests = sorted(test for began, ended, test in runs if float(began) - TICK <= modified <= float(ended))
             found.add(f"{' or '.join(tests)}: {SHARED / name}")
     return found

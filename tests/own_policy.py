@@ -1,4 +1,4 @@
-"""A user's file: models, and a policy that it registers."""
+"""A user's module: models, and a policy that it registers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import hvdbridge as hb
 
-Made = tuple[nn.Module, Callable[[nn.Module], Tensor]]
+ModelAndLoss = tuple[nn.Module, Callable[[nn.Module], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Own(hb.Policy):
 hb.policies.register("own_of_tests", Own)
 
 
-def make() -> Made:
+def make() -> ModelAndLoss:
     return nn.Linear(8, 8), lambda module: module(torch.ones(2, 8)).sum()
 
 
-def breaks() -> Made:
-    """One of whose steps fails on rank 1."""
+def breaks() -> ModelAndLoss:
+    """Return a model whose ninth step fails on rank 1."""
     steps = iter(range(9))
 
     def loss(module: nn.Module) -> Tensor:

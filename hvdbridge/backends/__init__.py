@@ -1,1 +1,1 @@
-"""The libraries that carry collectives, one folder each, and what they have in common."""
+"""Backends: one folder for each library that executes collectives, and the interfaces and base classes they share."""

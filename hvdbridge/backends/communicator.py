@@ -1,16 +1,17 @@
-"""What a backend must be able to do: execute collectives among a fixed group of ranks.
+"""The interface of a backend: execute collectives among a fixed group of ranks.
 
 Rules:
 
-1. All ranks of a communicator issue the same requests in the same order, from one thread at a time.
-2. A communicator is its own channel: its messages never meet those of another communicator or of the
-   user's own calls to the library below.
-3. Every dtype in :data:`DTYPES` works for every operation that has a meaning; where the library below has a
-   gap, the communicator bridges it exactly.
-4. ``execute`` may reduce into the request's tensor (it was given away); the answer never aliases another
-   rank's memory and is equal on all ranks, bit by bit, where its meaning is.
-5. ``answer`` is ``execute`` in steps, so that several requests can be under way: it yields None where it is about to
-   start an operation of the library, and the :class:`Work` it has started. The caller starts operations in the same
+1. All ranks of a communicator issue the same requests in the same order. One thread at a time issues them.
+2. A communicator has a message channel of its own. Its messages never match those of another communicator, nor those
+   of the user's direct calls to the library.
+3. Each dtype in :data:`DTYPES` works with each operation that is defined for it. Where the library lacks a dtype or an
+   operation, the communicator computes the result itself, without loss.
+4. ``execute`` may reduce into the request's tensor, which the caller no longer owns. The result never aliases memory
+   of another rank. Where an operation gives all ranks the same result, its bits are equal on all ranks.
+5. ``answer`` performs ``execute`` in steps, so that several requests can be in flight. It first yields None
+   once. Then, for each operation of the library, it yields None before it starts the operation, and the :class:`Work`
+   afterwards; resumed after that, it waits for the operation. The caller resumes these generators in the same
    order on all ranks.
 """
 
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.policy.collectives import AllGather, AllReduce, Broadcast, Collective
+from hvdbridge.policy.collectives import AllGather, AllReduce, Broadcast, Collective, groups_of
 
 DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -38,76 +39,85 @@ DTYPES = (
 )  # fmt: skip
 
 
-LOOK_SECONDS = 5e-5
-"""Seconds between two tests of an operation whose wait takes no limit."""
+POLL_SECONDS = 5e-5
+"""Interval, in seconds, between two tests of an operation whose own wait takes no timeout."""
 
 
 class Work(ABC):
     """An operation that a library has started.
 
     Attributes:
-        last: no other operation of its request follows.
-        shared: several threads may call :meth:`wait` at once. The scheduler then blocks in it instead of polling.
+        last: True if no other operation of the same request follows.
+        thread_safe_wait: several threads may call :meth:`wait` at once. The scheduler then blocks in :meth:`wait`
+            instead of polling :meth:`done`.
     """
 
     last = False
-    shared: ClassVar[bool] = False
-    _error: Exception | None = None  # what wait() raises
+    thread_safe_wait: ClassVar[bool] = False
+    _error: Exception | None = None  # for subclasses, whose wait() raises it
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether :meth:`wait` would return at once; makes progress where the library needs that."""
+        """Return whether :meth:`wait` would return at once. MPI progresses the operation only in this call."""
 
-    def over_within(self, seconds: float) -> bool:
-        """Wait for at most ``seconds``; returns whether the operation is over."""
+    def wait_at_most(self, seconds: float) -> bool:
+        """Wait for at most ``seconds``; return whether the operation is over."""
         end = time.perf_counter() + seconds
         while not self.done():
             if time.perf_counter() > end:
                 return False
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         return True
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when it is complete. Harmless when repeated.
+        """Block until the operation is complete. Further calls return at once.
 
         Raises:
-            Exception: the library's own.
+            Exception: the operation failed. The library defines the type.
         """
 
 
 Answer = Generator[Work | None, None, Tensor]
-"""Steps towards an answer: None before an operation starts, the work that was started; returns the tensor."""
+"""Generator of one request (rule 5); returns the result."""
 
 Watch = Callable[[object], AbstractContextManager[None]]
-"""``with watch(request):`` registers a wait with the job's monitor, which prints ``str(request)`` if it takes long."""
+"""``with watch(request):`` registers a wait with the job's monitor, under the name ``str(request)``. It raises the
+job's first failure, and the job fails if the wait exceeds its limit."""
 
 
 def unwatched(_: object) -> AbstractContextManager[None]:
+    """Return a context that registers no wait; the default :data:`Watch`."""
     return nullcontext()
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """How a backend differs from others; read instead of its name.
+    """Properties in which backends differ. Callers test them instead of the backend's name.
 
     Attributes:
-        blocks_host: ``execute`` returns when the answer is there (Gloo, MPI, Horovod); otherwise it only
-            enqueues on the current CUDA stream (NCCL).
-        progresses: operations advance by themselves; otherwise only while a thread tests them (MPI).
-        cuda: CUDA tensors travel without passing through host memory.
-        carriers: the libraries below, as torch.distributed names its backends.
+        blocks_host: ``execute`` returns when the result is complete (Gloo, MPI, Horovod). If False, it only enqueues
+            work on the current CUDA stream (NCCL).
+        progresses: operations progress by themselves. If False, only while a thread tests them (MPI).
+        cuda: the library takes CUDA tensors; they do not pass through host memory.
+        torch_backends: the libraries that move the data, under the names that torch.distributed gives its backends.
     """
 
     blocks_host: bool = True
     progresses: bool = True
     cuda: bool = False
-    carriers: tuple[str, ...] = ()
+    torch_backends: tuple[str, ...] = ()
 
 
 class Communicator(ABC):
-    """Executes :class:`Collective` requests among ``size`` ranks of which this process is ``rank``; ``timeout_seconds``
-    is what the library below allows for one, where it has limits of its own."""
+    """Executes :class:`Collective` requests among a fixed group of ranks.
+
+    Attributes:
+        rank, size: this process's rank in the group, and the number of ranks.
+        timeout_seconds: the library's limit for one operation, where the library has one.
+        groups: communicators of named groups, by name.
+        nodes: the node of each rank, see :meth:`set_nodes`; empty until then.
+    """
 
     rank: int
     size: int
@@ -118,87 +128,101 @@ class Communicator(ABC):
         self.watch = watch
         self.groups: dict[str, Communicator] = {}
         self.nodes: tuple[int, ...] = ()
-        self._among_nodes: dict[str, tuple[int, int]] = {}
+        self._node_group_positions: dict[str, tuple[int, int]] = {}
 
     @classmethod
     def world(cls, watch: Watch = unwatched, timeout_seconds: float = 300.0) -> Communicator:
-        """All ranks of the library below, which is already started; an own channel; collective."""
+        """Return a communicator of all ranks, with a channel of its own. Collective.
+
+        Raises:
+            NotInitialized: the library is not running.
+        """
         raise NotImplementedError(f"{cls.__name__} is not a backend")
 
     def execute(self, request: Collective) -> Tensor:
-        """Answer one request; see :mod:`hvdbridge.policy.collectives` for shapes.
+        """Execute one request and return its result. See :mod:`hvdbridge.policy.collectives` for shapes.
 
         Raises:
-            Unsupported: the operation has no meaning for this dtype.
-            CollectiveTimeout: it took too long.
-            RankFailed: another rank is gone.
+            Unsupported: the operation is not defined for this dtype or shape.
+            CollectiveTimeout: the operation exceeded its time limit.
+            RankFailed: another rank failed.
         """
         steps = self.answer(request)
         try:
             while True:
-                next(steps)  # resumed at once, it waits in the library
+                next(steps)  # a generator that is resumed at once blocks in Work.wait
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
 
     def answer(self, request: Collective) -> Answer:
-        """:meth:`execute` in steps; the first is yielded before any work is done."""
+        """Perform :meth:`execute` in steps (rule 5). The first step precedes all computation."""
         yield None
-        comm = self if request.group == "world" else self._named(request.group)
+        comm = self if request.group == "world" else self._group_communicator(request.group)
         with self.watch(request):
             return (yield from comm._answer(request))
 
     def size_of(self, group: str) -> int:
-        """The number of ranks in ``group``."""
-        return self.size if group == "world" else self._named(group).size
+        """Return the number of ranks in ``group``."""
+        return self.size if group == "world" else self._group_communicator(group).size
 
-    def places(self) -> Mapping[str, tuple[int, int]]:
-        """This rank's number in, and the size of, each named group."""
-        return {**{name: (comm.rank, comm.size) for name, comm in self.groups.items()}, **self._among_nodes}
+    def group_positions(self) -> Mapping[str, tuple[int, int]]:
+        """Return, for each named group, this rank's number in the group and the group's size."""
+        return {**{name: (comm.rank, comm.size) for name, comm in self.groups.items()}, **self._node_group_positions}
 
     def set_nodes(self, nodes: Sequence[int]) -> None:
-        """Say on which node each rank runs (any numbers, equal within a node); this gives the groups
-        ``"node"`` and ``"cross"`` their meaning. The same on all ranks."""
+        """Set the node of each rank, which defines the groups ``"node"`` and ``"cross"``.
+
+        Args:
+            nodes: one number for each rank, equal for ranks of one node. All ranks pass the same sequence.
+
+        Raises:
+            ConfigurationError: ``nodes`` does not have ``size`` elements.
+        """
         if len(nodes) != self.size:
             raise ConfigurationError(f"one node for each of {self.size} ranks is needed, got {list(nodes)}")
         self.nodes = tuple(nodes)
-        for name, divide in DIVISIONS.items():
+        for name, divide in NODE_DIVISIONS.items():
             ranks = next(ranks for ranks in divide(self.nodes) if self.rank in ranks)
-            self._among_nodes[name] = (ranks.index(self.rank), len(ranks))
+            self._node_group_positions[name] = (ranks.index(self.rank), len(ranks))
 
-    def _named(self, group: str) -> Communicator:
-        if group not in self.groups:  # made on first use: all ranks execute the same requests, so all ranks are here
-            if group.startswith("ranks:"):
-                parts = [[int(rank) for rank in part.split(",")] for part in group[6:].split("|")]
-            else:
-                parts = DIVISIONS[group](self.nodes) if group in DIVISIONS else []
+    def _group_communicator(self, group: str) -> Communicator:
+        """Return the communicator of ``group``. The first use, which all ranks make together, creates it."""
+        if group not in self.groups:
+            parts = groups_of(group)
+            if group in NODE_DIVISIONS:
+                parts = NODE_DIVISIONS[group](self.nodes)
             if not parts:
                 known = ", ".join(["world", *sorted(self.groups)])
                 raise ConfigurationError(f"rank {self.rank} is in no group named {group!r}; it knows: {known}")
-            made = self.split(parts)
-            assert made is not None, "every rank is in a part"
-            self.groups[group] = made
+            communicator = self.split(parts)
+            assert communicator is not None, "every rank is in a part"
+            self.groups[group] = communicator
         return self.groups[group]
 
     @abstractmethod
     def _answer(self, request: Collective) -> Answer:
-        """Answer a request whose group is this communicator, in steps."""
+        """Execute a request whose group is this communicator, in steps (rule 5)."""
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator | None:
-        """Divide into disjoint groups of ranks; collective over all ranks of this communicator.
+        """Divide the ranks into disjoint groups. Collective over all ranks of this communicator.
 
-        Returns the communicator of the group that holds this rank (ranks renumbered in ascending order), or
-        None where no group does. ``split([range(size)])`` duplicates.
+        Returns:
+            The communicator of the group that contains this rank, or None if no group does. Its ranks are numbered in
+            ascending order of their ranks here. ``split([range(size)])`` duplicates this communicator.
         """
 
     def ranks_of(self, group: object) -> list[int]:
-        """The ranks, ascending, that a user means by ``group``: an iterable of ranks, a process group of torch or a
-        DeviceMesh of one dimension, or the backend's own group.
+        """Return the ranks of ``group`` in ascending order.
+
+        Args:
+            group: an iterable of ranks, a process group of torch, a DeviceMesh of one dimension, or a group object of
+                the backend's library.
 
         Raises:
-            ConfigurationError: it is none of these, it is empty, or a rank is not one of this communicator's.
+            ConfigurationError: ``group`` is none of these, is empty, repeats a rank, or has ranks not below ``size``.
         """
-        group = of_torch(group)
+        group = torch_group_ranks(group)
         ranks = sorted(group) if isinstance(group, Iterable) else []
         if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size)):
             raise ConfigurationError(
@@ -208,18 +232,18 @@ class Communicator(ABC):
 
     @abstractmethod
     def control(self) -> Communicator:
-        """A duplicate whose tensors live in host memory (weights, objects); collective."""
+        """Return a duplicate whose tensors are in host memory, for weights and objects. Collective."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what this communicator opened; the library below stays up. Harmless when repeated."""
+        """Free the resources of this communicator; the library keeps running. Further calls do nothing."""
 
     def barrier(self) -> None:
-        """Return when all ranks have come."""
+        """Block until all ranks have called this method."""
         self.execute(AllReduce(torch.zeros(1, dtype=torch.int32, device="cpu"), "max"))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's picklable ``value``, in rank order. Host memory only: call it on :meth:`control`."""
+        """Return each rank's picklable ``value``, in rank order. It uses host memory: call it on :meth:`control`."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = self.execute(AllGather(torch.tensor([data.numel()], device="cpu"))).flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
@@ -228,23 +252,23 @@ class Communicator(ABC):
         return [pickle.loads(rows[i, : lengths[i]].numpy().tobytes()) for i in range(self.size)]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Rank ``root``'s picklable ``value`` on all ranks. Host memory only: call it on :meth:`control`."""
+        """Return rank ``root``'s picklable ``value`` on all ranks. It uses host memory: call it on :meth:`control`."""
         mine = pickle.dumps(value) if self.rank == root else b""
         length = int(self.execute(Broadcast(torch.tensor([len(mine)], device="cpu"), root)).item())
         buffer = torch.frombuffer(bytearray(mine or length), dtype=torch.uint8)
         return pickle.loads(self.execute(Broadcast(buffer, root)).numpy().tobytes())
 
 
-def of_torch(group: object) -> object:
-    """The ranks of a DeviceMesh or of a process group of torch, on whatever backend; anything else as it is.
+def torch_group_ranks(group: object) -> object:
+    """Return the global ranks of a DeviceMesh or of a process group of torch; return any other object unchanged.
 
     Raises:
-        ConfigurationError: a mesh of several dimensions.
+        ConfigurationError: the mesh has several dimensions.
     """
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is not None and isinstance(group, c10d.ProcessGroup):
         return c10d.get_process_group_ranks(group)
-    meshes = sys.modules.get("torch.distributed.device_mesh")  # importing it is slow, and a mesh exists only after that
+    meshes = sys.modules.get("torch.distributed.device_mesh")  # its import is slow; a mesh exists only after it
     if meshes is None or not isinstance(group, meshes.DeviceMesh):
         return group
     if group.ndim != 1:
@@ -253,19 +277,19 @@ def of_torch(group: object) -> object:
 
 
 def node_groups(nodes: Sequence[int]) -> list[list[int]]:
-    """The ranks of each node.
+    """Return the ranks of each node.
 
     >>> node_groups([0, 0, 1, 1, 1]), cross_groups([0, 0, 1, 1, 1])
     ([[0, 1], [2, 3, 4]], [[0, 2], [1, 3], [4]])
     """
-    return [[rank for rank, at in enumerate(nodes) if at == node] for node in dict.fromkeys(nodes)]
+    return [[rank for rank, of_rank in enumerate(nodes) if of_rank == node] for node in dict.fromkeys(nodes)]
 
 
 def cross_groups(nodes: Sequence[int]) -> list[list[int]]:
-    """The first rank of each node, then the second of each node that has one, and so on."""
+    """Return the first ranks of all nodes, then the second ranks of all nodes that have one, and so on."""
     rows = node_groups(nodes)
     return [[row[i] for row in rows if i < len(row)] for i in range(max(map(len, rows), default=0))]
 
 
-DIVISIONS = {"node": node_groups, "cross": cross_groups}
-"""How a named group divides the ranks, by their nodes."""
+NODE_DIVISIONS = {"node": node_groups, "cross": cross_groups}
+"""Functions from the nodes of all ranks to groups of ranks, by name of the group."""

@@ -2,10 +2,11 @@
 
 Rules:
 
-1. A carrier moves bytes in host memory between the ranks of one group, by tag. Messages of one pair with one tag
-   arrive in the order in which they were sent.
-2. Nothing here is collective: a carrier exists as soon as its group does.
-3. MPI and Gloo send and receive themselves. Horovod cannot: there, ranks open TCP connections at the first message.
+1. A :class:`Messages` object moves bytes in host memory between the ranks of one group, by tag. Messages between one
+   pair of ranks with one tag arrive in the order in which they were sent.
+2. No function here is collective. The object can be constructed as soon as its group exists.
+3. The MPI and torch backends use the library's own sends and receives. Horovod has none: ranks open TCP connections at
+   the first message.
 """
 
 from __future__ import annotations
@@ -17,34 +18,34 @@ from torch import Tensor
 from hvdbridge.backends.communicator import Work
 from hvdbridge.errors import ConfigurationError
 
-TAGS = 1 << 24
-"""The bound of tags that every MPI and Gloo supports."""
+TAG_LIMIT = 1 << 24
+"""Tags must be below this limit, which all MPI libraries and Gloo support."""
 
 
-class Receipt(Work):
-    """A receive in flight. After :meth:`wait`, ``source`` is the rank (of the group) that sent it."""
+class ReceiveWork(Work):
+    """A receive in flight. After :meth:`wait`, ``source`` is the sender's rank in the group."""
 
     source: int
 
 
 class Messages(ABC):
-    """Sends and receives among the ranks of one group; ``data`` is flat, contiguous, uint8, on the host, not empty.
+    """Sends and receives among the ranks of one group. ``data`` is uint8, flat, contiguous, not empty, on the CPU.
 
-    A backend's class is called with the group's communicator, the group's number (the same on its ranks), and a
-    function that makes what TCP needs (:class:`.tcp.Exchange`).
+    A subclass is constructed with the group's communicator, the group's number (equal on its ranks), and a function
+    that returns the :class:`.tcp.Transport` of this process and the group's ranks in the job.
     """
 
     @abstractmethod
     def send(self, data: Tensor, to: int, tag: int) -> Work:
-        """Start to send; ``data`` must stay as it is until the work is done."""
+        """Start to send ``data`` to rank ``to``. The caller must not change ``data`` until the work is done."""
 
     @abstractmethod
-    def receive(self, data: Tensor, source: int | None, tag: int) -> Receipt:
-        """Start to receive into ``data`` from rank ``source``; None: from any rank."""
+    def receive(self, data: Tensor, source: int | None, tag: int) -> ReceiveWork:
+        """Start to receive into ``data`` from rank ``source``, or from any rank if ``source`` is None."""
 
 
-def wrong_size(source: int | None, tag: int, sent: int | None, expected: int) -> ConfigurationError:
-    """The error of a receive; ``sent``: None for more than ``expected``."""
+def size_mismatch(source: int | None, tag: int, sent: int | None, expected: int) -> ConfigurationError:
+    """Return the error for a message of ``sent`` bytes (None: more than ``expected``) into ``expected`` bytes."""
     whose = "another rank" if source is None else f"rank {source} of the group"
     has = f"more than {expected}" if sent is None else sent
     return ConfigurationError(

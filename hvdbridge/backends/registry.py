@@ -1,7 +1,7 @@
-"""The backends: a folder beside this file for each name in :data:`hvdbridge.config.BACKENDS`.
+"""The registry of backends: one folder beside this file for each backend in :data:`hvdbridge.config.BACKENDS`.
 
-A folder's ``__init__`` declares :class:`Backend`; its modules are imported when they are needed, for they import the
-library below.
+The ``__init__`` of a folder declares a :class:`Backend`. Its communicator imports the backend's library, so
+the registry imports it on demand. The starter imports the library within functions, since ``auto`` loads each starter.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from hvdbridge.errors import BackendUnavailable, ConfigurationError, nearest
 
 
 class Backend(NamedTuple):
-    """What a backend's folder declares as ``BACKEND``.
+    """The declaration of a backend; its folder assigns one to ``BACKEND``.
 
     Attributes:
-        title: the library's name in messages.
-        package: what is imported of it.
-        remedy: what installs it.
-        communicator, starter, point_to_point: ``.module:class`` in the folder, of :class:`.communicator.Communicator`,
-            :class:`.starter.Starter` and :class:`.point_to_point.Messages` (default: over TCP).
-        front_end: where gradients come from, see :data:`hvdbridge.reduction.source.FRONT_ENDS`.
+        title: name of the library in messages.
+        package: the Python package whose presence means that the library is installed.
+        remedy: sentence for error messages that explains how to install the library.
+        communicator: subclass of :class:`.communicator.Communicator`, as ``".module:Class"`` relative to the folder.
+        starter: subclass of :class:`.starter.Starter`, in the same form.
+        point_to_point: subclass of :class:`.point_to_point.Messages`, in the same form. Default: messages over TCP.
+        front_end: source of gradients, a key of :data:`hvdbridge.reduction.source.FRONT_ENDS`.
     """
 
     title: str
@@ -36,25 +37,25 @@ class Backend(NamedTuple):
 
 
 def known() -> list[str]:
-    """The names, sorted."""
+    """Return the names of all backends, sorted."""
     return sorted({*config.BACKENDS} - {"auto"})
 
 
 def entry(name: str) -> Backend:
-    """What backend ``name`` declares; imports nothing of its library.
+    """Return the declaration of backend ``name``. Its library is not imported.
 
     >>> entry("mpj")
     Traceback (most recent call last):
-    hvdbridge.errors.ConfigurationError: Unknown backend 'mpj'. Did you mean 'mpi'? Known: horovod, mpi, torch.
+    hvdbridge.errors.ConfigurationError: Unknown backend 'mpj'. Did you mean 'mpi'? Known: ...
     """
     if name not in known():
         raise ConfigurationError(f"Unknown backend {name!r}. {nearest(name, known())}")
-    found: Backend = import_module(f"hvdbridge.backends.{name}").BACKEND
-    return found
+    backend: Backend = import_module(f"hvdbridge.backends.{name}").BACKEND
+    return backend
 
 
 def installed(name: str) -> bool:
-    """Whether the library of backend ``name`` is in this environment; imports nothing of it.
+    """Return whether the library of backend ``name`` is in this environment. The library is not imported.
 
     >>> installed("torch")
     True
@@ -62,15 +63,17 @@ def installed(name: str) -> bool:
     package = entry(name).package
     if package in sys.modules and sys.modules[package] is None:
         return False
-    finders = [finder for finder in sys.meta_path if not getattr(finder, "stands_in", False)]  # hvdbridge.run's
+    # The finder of hvdbridge.run provides a module named horovod, whether or not Horovod is installed.
+    finders = [finder for finder in sys.meta_path if not getattr(finder, "stands_in", False)]
     return any(finder.find_spec(package, None) is not None for finder in finders)
 
 
 def require(name: str) -> Backend:
-    """What backend ``name`` declares, whose library is installed.
+    """Return the declaration of backend ``name``, whose library must be installed.
 
     Raises:
-        BackendUnavailable: it is not; the message has the remedy.
+        ConfigurationError: no backend has this name.
+        BackendUnavailable: the library is not installed; the message contains the remedy.
     """
     backend = entry(name)
     if not installed(name):
@@ -81,17 +84,18 @@ def require(name: str) -> Backend:
 
 
 def load(name: str, part: Literal["communicator", "starter", "point_to_point"]) -> Any:
-    """Import a class of backend ``name``: ``mpi``'s communicator starts MPI.
+    """Import and return a class of backend ``name``. Import of the communicator of ``mpi`` may initialize MPI.
 
     Raises:
-        ConfigurationError: there is no such backend.
-        BackendUnavailable: its library is missing or does not load; the message has the remedy.
+        ConfigurationError: no backend has this name.
+        BackendUnavailable: the library does not load, or its communicator is requested and the package is missing;
+            the message contains the remedy.
     """
     backend = require(name) if part == "communicator" else entry(name)
     module, _, attribute = getattr(backend, part).partition(":")
     try:
         return getattr(import_module(module, f"hvdbridge.backends.{name}"), attribute)
-    except (ImportError, OSError, RuntimeError) as cause:  # mpi4py without libmpi: RuntimeError; a torch that moved on
+    except (ImportError, OSError, RuntimeError) as cause:  # RuntimeError: mpi4py without libmpi
         raise BackendUnavailable(
             f"HVDBRIDGE_BACKEND={name} but {backend.title} does not load in this environment: {cause}. {backend.remedy}"
         ) from cause

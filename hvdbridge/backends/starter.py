@@ -1,4 +1,4 @@
-"""The interface that starts a library: each backend implements one :class:`Starter`."""
+"""The interface that starts and stops a backend's library: each backend implements one :class:`Starter`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from hvdbridge.startup.world import World
 from hvdbridge.supervisor.client import Monitor
 from hvdbridge.supervisor.spawn import HelperAddress
 
-Numbers = tuple[int, int]
-"""Rank and size."""
+RankAndSize = tuple[int, int]
+"""This process's rank, and the number of ranks."""
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What every rank knows after the ranks have met.
+class RendezvousInfo:
+    """The result of the rendezvous, on each rank.
 
     Attributes:
-        world: complete.
-        worlds: of every rank, in rank order.
-        address: of rank 0's host; every rank reaches it (loopback where all share a host).
-        own_devices: every rank has a GPU that no other rank uses.
-        helper: the job's helper, None for one process.
-        store: a store of torch.distributed that all ranks reach, if the launcher's channel is one.
-        key: unique per start; the same on all ranks.
+        config: the settings of this process.
+        monitor: this rank's connection to the job's helper.
+        worlds: the :class:`.World` of each rank, in rank order, with all numbers filled in.
+        world: the element of this rank.
+        address: an address of rank 0's host that all ranks reach (loopback if all ranks share a host).
+        own_devices: each rank has a GPU that no other rank uses.
+        helper: address of the job's helper; None for a job of one process.
+        store: a store of torch.distributed that all ranks reach, if the launcher's channel has one.
+        key: prefix for keys in stores, unique for each start and the same on all ranks.
     """
 
     config: Config
@@ -46,61 +48,64 @@ class Meeting:
 
 
 class Starter(ABC):
-    """Starts one library, or finds it running.
+    """Starts one library, or uses it as it is if the user has started it.
 
     Class attributes:
-        name: of the backend, as in :data:`hvdbridge.config.BACKENDS`.
+        name: name of the backend, as in :data:`hvdbridge.config.BACKENDS`.
     """
 
     name: ClassVar[str]
 
     @classmethod
     @abstractmethod
-    def running(cls) -> Numbers | None:
-        """Rank and size, if the user started the library."""
+    def running(cls) -> RankAndSize | None:
+        """Return rank and size if the library is running, else None."""
 
     @abstractmethod
     def all_gather(self, value: str) -> list[Any]:
-        """Every rank's ``value`` in rank order, by the library, which runs."""
+        """Return each rank's ``value`` in rank order. It uses the library, which must be running. Collective."""
 
     def native_channel(self, world: World, config: Config) -> Channel | None:
-        """Start the library at once where it is the launcher's own and its channel, too; else None."""
+        """If the launcher itself supports the library, start it now and return a channel over it; else return None.
+
+        :meth:`start` is called later in both cases.
+        """
         return None
 
     def check(self, world: World) -> None:
-        """Refuse what cannot work, before anything is started.
+        """Check that the library can start under the launcher of ``world``, before anything is started.
 
         Raises:
-            BackendUnavailable: not installed, or unable to start under this launcher.
+            BackendUnavailable: the library is not installed, or cannot start under this launcher.
         """
         registry.require(self.name)
 
     @abstractmethod
-    def start(self, meeting: Meeting) -> None:
-        """Start the library among all ranks."""
+    def start(self, rendezvous: RendezvousInfo) -> None:
+        """Start the library on all ranks. Collective."""
 
-    def numbers(self) -> Numbers:
-        """Rank and size as the library, which runs, found them."""
-        found = self.running()
-        assert found is not None, "it runs"
-        return found
+    def rank_and_size(self) -> RankAndSize:
+        """Return rank and size as the library reports them. The library must be running."""
+        reported = self.running()
+        assert reported is not None, "it runs"
+        return reported
 
-    def compare(self, world: World) -> None:
-        """Return if the library, which runs, found the launcher's rank and size.
+    def verify_rank_and_size(self, world: World) -> None:
+        """Check that the library, which must be running, has the launcher's rank and size.
 
         Raises:
-            RendezvousError: it found others.
+            RendezvousError: the library reports another rank or size.
         """
-        found = self.numbers()
-        if found != (world.rank, world.size):
+        reported = self.rank_and_size()
+        if reported != (world.rank, world.size):
             title = registry.entry(self.name).title
             raise RendezvousError(
                 f"{world.launcher} started rank {world.rank} of {world.size}, but {title} "
-                f"found rank {found[0]} of {found[1]}. {self.hint(world)}".rstrip()
+                f"found rank {reported[0]} of {reported[1]}. {self.hint(world)}".rstrip()
             )
 
     def hint(self, world: World) -> str:
-        """Why the library may have found other numbers than the launcher's, and the remedy."""
+        """Return a likely cause of a rank or size that differs from the launcher's, and the remedy."""
         return ""
 
     @abstractmethod
@@ -108,30 +113,32 @@ class Starter(ABC):
         """Undo :meth:`start`."""
 
 
-class Variables:
-    """Environment variables that are set for a library, and put back afterwards."""
+class EnvironmentOverrides:
+    """Environment variables that are set for a library, and restored afterwards."""
 
     def __init__(self) -> None:
-        self._before: dict[str, str | None] = {}
+        self._original: dict[str, str | None] = {}
 
     def set(self, values: Mapping[str, str | None]) -> None:
-        """None removes a variable."""
-        self._before = {name: os.environ.get(name) for name in values} | self._before
-        _put(values)
+        """Set variables; the value None removes one."""
+        self._original = {name: os.environ.get(name) for name in values} | self._original
+        _apply(values)
 
-    def default(self, values: Mapping[str, str | None]) -> None:
-        """Only what the user did not set; None leaves it so."""
+    def set_defaults(self, values: Mapping[str, str | None]) -> None:
+        """Set those variables that the user has left unset or empty; the value None sets nothing."""
         self.set({k: v for k, v in values.items() if v is not None and not os.environ.get(k)})
 
-    def remove(self, prefixes: Iterable[str]) -> None:
+    def unset(self, prefixes: Iterable[str]) -> None:
+        """Remove all variables whose names start with one of ``prefixes``."""
         self.set({name: None for name in os.environ if name.startswith(tuple(prefixes))})
 
     def restore(self) -> None:
-        _put(self._before)
-        self._before.clear()
+        """Restore the values from before the first change of each variable."""
+        _apply(self._original)
+        self._original.clear()
 
 
-def _put(values: Mapping[str, str | None]) -> None:
+def _apply(values: Mapping[str, str | None]) -> None:
     for name, value in values.items():
         os.environ.pop(name, None)
         os.environ |= {} if value is None else {name: value}

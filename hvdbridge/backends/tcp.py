@@ -1,13 +1,14 @@
-"""Messages over TCP connections between ranks, for a library that has none: Horovod.
+"""Messages over TCP connections between ranks, for Horovod, which has no point-to-point operations.
 
 Rules:
 
-1. A rank listens from its first send or receive on; its address and a token stand in the job's store, which only the
-   job's ranks can read. Whoever connects without the token is turned away.
-2. One connection per direction of a pair, opened by the sender, written by one thread of its own and read by another.
-3. A message whose receive is posted is read into that tensor; any other is kept in memory until its receive comes. So
-   a send is done when the kernel has its bytes, and messages with other tags never wait behind it.
-4. A receive from a rank whose connection broke fails. The job's monitor handles ranks that are silent.
+1. A rank listens from its first send or receive on. It publishes its address and a token in the job's store, which only
+   the job's ranks can read. A connection that does not present the token is closed.
+2. Each direction between two ranks has one connection. The sender opens it. One thread of the sender writes to it, and
+   one thread of the receiver reads from it.
+3. If the receive of an arriving message is posted, the message is read into its tensor. Otherwise it is buffered until
+   the receive is posted. So a send is done when the kernel has its bytes, and never blocks messages with other tags.
+4. A receive from a rank whose connection broke fails. The job's monitor detects ranks that do not respond.
 """
 
 from __future__ import annotations
@@ -26,25 +27,27 @@ from typing import Any
 from torch import Tensor
 
 from hvdbridge.backends.communicator import Communicator, Work
-from hvdbridge.backends.point_to_point import Messages, Receipt, wrong_size
+from hvdbridge.backends.point_to_point import Messages, ReceiveWork, size_mismatch
 from hvdbridge.errors import HvdbridgeError, RankFailed
 from hvdbridge.startup.network import first_free, listening
-from hvdbridge.supervisor.wire import exactly, fill
+from hvdbridge.supervisor.wire import receive_exactly, receive_into
 
 HEADER = struct.Struct("<IIQ")  # group, tag, bytes
 HELLO = struct.Struct("<32sI")  # token, rank
-HELLO_SECONDS = 10.0
+HELLO_SECONDS = 10.0  # time limit for the token of a new connection
 
 
-class _Transfer(Receipt):
-    """A message on its way, in either direction. A receive is from rank ``wanted`` of the job (None: any) of ``ranks``,
-    the group's."""
+class _Transfer(ReceiveWork):
+    """A message in flight, sent or received. ``ranks`` are the group's ranks in the job.
 
-    def __init__(self, data: Tensor, group: int, tag: int, ranks: list[int], wanted: int | None = None) -> None:
+    ``sender`` is, for a receive, the sender's rank in the job, or None for any rank.
+    """
+
+    def __init__(self, data: Tensor, group: int, tag: int, ranks: list[int], sender: int | None = None) -> None:
         array: Any = data.numpy()
         self.memory = memoryview(array)
         self.key = (group, tag)
-        self.ranks, self.wanted, self.source = ranks, wanted, -1
+        self.ranks, self.sender, self.source = ranks, sender, -1
         self._over = threading.Event()
 
     def done(self) -> bool:
@@ -59,31 +62,33 @@ class _Transfer(Receipt):
         self._error = self._error or error
         self._over.set()
 
-    def takes(self, source: int, key: tuple[int, int]) -> bool:
-        return self.key == key and self.wanted in (None, source)
+    def matches(self, source: int, key: tuple[int, int]) -> bool:
+        """Return whether this receive accepts a message from ``source`` with ``key``, its group and tag."""
+        return self.key == key and self.sender in (None, source)
 
     def fits(self, source: int, size: int) -> bool:
-        """Whether a message of ``size`` bytes from ``source`` fits; the receive fails if not."""
+        """Return whether a message of ``size`` bytes from ``source`` fits the tensor. If not, the receive fails."""
         self.source = self.ranks.index(source)
         if size != len(self.memory):
-            self.finish(wrong_size(self.source, self.key[1], size, len(self.memory)))
+            self.finish(size_mismatch(self.source, self.key[1], size, len(self.memory)))
         return not self.done()
 
     def deliver(self, source: int, payload: bytearray) -> None:
+        """Complete this receive with a buffered message."""
         if self.fits(source, len(payload)):
             self.memory[:] = payload
             self.finish()
 
 
-class Exchange:
-    """This rank's connections, shared by all groups. Ranks here are those of the job.
+class Transport:
+    """This rank's connections, shared by all groups. Ranks are those of the job.
 
     Args:
         rank: this rank.
         host: the address of this host that other ranks reach.
-        publish: puts a text into the job's store under a rank.
-        look_up: the text of a rank; waits until it is there.
-        ports: where to listen; None: where the system chooses.
+        publish: stores a text for a rank in the job's store.
+        look_up: returns the text of a rank; blocks until it is stored.
+        ports: range of ports to listen on; None lets the system choose.
     """
 
     def __init__(
@@ -96,41 +101,43 @@ class Exchange:
         self._lock = threading.Lock()
         self._posted: list[_Transfer] = []
         self._arrived: list[tuple[int, tuple[int, int], bytearray]] = []  # source, (group, tag), payload
-        self._broken: dict[int, Exception] = {}
-        self._writers: dict[int, queue.SimpleQueue[_Transfer | None]] = {}
+        self._disconnected: dict[int, Exception] = {}
+        self._send_queues: dict[int, queue.SimpleQueue[_Transfer | None]] = {}
         self._sockets: list[socket.socket] = []
         self._closed = False
         self._listener = first_free(lambda port: listening(host, port, 1024), ports)
-        _thread("listen", self._listen)
+        _start_thread("listen", self._listen)
         publish(rank, f"{host}:{self._listener.getsockname()[1]}/{self._token}")
 
     def send(self, transfer: _Transfer, to: int) -> Work:
+        """Queue a message for rank ``to``; the first one starts the rank's writer thread."""
         with self._lock:
-            if to not in self._writers:
-                self._writers[to] = queue.SimpleQueue()
-                _thread(f"to {to}", partial(self._write, to, self._writers[to]))
-            self._writers[to].put(transfer)
+            if to not in self._send_queues:
+                self._send_queues[to] = queue.SimpleQueue()
+                _start_thread(f"to {to}", partial(self._write, to, self._send_queues[to]))
+            self._send_queues[to].put(transfer)
         return transfer
 
-    def receive(self, posted: _Transfer) -> Receipt:
+    def receive(self, posted: _Transfer) -> ReceiveWork:
+        """Post a receive, or complete it with a buffered message. Raise RankFailed if the connection has broken."""
         with self._lock:
             for i, (source, key, _) in enumerate(self._arrived):
-                if posted.takes(source, key):
+                if posted.matches(source, key):
                     payload = self._arrived.pop(i)[2]
                     break
             else:
-                if posted.wanted in self._broken:
-                    raise self._broken[posted.wanted]
+                if posted.sender in self._disconnected:
+                    raise self._disconnected[posted.sender]
                 self._posted.append(posted)
                 return posted
         posted.deliver(source, payload)
         return posted
 
     def close(self) -> None:
-        """End all connections. Harmless when repeated."""
+        """Close all connections. Further calls do nothing."""
         self._closed = True
-        for writer in self._writers.values():
-            writer.put(None)
+        for send_queue in self._send_queues.values():
+            send_queue.put(None)
         for sock in (self._listener, *self._sockets):
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -138,10 +145,11 @@ class Exchange:
 
     # -- sending --------------------------------------------------------------------------------------------------
 
-    def _write(self, to: int, waiting: queue.SimpleQueue[_Transfer | None]) -> None:
+    def _write(self, to: int, transfers: queue.SimpleQueue[_Transfer | None]) -> None:
+        """Send queued messages to rank ``to`` until the queue yields None; the body of a writer thread."""
         failure: Exception | None = None
         sock: socket.socket | None = None
-        while (transfer := waiting.get()) is not None:
+        while (transfer := transfers.get()) is not None:
             try:
                 if failure is None:
                     sock = sock or self._connect(to)
@@ -150,10 +158,10 @@ class Exchange:
             except OSError as error:
                 failure = RankFailed(f"rank {self.rank}: the connection to rank {to} broke while it sent: {error}")
                 failure.__cause__ = error
-            except HvdbridgeError as error:  # of the store: the rank is missing, or the job failed
+            except HvdbridgeError as error:  # raised by the store: the rank is missing, or the job failed
                 failure = error
             transfer.finish(failure)
-            del transfer  # its tensor is free while this thread waits for the next
+            del transfer  # frees its tensor while this thread waits for the next message
         if sock is not None:
             sock.close()
 
@@ -173,15 +181,16 @@ class Exchange:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # closed
+            except OSError:  # close() closed the listener
                 return
-            _thread("from", partial(self._read, sock))
+            _start_thread("from", partial(self._read, sock))
 
     def _read(self, sock: socket.socket) -> None:
+        """Check the token of a connection and receive its messages; the body of a reader thread."""
         with sock:
             try:
                 sock.settimeout(HELLO_SECONDS)
-                token, source = HELLO.unpack(exactly(sock, HELLO.size))
+                token, source = HELLO.unpack(receive_exactly(sock, HELLO.size))
             except OSError:
                 return
             if not hmac.compare_digest(token, self._token.encode()):
@@ -192,55 +201,57 @@ class Exchange:
             posted: _Transfer | None = None
             try:
                 while True:
-                    group, tag, size = HEADER.unpack(exactly(sock, HEADER.size))
+                    group, tag, size = HEADER.unpack(receive_exactly(sock, HEADER.size))
                     posted = self._match(source, (group, tag))
                     if posted is not None and posted.fits(source, size):
-                        fill(sock, posted.memory)
+                        receive_into(sock, posted.memory)
                         posted.finish()
                     else:
-                        payload = exactly(sock, size)
+                        payload = receive_exactly(sock, size)
                         if posted is None and (posted := self._match(source, (group, tag), payload)):
                             posted.deliver(source, payload)
                     posted = None
             except OSError as error:
-                self._lost(source, error, posted)
+                self._on_disconnect(source, error, posted)
 
     def _match(self, source: int, key: tuple[int, int], payload: bytearray | None = None) -> _Transfer | None:
-        """Take out the receive that a message is for. If there is none, a ``payload`` waits for it."""
+        """Remove and return the posted receive that a message matches. If none does, buffer ``payload``, if given."""
         with self._lock:
             for i, posted in enumerate(self._posted):
-                if posted.takes(source, key):
+                if posted.matches(source, key):
                     return self._posted.pop(i)
             if payload is not None:
                 self._arrived.append((source, key, payload))
         return None
 
-    def _lost(self, source: int, error: OSError, reading: _Transfer | None) -> None:
+    def _on_disconnect(self, source: int, error: OSError, reading: _Transfer | None) -> None:
+        """Fail the receives from ``source``, and ``reading``, the receive whose message was cut off."""
         if self._closed:
             return
         failure = RankFailed(f"rank {self.rank}: the connection from rank {source} ended: {error}")
         with self._lock:
-            self._broken[source] = failure
-            lost = [posted for posted in self._posted if posted.wanted == source]
-            self._posted = [posted for posted in self._posted if posted.wanted != source]
-        for posted in (*lost, *([] if reading is None else [reading])):
+            self._disconnected[source] = failure
+            failed = [posted for posted in self._posted if posted.sender == source]
+            self._posted = [posted for posted in self._posted if posted.sender != source]
+        for posted in (*failed, *([] if reading is None else [reading])):
             posted.finish(failure)
 
 
 class TcpMessages(Messages):
-    """See :class:`Messages`; ``tcp`` returns the exchange and the group's ranks."""
+    """Messages over a :class:`Transport`; ``tcp`` returns the transport and the group's ranks in the job."""
 
-    def __init__(self, communicator: Communicator, number: int, tcp: Callable[[], tuple[Exchange, list[int]]]) -> None:
+    def __init__(self, communicator: Communicator, number: int, tcp: Callable[[], tuple[Transport, list[int]]]) -> None:
         self._number = number
-        self._exchange, self._ranks = tcp()
+        self._transport, self._ranks = tcp()
 
     def send(self, data: Tensor, to: int, tag: int) -> Work:
-        return self._exchange.send(_Transfer(data, self._number, tag, self._ranks), self._ranks[to])
+        return self._transport.send(_Transfer(data, self._number, tag, self._ranks), self._ranks[to])
 
-    def receive(self, data: Tensor, source: int | None, tag: int) -> Receipt:
-        wanted = None if source is None else self._ranks[source]
-        return self._exchange.receive(_Transfer(data, self._number, tag, self._ranks, wanted))
+    def receive(self, data: Tensor, source: int | None, tag: int) -> ReceiveWork:
+        sender = None if source is None else self._ranks[source]
+        return self._transport.receive(_Transfer(data, self._number, tag, self._ranks, sender))
 
 
-def _thread(what: str, run: Callable[[], None]) -> None:
-    threading.Thread(target=run, name=f"hvdbridge-messages {what}", daemon=True).start()
+def _start_thread(label: str, run: Callable[[], None]) -> None:
+    """Start a daemon thread."""
+    threading.Thread(target=run, name=f"hvdbridge-messages {label}", daemon=True).start()

@@ -1,1 +1,1 @@
-"""Runs policies: the scheduler on a communicator, the state store, and the simulation of N ranks in one process."""
+"""Execution of policies: the scheduler, the state store, and the simulation of N ranks in one process."""

@@ -1,11 +1,11 @@
-"""Flows that were submitted to a scheduler, their progress, and the threads' queues.
+"""A flow that was submitted to a scheduler, with its progress; a queue between threads; a thread that waits.
 
 Rules:
 
 1. A flow in flight is about to issue a collective, waits for an operation of one, or has ended.
-2. One thread at a time advances a flow: the submitting thread, and from the hand-over on the scheduler's.
-3. A :class:`Mailbox` is not ``queue.SimpleQueue``, which may take a short timeout for none: after a look in vain
-   CPython 3.11 goes on with what is left of it, and a negative number means for ever.
+2. One thread at a time advances a flow: the submitting thread until it hands the flow over, then the scheduler's.
+3. :class:`Mailbox` replaces ``queue.SimpleQueue``, whose ``get`` in CPython 3.11 may block forever with a short
+   timeout: it recomputes the remaining time, and treats a negative one as no timeout.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from hvdbridge.backends.communicator import Communicator, Work
 from hvdbridge.policy.collectives import Collective
 
 T = TypeVar("T")
-Task = Generator[Collective, Tensor, T]
+Task = Generator[Collective, Tensor, T]  # a flow with a result of any type
 Steps = Generator[Work | None, None, None]
+"""The asynchronous library calls ("operations") of a flow, of which a collective may take several: None before each
+starts, then its handle."""
 
-STARTS = itertools.count()
+START_NUMBERS = itertools.count()  # of operations, in all schedulers of the process
 
 
 class Mailbox(Generic[T]):
-    """A queue from any threads to one.
+    """A queue that any thread puts items into, and one thread gets them from.
 
     >>> box: Mailbox[str] = Mailbox()
     >>> box.put("a")
@@ -43,49 +45,51 @@ class Mailbox(Generic[T]):
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
-        self._bell = threading.Lock()
-        self._bell.acquire()
+        self._available = threading.Lock()  # released by put(), acquired by the thread that waits
+        self._available.acquire()
 
     def put(self, item: T) -> None:
+        """Append an item. May be called by any thread."""
         self._items.append(item)
-        with suppress(RuntimeError):  # it rings already
-            self._bell.release()
+        with suppress(RuntimeError):  # released already
+            self._available.release()
 
     def get(self, timeout: float | None = None) -> T | None:
-        """The oldest item; None: there was none in ``timeout`` seconds (None: without limit)."""
+        """Return the oldest item, or None if there is none within ``timeout`` seconds (None: no limit)."""
         while not self._items:
-            if not self._bell.acquire(timeout=-1 if timeout is None else timeout):
+            if not self._available.acquire(timeout=-1 if timeout is None else timeout):
                 break
         return self._items.popleft() if self._items else None
 
 
 @dataclass(eq=False)
 class Submission(Generic[T]):
-    """A flow for a scheduler.
+    """A flow that was submitted to a scheduler, and its progress.
 
     Attributes:
-        flow: yields collectives, is sent their answers, and returns the result.
+        flow: generator that yields collectives, receives their answers, and returns the result.
         communicator: executes the collectives.
-        rounds: the most collectives that the flow asks for, where it shares no state with other flows
-            (:attr:`Policy.rounds <hvdbridge.Policy.rounds>`). None: no other flow is in flight meanwhile.
-        inline: the flow is one collective in the memory of its bucket, with next to no computation. It may start in the
+        rounds: maximum number of collectives of the flow, which then shares no state with other flows
+            (:attr:`Policy.rounds <hvdbridge.Policy.rounds>`). None: not declared, so the flow runs alone.
+        inline: the flow is one collective in its bucket's memory, with almost no computation. It may start in the
             submitting thread, and any number of such flows may be in flight.
         awaited: the submitting thread waits for the flow before it submits another one.
-        settled: called once, when :meth:`wait` would no longer block, after a failure, too.
-        result: what the flow returned.
-        error: why it did not return.
-        done: one of the two is known.
-        event: of the submitting CUDA stream; the flow begins behind it.
-        steps: the scheduler's steps through the flow; None: it has not begun.
-        turn: the scheduler's turn at which the flow issues its next collective, ``width`` turns after the one before.
-        work: the operation that the flow waits for; None where the flow is about to start one, or has ended.
-        number: that of the operation, in the order of starts.
+        on_settled: called once with the submission when its result or error is known, before :meth:`wait` returns.
+        result: the value that the flow returned.
+        error: the failure because of which the flow has no result.
+        done: the flow has a result or an error.
+        event: CUDA event of the submitting stream, for which the flow's stream waits first.
+        steps: generator by which the scheduler runs the flow; None: the flow has not begun.
+        turn: the scheduler's turn at which the flow issues its next collective.
+        turn_interval: number of turns between two collectives of the flow.
+        work: the operation that the flow waits for; None if the flow is about to start one, or has ended.
+        start_number: position of the operation in the order in which all operations started.
         issued: the flow has issued a collective.
-        ended: the flow came to its end.
-        spent: the last operation of the flow's last collective has started.
-        announced: the waiter watches :attr:`work`.
-        asked: how many collectives the flow has asked for.
-        since: when the flow last went on.
+        ended: the flow has ended.
+        exhausted: the last operation of the last declared collective has started.
+        watched: a :class:`Waiter` waits for :attr:`work`.
+        requested: number of collectives that the flow has requested.
+        resumed_at: time at which the flow last continued.
     """
 
     flow: Task[T]
@@ -93,30 +97,30 @@ class Submission(Generic[T]):
     rounds: int | None = None
     inline: bool = False
     awaited: bool = False
-    settled: Callable[[Submission[T]], None] | None = None
+    on_settled: Callable[[Submission[T]], None] | None = None
     result: T | None = None
     error: BaseException | None = None
     done: bool = False
     event: Any = None
     steps: Steps | None = None
     turn: int = 0
-    width: int = 0
+    turn_interval: int = 0
     work: Work | None = None
-    number: int = 0
+    start_number: int = 0
     issued: bool = False
     ended: bool = False
-    spent: bool = False
-    announced: bool = False
-    asked: int = 0
-    since: float = 0.0
+    exhausted: bool = False
+    watched: bool = False
+    requested: int = 0
+    resumed_at: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _pending: threading.Lock = field(default_factory=threading.Lock)  # an Event would be ten calls more
+    _pending: threading.Lock = field(default_factory=threading.Lock)  # held until settled; cheaper than an Event
 
     def __post_init__(self) -> None:
         self._pending.acquire()
 
     def wait(self) -> T:
-        """The flow's result.
+        """Wait for the flow and return its result.
 
         Raises:
             BaseException: the scheduler's failure.
@@ -128,70 +132,75 @@ class Submission(Generic[T]):
         return self.result  # type: ignore[return-value]
 
     def settle(self, result: T | None = None, error: BaseException | None = None) -> None:
-        """End the wait. The first call counts: a failure from outside may meet the flow's own end."""
+        """Set the result or the error, and end :meth:`wait`. Only the first call has an effect, because the scheduler
+        may fail while the flow ends."""
         with self._lock:
             if self.done:
                 return
             self.result, self.error = result, error
             try:
-                if self.settled is not None:
-                    self.settled(self)
+                if self.on_settled is not None:
+                    self.on_settled(self)
             finally:
                 self.done = True
                 self._pending.release()
 
     @property
-    def last(self) -> bool:
-        """The flow starts no more operations; from any thread."""
-        return self.ended or self.spent
+    def starts_no_more(self) -> bool:
+        """True if the flow starts no more operations. May be read by any thread."""
+        return self.ended or self.exhausted
 
-    def begin(self, steps: Steps, turn: int = 0, width: int = 0) -> None:
-        """Compute up to the first collective."""
-        self.steps, self.turn, self.width = steps, turn, width
-        self._next()
+    def begin(self, steps: Steps, turn: int = 0, turn_interval: int = 0) -> None:
+        """Run the flow up to its first collective, which it issues at ``turn``."""
+        self.steps, self.turn, self.turn_interval = steps, turn, turn_interval
+        self._resume()
 
     def issue(self) -> None:
-        """Start the next operation of the flow's collective. The turn is over with the collective's last operation,
-        and where the collective needs none."""
-        self.issued, self.number = True, next(STARTS)
-        asked = self.asked
-        while self.work is None and not self.ended and self.asked == asked:
-            self._next()
+        """Start the next operation of the flow's collective.
+
+        The turn ends with the last operation of the collective, or if the collective needs no operation.
+        """
+        self.issued, self.start_number = True, next(START_NUMBERS)
+        requested = self.requested
+        while self.work is None and not self.ended and self.requested == requested:
+            self._resume()
         if self.work is None or self.work.last:
-            self.turn += self.width
-            self.spent = self.work is not None and self.asked == self.rounds
+            self.turn += self.turn_interval
+            self.exhausted = self.work is not None and self.requested == self.rounds
 
     def proceed(self, block: bool = False) -> bool:
-        """Compute on if the operation is over, which is waited for if ``block``. Whether the flow moved."""
+        """Continue the flow if its operation is over; with ``block``, wait for the operation. Returns whether it
+        continued."""
         if self.work is None:
             return False
         try:
             if not (block or self.work.done()):
                 return False
-        except Exception as error:  # the flow's, as what wait() raises is
-            self._next(error)
+        except Exception as error:  # belongs to the flow, as an error of wait() does
+            self._resume(error)
         else:
-            self._next()
+            self._resume()
         return True
 
     def run_for(self, seconds: float) -> None:
-        """Issue, wait and compute to the end, as far as that takes no longer."""
+        """Run the flow to its end in this thread, or until an operation is not over in time."""
         end = time.perf_counter() + seconds
         while not self.ended:
             if self.work is None:
                 self.issue()
                 continue
             try:
-                if not self.work.over_within(end - time.perf_counter()):
+                if not self.work.wait_at_most(end - time.perf_counter()):
                     break
-            except Exception as error:  # as in proceed(); not every library raises twice
-                self._next(error)
+            except Exception as error:  # as in proceed(): not every library raises its error again
+                self._resume(error)
             else:
-                self._next()
+                self._resume()
 
-    def _next(self, error: Exception | None = None) -> None:
+    def _resume(self, error: Exception | None = None) -> None:
+        """Run the flow to its next operation, or its end. An ``error`` of the last operation is thrown into it."""
         assert self.steps is not None
-        self.announced, self.work = False, None
+        self.watched, self.work = False, None
         try:
             self.work = next(self.steps) if error is None else self.steps.throw(error)
         except StopIteration:
@@ -199,7 +208,7 @@ class Submission(Generic[T]):
 
 
 class Waiter:
-    """A thread that waits for operations, in the order of their starts, and calls a function after each."""
+    """A thread that waits for operations, in the order of :meth:`watch`, and calls ``then`` after each."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
@@ -207,13 +216,14 @@ class Waiter:
         self._thread: threading.Thread | None = None
 
     def watch(self, work: Work) -> None:
+        """Wait for ``work`` after the operations that are watched already."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="hvdbridge-waiter", daemon=True)
             self._thread.start()
         self._works.put(work)
 
     def close(self) -> None:
-        """Called when everything that was watched is over."""
+        """End the thread, once all watched operations are over."""
         if self._thread is not None:
             self._works.put(None)
             self._thread.join()
@@ -221,7 +231,7 @@ class Waiter:
     @torch.no_grad()
     def _loop(self) -> None:
         while (work := self._works.get()) is not None:
-            with suppress(Exception):  # raised again where the flow waits
+            with suppress(Exception):  # the scheduler's own wait raises it again
                 work.wait()
             self._then()
-            del work  # else it would live on until the next one
+            del work  # frees its memory before the next one arrives

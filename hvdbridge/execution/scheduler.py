@@ -2,31 +2,34 @@
 
 Rules:
 
-1. One issuer: only the scheduler starts gradient collectives, on its own communicator, so that a user's collectives
-   cannot interleave with them.
-2. Where the backend blocks the host, one thread runs the flows. Flow k (in the order of :meth:`Scheduler.submit`, which
-   callers make the order of bucket indices) issues its round j at turn k + j W, the older flow first. W is the largest
-   number with (R - 1) W + 1 <= IN_FLIGHT, and at least 1, where R is the number of rounds that the flow declares. So
-   the order of issues never depends on what was ready first. A turn lasts until the last operation of the collective
-   has started. :meth:`Scheduler.flush` says that no flow follows for now; then the remaining turns need no new flows.
-3. A flow that declares no rounds may share state with other flows. It runs alone, behind those before it.
-4. Encoding and decoding do not wait for turns: an answer is decoded when it is there, and the next flow is encoded up
-   to its first collective, if no more than max(IN_FLIGHT, R) flows are in flight then. A flow whose last operation has
-   started takes no more turns.
-5. To hand a flow over to the thread costs as much as a small step. So a flow of one collective in its bucket's memory
-   (``inline``) starts in the submitting thread, if all flows before it have issued everything; and so does a step's
-   only small flow (``awaited``), if no other is in flight. Neither does if signatures are compared, or under autocast,
-   which belongs to a thread: the bits must not depend on the thread.
-6. Where the backend enqueues (NCCL), flows run at once, on one side stream that waits for the current one.
-7. The first failure poisons the scheduler: all pending and later flows fail with the same cause. A collective is never
-   skipped. An exception is thrown into the waiting flow, so the traceback shows the policy's line. After a failure
-   nothing starts, not even the next operation of a collective, since ranks may come to the failure at several moments.
-   In a flush the thread waits for the earliest operation: it comes to an operation that failed before it comes to those
-   that other ranks never start.
-8. With HVDBRIDGE_DEBUG=1 the signature of each collective is compared across ranks before it starts, under a running
-   number, through the job's helper and never by a collective.
+1. Only the scheduler issues gradient collectives, but for the plain mean that DDP aggregates itself. It has a
+   communicator of its own, so that a user's collectives cannot interleave with them.
+2. Where the backend blocks the host, one thread runs the flows. Flow k issues its round j at turn k S + j W, the older
+   flow first. k counts the flows that the thread begins, in the order of :meth:`Scheduler.submit`, which is that of
+   bucket indices; a flow that begins in the submitting thread (rule 5) takes no turn. W is the largest number with
+   (R - 1) W <= 2, and at least 1, where R is the number of rounds that the flow declares. S is the smallest number
+   with which the F flows of rule 4 suffice: 1 for all R up to 3.
+   A turn ends when the last operation of its collective has started. Turn t comes after all flows have begun whose
+   first turn is earlier. :meth:`Scheduler.flush` ends this wait for newer flows, since none follows for now.
+3. A flow that declares no rounds may share state with other flows. It runs alone, after all earlier flows have ended.
+4. Encoding and decoding need no turn. A flow decodes an answer when it arrives. The next flow encodes its first message
+   when all flows in flight have issued a collective, and fewer than F are in flight. F is 2 among ranks of one node.
+   Between nodes, where messages travel for longer, it is 3, or R - 1 for the largest R of a flow so far. ``inline``
+   flows do not count here, because they need almost no memory or computation.
+5. Handing a flow to the thread costs as much as a small step, so two kinds of flow start in the submitting thread. An
+   ``inline`` flow does if no earlier flow has a collective left to issue. An ``awaited`` flow does if no other flow is
+   pending. Neither does on a CUDA device, or while signatures are compared, or under autocast: autocast is set per
+   thread, and results must not depend on the thread.
+6. Where the backend only enqueues (NCCL), a flow runs at once in the submitting thread, on one side stream, which first
+   waits for the current stream.
+7. The first failure poisons the scheduler: all pending and later flows fail with the same cause, and no operation
+   starts any more. Even the rest of a collective is not started, since ranks detect a failure at different moments.
+   The exception is thrown into the waiting flow, so that the traceback shows the policy's line.
+8. With HVDBRIDGE_DEBUG=1, the signature of each collective is compared across ranks before it starts. The job's helper
+   compares them by a running number, without a collective.
 
-Completion callbacks (``future.then``) are not used to chain rounds: they run in another order on each rank.
+Rule 2 depends on numbers alone, never on which flow is ready first. Completion callbacks (``future.then``) cannot chain
+rounds, because they run in a different order on each rank.
 """
 
 from __future__ import annotations
@@ -50,29 +53,30 @@ from hvdbridge.execution.flow import Mailbox, Steps, Submission, Task, Waiter
 from hvdbridge.policy.collectives import Collective, relay, used_here
 
 T = TypeVar("T")
-Check = Callable[[int, str], None]
+Check = Callable[[int, str], None]  # called with a collective's running number and signature
 
 
-IN_FLIGHT = 3
-"""Flows that travel at a time: one is sent, one is decoded, one is encoded."""
+ACROSS_NODES, WITHIN_NODE = 3, 2
+"""Number of flows in flight: while the message of one is sent, another decodes and a third encodes. Within a node a
+third flow does not shorten steps, and its messages and new state need memory."""
 
 SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS, LONGEST_IDLE_POLL_SECONDS = 5e-5, 3e-4, 1e-2
-"""The first pause between looks at operations, and the longest: each is a quarter longer than the one before. The last
-one holds where operations progress by themselves and no other will be issued: each look takes the interpreter's lock
-from backward."""
+"""First and longest pause between polls of operations; each pause is a quarter longer than the one before it. The idle
+limit applies if operations progress by themselves and the scheduler has none to issue, because each poll takes the
+interpreter's lock from backward."""
 
 SETTLE_SECONDS = 5e-3
-"""Between looks at what is in flight when a script has ended."""
+"""Pause between polls in :meth:`Scheduler.settle`."""
 
 AWAIT_SECONDS = 0.05
-"""A submitting thread waits in the library below for so long. Then it hands its flow over, and waits where a failure
-that other ranks report ends the wait."""
+"""Time that a submitting thread waits in the library for its own flow. It then hands the flow to the scheduler's
+thread, because only :meth:`Submission.wait` ends when other ranks report a failure."""
 
-FLUSH, CLOSE, WAKE = object(), object(), object()
+FLUSH, CLOSE, WAKE = object(), object(), object()  # marks in the mailbox of a ThreadScheduler
 
 
 def drive(flow: Task[T], execute: Callable[[Collective], Tensor]) -> T:
-    """Run one flow to its end: execute what it yields, send back the answer, return what it returns.
+    """Run one flow to its end: send it ``execute(request)`` for each request, and return its result.
 
     >>> from hvdbridge.policy.collectives import AllReduce
     >>> def double():
@@ -95,11 +99,11 @@ def drive(flow: Task[T], execute: Callable[[Collective], Tensor]) -> T:
 
 @dataclass
 class Traffic:
-    """What was carried since this was last reset.
+    """Counts of a scheduler's collectives since the last reset.
 
     Attributes:
-        seconds: during which at least one collective was under way.
-        computing: seconds between collectives, in which flows computed; of the host, where the device is not one.
+        seconds: time during which at least one operation was in flight.
+        computing: host seconds that flows computed between their collectives.
     """
 
     collectives: int = 0
@@ -109,26 +113,26 @@ class Traffic:
 
 
 class Scheduler:
-    """Base: books, checks and poison; see :class:`ThreadScheduler` and :class:`StreamScheduler`."""
+    """Base class of :class:`ThreadScheduler` and :class:`StreamScheduler`: traffic counts, checks and failures."""
 
     def __init__(self, check: Check | None = None) -> None:
         self.traffic = Traffic()
         self.failure: BaseException | None = None
         self._check = check
-        self._number = 0
-        self._travelling = 0
-        self._since = 0.0
-        self._open: set[Submission[Any]] = set()  # submitted and not settled; what fail() must not leave waiting
-        # Of these, and of what several threads add to. Reentrant: the garbage collector may end a flow within it.
+        self._check_number = 0
+        self._operations = 0
+        self._counted_at = 0.0
+        self._open: set[Submission[Any]] = set()  # submitted and not settled: fail() settles them
+        # Guards what several threads change. Reentrant, because the garbage collector may end a flow while it is held.
         self._lock = threading.RLock()
 
     @property
     def checks(self) -> bool:
-        """Whether signatures of collectives are compared across ranks."""
+        """True if signatures of collectives are compared across ranks (HVDBRIDGE_DEBUG=1)."""
         return self._check is not None
 
     def submit(self, submission: Submission[T]) -> Submission[T]:
-        """Run a flow on its communicator after all that was submitted before; returns ``submission``.
+        """Accept a flow, which runs now or later and may overlap with others (rules 2 to 6). Returns ``submission``.
 
         Raises:
             BaseException: the failure of an earlier flow.
@@ -136,52 +140,49 @@ class Scheduler:
         raise NotImplementedError
 
     def run(self, flow: Task[T], communicator: Communicator) -> T:
-        """Submit a flow that stands alone, and wait."""
+        """Submit a flow that runs alone, wait for it, and return its result."""
         result = self.submit(Submission(flow, communicator)).wait()
         self.order()
         return result
 
     def flush(self) -> None:
-        """No more flows follow for now: let those that were submitted come to their ends."""
+        """Declare that no flow follows for now, so that the submitted flows can run to their ends."""
 
     def check_failure(self) -> None:
-        """
-        Raises:
-            BaseException: the first failure, if there is one.
-        """
+        """Raise the first failure of this scheduler, if there is one."""
         if self.failure is not None:
             raise self.failure
 
     def settle(self) -> None:
-        """Return when all that was submitted is over, or the scheduler has failed."""
+        """Wait until all submitted flows have ended, or the scheduler has failed."""
 
     def order(self) -> None:
-        """Let what the caller enqueues from now on see the results of the flows that were waited for."""
+        """Make the caller's current CUDA stream wait for the scheduler's stream, after the flows' :meth:`wait`."""
 
     def fail(self, cause: BaseException) -> None:
-        """Poison: all pending flows, and all later ones, fail with ``cause``."""
+        """Poison the scheduler: all pending and later flows fail with ``cause``, or with an earlier failure."""
         with self._lock:
             if self.failure is None:
                 self.failure = cause
-            left = list(self._open)
-        for submission in left:  # one may be stuck in the library below: nobody waits for it
-            with suppress(Exception):  # whatever it meets, the others settle
+            pending = list(self._open)
+        for submission in pending:  # also one that is blocked in the library
+            with suppress(Exception):  # an error in one callback must not keep the others from being settled
                 submission.settle(error=self.failure)
 
     def close(self) -> None:
-        """Let what was submitted finish, then take no more. Harmless when repeated."""
+        """Let the submitted flows finish, and accept no more. May be called repeatedly."""
         self.fail(NotInitialized("this synchronizer was closed, by close() or hb.shutdown(); construct a new one"))
 
     def _steps(self, submission: Submission[Any]) -> Steps:
-        """A flow as steps of its communicator, to its settlement; raises nothing."""
+        """Run a flow and settle it. Yields as :meth:`Communicator.answer` does, and raises no exception."""
         try:
             self.check_failure()
-            submission.since = time.perf_counter()
+            submission.resumed_at = time.perf_counter()
             result = yield from relay(submission.flow, partial(self._answer, submission))
             self._computed(submission)
         except GeneratorExit:
             raise
-        except BaseException as error:  # whatever it is belongs to the caller of backward(), not to this thread
+        except BaseException as error:  # of any kind: the caller of backward() raises it, not this thread
             self.fail(error)
             submission.settle(error=self.failure)
         else:
@@ -190,105 +191,114 @@ class Scheduler:
             self._open.discard(submission)
 
     def _answer(self, submission: Submission[Any], request: Collective) -> Answer:
+        """Execute one collective of a flow: check and count it, and yield each of its operations."""
         self._computed(submission)
         communicator = submission.communicator
-        submission.asked += 1
-        if submission.rounds is not None and submission.asked > submission.rounds:
+        submission.requested += 1
+        if submission.rounds is not None and submission.requested > submission.rounds:
             raise HvdbridgeError(
                 f"the policy says that its flows ask for {submission.rounds} collectives, and one asks for another: "
                 f"{request.signature()}. Correct its `rounds`, or leave it out."
             )
-        used_here(request.tensor)  # the user's script may own it, and drop it
+        used_here(request.tensor)  # another stream may own its memory, and free it
         steps = communicator.answer(request)
         yield next(steps)
         self.check_failure()
         if self._check is not None:
-            self._number += 1
-            self._check(self._number, request.signature())
+            self._check_number += 1
+            self._check(self._check_number, request.signature())
         sent = request.bytes_sent(communicator.size_of(request.group))
         with self._lock:
             self.traffic.collectives += 1
             self.traffic.bytes_sent += sent
         work: Work | None = None
-        lost: Exception | None = None
+        raised: Exception | None = None
         try:
             while True:
-                # Where the communicator waits for the operation before, and explains its failure
-                before, work = work, next(steps) if lost is None else steps.throw(lost)
-                self._travels((work is not None) - (before is not None))
+                # The communicator now waits for the previous operation, or explains the error that is thrown into it
+                before, work = work, next(steps) if raised is None else steps.throw(raised)
+                self._count_operations((work is not None) - (before is not None))
                 try:
                     yield work
-                    lost = None
-                except Exception as error:  # of a look
-                    lost = error
+                    raised = None
+                except Exception as error:  # raised by a poll of the operation
+                    raised = error
                 if work is None:
                     self.check_failure()
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         finally:
-            self._travels(-(work is not None))
-            submission.since = time.perf_counter()
+            self._count_operations(-(work is not None))
+            submission.resumed_at = time.perf_counter()
 
     def _computed(self, submission: Submission[Any]) -> None:
+        """Add the time since the flow was resumed to :attr:`Traffic.computing`."""
         with self._lock:
-            self.traffic.computing += time.perf_counter() - submission.since
+            self.traffic.computing += time.perf_counter() - submission.resumed_at
 
-    def _travels(self, more: int) -> None:
-        """So many more operations are under way."""
+    def _count_operations(self, change: int) -> None:
+        """Change the number of operations in flight, and add the time since the last change to the traffic."""
         with self._lock:
             now = time.perf_counter()
-            if self._travelling:
-                self.traffic.seconds += now - self._since
-            self._since = now
-            self._travelling += more
+            if self._operations:
+                self.traffic.seconds += now - self._counted_at
+            self._counted_at = now
+            self._operations += change
 
 
 class ThreadScheduler(Scheduler):
-    """For backends whose collectives block the host: one daemon thread, with ``no_grad``, the CUDA device and a stream
-    of its own set inside, all of which belong to a thread. A flow begins behind an event of the submitting stream."""
+    """Scheduler for backends whose collectives block the host: one daemon thread runs all flows.
 
-    def __init__(self, check: Check | None = None, device: torch.device | None = None) -> None:
+    The thread sets ``no_grad``, the CUDA device and a stream of its own, because these are settings of a thread. A flow
+    starts after an event of the submitting stream.
+    """
+
+    def __init__(
+        self, check: Check | None = None, device: torch.device | None = None, flows: int = ACROSS_NODES
+    ) -> None:
         super().__init__(check)
+        self._flows = flows
+        self._most_rounds = 0  # of a flow so far
         self._device = device if device is not None and device.type == "cuda" else None
         self._stream = None if self._device is None else torch.cuda.Stream(self._device)
-        self._mail: Mailbox[Any] = Mailbox()  # submissions, and marks
-        self._inbox: deque[Any] = deque()  # taken from there, not yet begun
-        self._runs: list[Submission[Any]] = []  # in flight, oldest first
-        self._begun = 0  # the turn of the next flow
-        self._flushing = False  # nothing begins until all runs have ended
+        self._mailbox: Mailbox[Any] = Mailbox()  # submissions, FLUSH, CLOSE and WAKE
+        self._queue: deque[Any] = deque()  # read from the mailbox, not yet in flight
+        self._in_flight: list[Submission[Any]] = []  # oldest first
+        self._next_turn = 0  # first turn of the next flow
+        self._flushing = False  # no flow begins until all flows in flight have ended
         self._pause = SHORTEST_POLL_SECONDS
-        self._waiter = Waiter(partial(self._mail.put, WAKE))
-        self._placing = threading.RLock()  # held from where a flow gets its place to where it starts, or waits for that
+        self._waiter = Waiter(partial(self._mailbox.put, WAKE))
+        self._order_lock = threading.RLock()  # makes the order of submissions that of starts and of the mailbox
         self._thread = threading.Thread(target=self._loop, name="hvdbridge-scheduler", daemon=True)
         self._thread.start()
 
     def submit(self, submission: Submission[T]) -> Submission[T]:
-        with self._placing:
+        with self._order_lock:
             with self._lock:
                 self.check_failure()
-                idle = all(run.last for run in self._open) if submission.inline else not self._open
+                idle = all(run.starts_no_more for run in self._open) if submission.inline else not self._open
                 self._open.add(submission)
-            here = idle and (submission.inline or submission.awaited) and self._check is None and self._device is None
-            if here and not torch.is_autocast_enabled("cpu"):
+            eager = idle and (submission.inline or submission.awaited) and self._check is None and self._device is None
+            if eager and not torch.is_autocast_enabled("cpu"):
                 try:
-                    # In autograd's hook gradients are off, mostly, and the context is a good part of the cost
+                    # Gradients are mostly disabled in autograd's hooks: the context would be a large part of the cost
                     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                         submission.begin(self._steps(submission))
                         submission.issue()
                         if submission.awaited:
                             submission.run_for(AWAIT_SECONDS)
-                except BaseException as error:  # no flow's; what was left half done is nobody's
+                except BaseException as error:  # not a flow's, which _steps() catches; no thread would finish this flow
                     self.fail(error)
                     raise
             elif self._device is not None:
                 submission.event = torch.cuda.current_stream(self._device).record_event()
             if not submission.ended:
-                self._mail.put(submission)
+                self._mailbox.put(submission)
         return submission
 
     def flush(self) -> None:
         if self._open:
-            self._mail.put(FLUSH)
+            self._mailbox.put(FLUSH)
 
     def settle(self) -> None:
         self.flush()
@@ -301,7 +311,7 @@ class ThreadScheduler(Scheduler):
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._mail.put(CLOSE)
+            self._mailbox.put(CLOSE)
             if self.failure is None:
                 self._thread.join()
         super().close()
@@ -309,96 +319,107 @@ class ThreadScheduler(Scheduler):
     def _loop(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # no flow's, but what was left to this thread is done by nobody else
+        except BaseException as error:  # not a flow's, which _steps() catches; no other thread runs what is pending
             self.fail(error)
 
     @torch.no_grad()
     def _serve(self) -> None:
+        """Apply the rules until the scheduler is closed."""
         if self._stream is not None:
             torch.cuda.set_device(self._device)
             torch.cuda.set_stream(self._stream)
-        while not (self._inbox and self._inbox[0] is CLOSE and not self._runs):
-            if self._begin() or self._compute() or self._issue():
+        while not (self._queue and self._queue[0] is CLOSE and not self._in_flight):
+            if self._begin() or self._advance() or self._issue():
                 self._pause = SHORTEST_POLL_SECONDS
-                self._runs = [run for run in self._runs if not run.ended]
+                self._in_flight = [run for run in self._in_flight if not run.ended]
             else:
                 self._wait()
         self._waiter.close()
 
     def _begin(self) -> bool:
-        """Take the next item of the inbox, if its time has come. Whether it had."""
-        if not self._inbox:
+        """Begin the first flow of the queue, or remove the mark there, if the rules allow it. Returns whether."""
+        if not self._queue:
             return False
-        item = self._inbox[0]
+        item = self._queue[0]
         if not isinstance(item, Submission) or (item.steps is None and item.rounds is None):
-            self._flushing = bool(self._runs)  # a flush, or a flow that runs alone
+            self._flushing = bool(self._in_flight)  # for a mark, or a flow that runs alone
             if self._flushing or item is CLOSE:
                 return False
-        elif item.steps is None and not self._has_room(item):
-            return False
-        self._inbox.popleft()
+        elif item.steps is None:
+            self._most_rounds = max(self._most_rounds, item.rounds or 0)
+            if not self._has_capacity(item):
+                return False
+        self._queue.popleft()
         if isinstance(item, Submission):
             if item.steps is None:
                 if item.event is not None:
                     torch.cuda.current_stream(self._device).wait_event(item.event)
-                item.begin(self._steps(item), self._begun, turns_between(item.rounds))
-                self._begun += 1
-            self._runs.append(item)
+                item.begin(self._steps(item), self._next_turn, turns_between(item.rounds))
+                # The last turn of a flow comes at most max(2, R - 1) turns after its first one
+                self._next_turn += -(-max(2, self._most_rounds - 1) // self._capacity)
+            self._in_flight.append(item)
         return True
 
-    def _has_room(self, submission: Submission[Any]) -> bool:
-        """Whether a flow may encode its first message."""
-        if any(run.rounds is None or not run.issued for run in self._runs):
+    def _has_capacity(self, submission: Submission[Any]) -> bool:
+        """Return whether a flow may encode its first message now (rules 3 and 4)."""
+        if any(run.rounds is None or not run.issued for run in self._in_flight):
             return False
-        others = [run for run in self._runs if not run.inline]
-        most = max(IN_FLIGHT, *(run.rounds or 0 for run in [submission, *others]))  # the oldest must find its turns
-        return submission.inline or len(others) < most
+        return submission.inline or sum(not run.inline for run in self._in_flight) < self._capacity
 
-    def _compute(self) -> bool:
-        """Have the flows go on whose operations are over. Whether one did."""
-        moved = [run.proceed() for run in self._runs]
+    @property
+    def _capacity(self) -> int:
+        """F of rule 4."""
+        return max(self._flows, self._most_rounds - 1) if self._flows > WITHIN_NODE else self._flows
+
+    def _advance(self) -> bool:
+        """Continue the flows whose operations are over. Returns whether there was one."""
+        moved = [run.proceed() for run in self._in_flight]
         return any(moved)
 
     def _issue(self) -> bool:
-        """Start the operation that is next in the order of turns, if it is ready. Whether it was."""
-        run = min((run for run in self._runs if not run.last), key=attrgetter("turn"), default=None)
-        if run is None or run.work is not None or (run.turn > self._begun and not self._flushing):
+        """Start the operation of the next turn, if its flow is ready. Returns whether it was."""
+        run = min((run for run in self._in_flight if not run.starts_no_more), key=attrgetter("turn"), default=None)
+        if run is None or run.work is not None or (run.turn > self._next_turn and not self._flushing):
             return False
         run.issue()
         return True
 
     def _wait(self) -> None:
-        """Until something was submitted, or a flow may be able to go on."""
-        travelling = sorted((run for run in self._runs if run.work is not None), key=attrgetter("number"))
-        if self._flushing and travelling:
-            travelling[0].proceed(block=True)
-            self._runs = [run for run in self._runs if not run.ended]
+        """Wait until the mailbox has an item, or for the time until the next poll.
+
+        In a flush, block in the operation that started first. If an operation failed, the thread reaches it before
+        operations that other ranks never start.
+        """
+        waiting = sorted((run for run in self._in_flight if run.work is not None), key=attrgetter("start_number"))
+        if self._flushing and waiting:
+            waiting[0].proceed(block=True)
+            self._in_flight = [run for run in self._in_flight if not run.ended]
             return
-        for run in travelling:
-            if not run.announced and run.work is not None and run.work.shared:
+        for run in waiting:
+            if not run.watched and run.work is not None and run.work.thread_safe_wait:
                 self._waiter.watch(run.work)
-                run.announced = True
-        looked_at = [run for run in travelling if not run.announced]
-        item = self._mail.get(self._pause if looked_at else None)
+                run.watched = True
+        polled = [run for run in waiting if not run.watched]
+        item = self._mailbox.get(self._pause if polled else None)
         if item is not None and item is not WAKE:
-            self._inbox.append(item)
+            self._queue.append(item)
         else:
-            settled = all(run.last and run.communicator.capabilities.progresses for run in looked_at)
-            idle = settled and not self._inbox
+            settled = all(run.starts_no_more and run.communicator.capabilities.progresses for run in polled)
+            idle = settled and not self._queue
             self._pause = min(self._pause * 1.25, LONGEST_IDLE_POLL_SECONDS if idle else LONGEST_POLL_SECONDS)
 
 
 def turns_between(rounds: int | None) -> int:
-    """W of rule 2: the turns from one round of a flow to its next.
+    """Return W of rule 2, the number of turns between two rounds of a flow.
 
     >>> [turns_between(rounds) for rounds in (1, 2, 3, 4, 5)]
     [0, 2, 1, 1, 1]
     """
-    return 0 if rounds is None or rounds < 2 else max(1, (IN_FLIGHT - 1) // (rounds - 1))
+    return 0 if rounds is None or rounds < 2 else max(1, 2 // (rounds - 1))
 
 
 class StreamScheduler(Scheduler):
-    """For NCCL: flows run in the caller's thread and only enqueue, on a side stream of ``device``."""
+    """Scheduler for NCCL: flows run in the submitting thread and only enqueue, on a side stream of ``device``."""
 
     def __init__(self, device: torch.device, check: Check | None = None) -> None:
         super().__init__(check)
@@ -410,7 +431,7 @@ class StreamScheduler(Scheduler):
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             for _ in self._steps(submission):
-                pass  # a wait only makes the stream wait
+                pass  # resumed, NCCL's wait makes only the stream wait
         return submission
 
     def order(self) -> None:
@@ -418,7 +439,8 @@ class StreamScheduler(Scheduler):
 
 
 def open_scheduler(communicator: Communicator, device: torch.device, check: Check | None = None) -> Scheduler:
-    """The scheduler that suits what the communicator declares."""
-    if communicator.capabilities.blocks_host or device.type != "cuda":  # CPU tensors block the host with NCCL, too
-        return ThreadScheduler(check, device)
+    """Return the scheduler that the communicator's capabilities and the device require."""
+    if communicator.capabilities.blocks_host or device.type != "cuda":  # CPU tensors also block where NCCL runs
+        flows = ACROSS_NODES if len(set(communicator.nodes)) > 1 else WITHIN_NODE
+        return ThreadScheduler(check, device, flows)
     return StreamScheduler(device, check)

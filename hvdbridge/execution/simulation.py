@@ -1,11 +1,11 @@
-"""N ranks in one process: the reference for every backend, and the test bench of a policy.
+"""Simulation of N ranks in one process: the reference for all backends, and a test bench for policies.
 
 Rules:
 
-1. All flows advance in lock-step; what they ask for must agree among the ranks of a group, as
-   HVDBRIDGE_DEBUG=1 demands of a real job.
-2. Reductions run left to right in rank order, in the tensor's own type.
-3. Everything else is the code that real jobs run: buckets, weights, policies, state.
+1. The flows of all ranks advance in lockstep. Ranks of a group must request the same collective, as in a real job with
+   HVDBRIDGE_DEBUG=1.
+2. Reductions add up the ranks' tensors from rank 0 on, in the tensor's own dtype.
+3. Buckets, weights, policies and state use the code of real jobs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,29 @@ from torch import Tensor
 from hvdbridge.errors import CollectiveMismatch, ConfigurationError, Unsupported
 from hvdbridge.execution.state_store import StateStore
 from hvdbridge.policies import from_spec
-from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, check_weights, finish, flush, switches, too_early
-from hvdbridge.policy.bucket import Bucket, Layout, Ranks, Views, cut_layouts, number_blocks, refuse_complex
-from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of
+from hvdbridge.policy.base import (
+    Aggregated,
+    Early,
+    Flow,
+    Policy,
+    check_weights,
+    finish,
+    flush,
+    refuse_complex,
+    switches,
+    too_early,
+)  # fmt: skip
+from hvdbridge.policy.bucket import Bucket, Layout, Ranks, Views, cut_layouts, number_blocks
+from hvdbridge.policy.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    ReduceScatter,
+    groups_of,
+    output_of,
+)
 
 Gradients = Mapping[str, "Tensor | None"]
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -34,22 +54,23 @@ class Simulation:
 
     Args:
         policy: a policy, or its spec string.
-        params: name -> parameter or shape. The type of a parameter given by its shape is that of its first gradient.
+        params: name -> parameter or shape. A shape's parameter has the dtype of its first gradient.
         size: number of ranks.
-        local_size: ranks per node, in order (the last node may have fewer); None = one node.
-        seed: of the shared randomness.
-        buckets: names, bucket by bucket; None = one bucket. Parameters of different types never share one.
-        bucket_mb: instead of ``buckets``: cut as on Horovod and MPI, into buckets of that many MiB.
+        local_size: number of ranks per node, in rank order (the last node may have fewer); None: one node.
+        seed: seed of the random numbers that ranks share.
+        buckets: parameter names of each bucket; None: one bucket. Different dtypes never share a bucket.
+        bucket_mb: size of buckets in MiB, instead of ``buckets``. They are those of Horovod and MPI.
 
     Raises:
-        ConfigurationError: the policy is none for so many ranks, or ``buckets`` do not name each parameter once.
+        ConfigurationError: the policy is not defined for so many ranks, or ``buckets`` does not name each parameter
+            once.
 
     Attributes:
-        stores: each rank's state.
+        stores: the state store of each rank.
         bytes_sent: bytes that each rank has sent so far, by :meth:`Collective.bytes_sent`.
-        bytes_by_group: the same by group, one ``{"world": ..., "node": ..., "cross": ...}`` per rank; what
-            passes between nodes in ``cross`` is counted for certain, in ``world`` it depends on the library below.
-        skipped: whether the last step's weights added up to zero.
+        bytes_by_group: the same by group: a dict ``{"world": ..., "node": ..., "cross": ...}`` for each rank. All bytes
+            of ``cross`` pass between nodes. How many of ``world`` do depends on a backend's algorithm.
+        skipped: the weights of the last step added up to zero.
 
     >>> simulation = Simulation("mean", {"w": (2,)}, size=2)
     >>> simulation.step([{"w": torch.tensor([1., 2.])}, {"w": torch.tensor([3., 4.])}], weights=[3, 1])[0]
@@ -94,21 +115,21 @@ class Simulation:
     def step(
         self, grads_per_rank: Sequence[Gradients], weights: Sequence[float] | None = None
     ) -> list[dict[str, Tensor]]:
-        """Aggregate one gradient per rank and name; a missing one counts as zeros.
+        """Aggregate the ranks' gradients of one step. Zeros replace a missing gradient.
 
         Returns:
-            The updates of rank 0, of rank 1, ...: name -> tensor of the parameter's shape and type.
+            The updates of each rank: name -> tensor of the parameter's shape and dtype.
 
         Raises:
-            WeightError: weights that :func:`check_weights` refuses. (A sum of zero skips the step.)
-            CollectiveMismatch: the ranks' flows asked for different things.
-            ConfigurationError: a gradient of an unknown name, another shape or another type than its parameter.
+            WeightError: the weights are not valid for the policy. (A sum of zero skips the step.)
+            CollectiveMismatch: the ranks' flows requested different collectives.
+            ConfigurationError: a gradient has an unknown name, or another shape or dtype than its parameter.
         """
         if len(grads_per_rank) != self.size:
             raise ConfigurationError(f"{self.size} ranks need as many dicts of gradients, got {len(grads_per_rank)}")
         if self.steps == 0:
-            found = {name: _parameter(name, given, grads_per_rank) for name, given in self._given.items()}
-            if any(p.dtype != self._params[name].dtype for name, p in found.items()):
+            params = {name: _parameter(name, given, grads_per_rank) for name, given in self._given.items()}
+            if any(p.dtype != self._params[name].dtype for name, p in params.items()):
                 self._build(grads_per_rank)
         self._check(grads_per_rank)
         checked = None if weights is None else check_weights(self.policy, weights, self.size)
@@ -119,35 +140,35 @@ class Simulation:
         else:
             updates = [{} for _ in range(self.size)]
             for index, layout in enumerate(self._layouts):
-                for mine, views in zip(updates, self._aggregate(layout, index, grads_per_rank), strict=True):
-                    mine.update({name: views[name].to(self._params[name].dtype, copy=True) for name in layout.names})
+                for update, views in zip(updates, self._aggregate(layout, index, grads_per_rank), strict=True):
+                    update.update({name: views[name].to(self._params[name].dtype, copy=True) for name in layout.names})
         self.steps += 1
-        return [{name: mine[name] for name in self._params} for mine in updates]
+        return [{name: update[name] for name in self._params} for update in updates]
 
     def after_step(self, parameters_per_rank: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """What the policy makes of the ranks' parameters after their optimizers used the last step's updates.
+        """Run the policy's :meth:`Policy.after_step` on the ranks' parameters, after their optimizers' steps.
 
-        Call it after each :meth:`step` and the optimizers; where nothing is due it returns copies.
+        To be called after each :meth:`step` and the optimizers. If the policy is not due, it returns copies.
 
         Returns:
-            The new parameters of rank 0, of rank 1, ...
+            The new parameters of each rank: name -> tensor.
 
         Raises:
-            ConfigurationError: not the parameters, or their shapes or types, that the simulation was made for.
+            ConfigurationError: names, shapes or dtypes are not those of the simulation's parameters.
         """
         if len(parameters_per_rank) != self.size or any(p.keys() != self._params.keys() for p in parameters_per_rank):
             raise ConfigurationError(f"after_step needs all parameters of each of {self.size} ranks")
         self._check(parameters_per_rank, "value")
-        given = [{name: p.detach().clone() for name, p in mine.items()} for mine in parameters_per_rank]
+        copies = [{name: p.detach().clone() for name, p in params.items()} for params in parameters_per_rank]
         step = self.steps - 1
         if self.steps == 0 or not (switches(self.policy, step) if self.skipped else self.policy.due(step)):
-            return given
+            return copies
         if self.skipped:
             self._weights = None
         layout = Layout({name: p.shape for name, p in self._params.items()}, *self._model)
         flats = []
-        for mine in given:
-            flat = torch.cat([mine[name].reshape(-1) for name in layout.names])
+        for params in copies:
+            flat = torch.cat([params[name].reshape(-1) for name in layout.names])
             flats.append(flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True))
         flows: list[Flow] = []
         for rank, flat in enumerate(flats):
@@ -161,9 +182,9 @@ class Simulation:
         return new
 
     def flush(self) -> list[dict[str, Tensor]] | None:
-        """What the policy held back, for one more optimizer step of each rank; None where there is nothing.
+        """Return the updates that the policy holds, for one more optimizer step of each rank; None if it holds none.
 
-        Parameters of which nothing was held are left out: their gradient is None in that step.
+        Parameters without a held update are missing. Their gradient is None in that step.
         """
         held = [flush(self.policy, store.whole()) for store in self.stores]
         if not any(updates for updates, _ in held):
@@ -173,7 +194,7 @@ class Simulation:
         return [{name: tensor.clone() for name, tensor in updates.items()} for updates, _ in held]
 
     def _build(self, grads_per_rank: Sequence[Gradients]) -> None:
-        """Parameters, layouts and fresh state; types of those given by shape are read off the gradients."""
+        """Make parameters, layouts and initial state. Parameters given by shape have their gradients' dtypes."""
         self._params = {name: _parameter(name, given, grads_per_rank) for name, given in self._given.items()}
         refuse_complex(self._params)
         shapes = {name: p.shape for name, p in self._params.items()}
@@ -181,15 +202,16 @@ class Simulation:
         self._layouts: list[Layout] = []
         if self._bucket_mb is not None:
             self._buckets = [list(cut.names) for cut in cut_layouts(self._params, self._bucket_mb * 2**20)]
-        whole = self.policy.scope == "step"
-        for names in [list(shapes)] if whole else self._buckets:
-            parts: dict[object, list[str]] = {}
+        one_bucket = self.policy.scope == "step"
+        for names in [list(shapes)] if one_bucket else self._buckets:
+            by_dtype: dict[object, list[str]] = {}
             for name in names:
-                parts.setdefault(None if whole else self._params[name].dtype, []).append(name)
-            self._layouts += [Layout({n: shapes[n] for n in same}, *self._model) for same in parts.values()]
+                by_dtype.setdefault(None if one_bucket else self._params[name].dtype, []).append(name)
+            self._layouts += [Layout({n: shapes[n] for n in same}, *self._model) for same in by_dtype.values()]
         self.stores = [StateStore(self.policy, self._params) for _ in range(self.size)]
 
     def _check(self, grads_per_rank: Sequence[Gradients], what: str = "gradient") -> None:
+        """Raise ConfigurationError unless names, shapes and dtypes are those of the parameters."""
         for rank, grads in enumerate(grads_per_rank):
             for name, grad in grads.items():
                 if grad is None:
@@ -204,16 +226,17 @@ class Simulation:
                     )
 
     def _bucket(self, flat: Tensor, layout: Layout, index: int, step: int, rank: int) -> Bucket:
-        groups = {group: _place(rank, lists) for group, lists in self._groups.items() if group != "world"}
+        """Return the bucket ``index`` of ``rank``, with the gradients or parameters ``flat``."""
+        groups = {group: _rank_and_size(rank, lists) for group, lists in self._groups.items() if group != "world"}
         ranks = Ranks(rank, self.size, self._weights, groups, self._nodes)
         return Bucket(flat, layout, index, step, self.seed, ranks, pool=self.stores[rank].pool)
 
     def _aggregate(self, layout: Layout, index: int, grads_per_rank: Sequence[Gradients]) -> Iterator[Views]:
-        """Run one bucket on all ranks; yields each rank's update."""
+        """Run one bucket on all ranks, and yield each rank's update."""
         flows = []
         for rank, grads in enumerate(grads_per_rank):
-            found = [(self._params[name], grads.get(name)) for name in layout.names]
-            flat = torch.cat([(torch.zeros_like(p) if g is None else g.detach()).reshape(-1) for p, g in found])
+            pairs = [(self._params[name], grads.get(name)) for name in layout.names]
+            flat = torch.cat([(torch.zeros_like(p) if g is None else g.detach()).reshape(-1) for p, g in pairs])
             bucket = self._bucket(flat, layout, index, self.steps, rank)
             flows.append(self.policy.aggregate(bucket, self.stores[rank].part(layout)))
         for rank, (early, result) in enumerate(self._lockstep(flows)):
@@ -221,7 +244,7 @@ class Simulation:
             yield Views(layout, result.update if early is None else early)
 
     def _lockstep(self, flows: Sequence[Flow]) -> list[tuple[Tensor | None, Aggregated]]:
-        """Advance all flows together until all return; what each said early, and what it returned."""
+        """Advance all flows together to their ends. Return each one's Early update, or None, and its result."""
         answers: list[Tensor | None] = [None] * self.size
         early: list[Tensor | None] = [None] * self.size
         while True:
@@ -244,20 +267,25 @@ class Simulation:
             try:
                 answers = list(self._execute(requests))
             except Exception as error:
-                # Thrown into a flow that asks, so that the traceback shows the policy's line.
-                asking = next(flow for flow, request in zip(flows, requests, strict=True) if request is not None)
-                asking.throw(error)
+                # A flow that waits raises the error, so that the traceback shows the policy's line.
+                waiting = next(flow for flow, request in zip(flows, requests, strict=True) if request is not None)
+                waiting.throw(error)
                 raise
 
     def _execute(self, requests: Sequence[Collective | None]) -> Sequence[Tensor]:
-        asked = [request for request in requests if request is not None]
-        names = {request.group for request in asked}
-        group = asked[0].group
+        """Answer one request of each rank; None for a rank whose flow has ended, which is a mismatch."""
+        present = [request for request in requests if request is not None]
+        names = {request.group for request in present}
+        group = present[0].group
+        if group not in self._groups and groups_of(group):
+            self._groups[group] = groups_of(group)
+            for bytes_sent in self.bytes_by_group:
+                bytes_sent[group] = 0
         if group not in self._groups:
             raise Unsupported(f"no group named {group!r}; known: {', '.join(self._groups)}")
         answers: dict[int, Tensor] = {}
-        whole = len(asked) < self.size or len(names) > 1
-        for ranks in self._groups["world" if whole else group]:
+        mismatch = len(present) < self.size or len(names) > 1
+        for ranks in self._groups["world" if mismatch else group]:
             _compare({rank: requests[rank] for rank in ranks})
             members = [request for rank in ranks if (request := requests[rank]) is not None]
             for rank, answer in zip(ranks, execute(members), strict=True):
@@ -271,7 +299,7 @@ class Simulation:
 def simulate(
     policy: Policy | str, grads_per_rank: Sequence[Gradients], weights: Sequence[float] | None = None
 ) -> list[dict[str, Tensor]]:
-    """One step of a fresh :class:`Simulation` with as many ranks as there are dicts of gradients.
+    """Run one step of a new :class:`Simulation`, with one rank for each dict of gradients, and return the updates.
 
     >>> simulate("sum", [{"w": torch.tensor([1., 2.])}, {"w": torch.tensor([3., 4.])}])[1]
     {'w': tensor([4., 6.])}
@@ -281,10 +309,10 @@ def simulate(
 
 
 def execute(requests: Sequence[Collective]) -> list[Tensor]:
-    """Answer one collective for all ranks of its group; request i is that of rank i.
+    """Answer one collective for all ranks of its group, where ``requests[i]`` is the request of rank i.
 
     Raises:
-        Unsupported: AllToAll or ReduceScatter whose tensor has not one row per rank.
+        Unsupported: the tensor of AllToAll or ReduceScatter does not have one row per rank.
     """
     answers = _answers(requests)
     for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
@@ -294,7 +322,7 @@ def execute(requests: Sequence[Collective]) -> list[Tensor]:
 
 
 def _answers(requests: Sequence[Collective]) -> list[Tensor]:
-    """In memory of their own."""
+    """Return the answers, none of which overlaps with another one or with a request."""
     tensors, size = [request.tensor for request in requests], len(requests)
     match requests[0]:
         case AllToAll() | ReduceScatter() if tensors[0].shape[0] != size:
@@ -316,10 +344,10 @@ def _answers(requests: Sequence[Collective]) -> list[Tensor]:
 
 
 def _compare(requests: Mapping[int, Collective | None]) -> None:
-    """All ranks of a group must ask for the same.
+    """Check that all ranks of a group request the same collective.
 
     Raises:
-        CollectiveMismatch: naming the ranks that differ.
+        CollectiveMismatch: signatures differ. The message lists the ranks of each.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, request in requests.items():
@@ -330,7 +358,7 @@ def _compare(requests: Mapping[int, Collective | None]) -> None:
 
 
 def _parameter(name: str, given: Tensor | Sequence[int], grads_per_rank: Sequence[Gradients]) -> Tensor:
-    """What a policy's ``init`` may look at."""
+    """Return a tensor of the parameter's shape, dtype and device: the parameter itself, or zeros."""
     if isinstance(given, Tensor):
         return given.detach()
     grads = (grad for grads in grads_per_rank if (grad := grads.get(name)) is not None)
@@ -338,5 +366,6 @@ def _parameter(name: str, given: Tensor | Sequence[int], grads_per_rank: Sequenc
     return torch.zeros(torch.Size(given), dtype=example.dtype, device=example.device)
 
 
-def _place(rank: int, lists: Sequence[Sequence[int]]) -> tuple[int, int]:
+def _rank_and_size(rank: int, lists: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Return the rank in, and the size of, the group among ``lists`` that contains ``rank``."""
     return next((ranks.index(rank), len(ranks)) for ranks in lists if rank in ranks)

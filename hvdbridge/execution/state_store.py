@@ -2,13 +2,17 @@
 
 Rules:
 
-1. A tree of dicts mirrors the tree of policies; a leaf maps parameter names to tensors. Nothing else is inside.
-2. While training, a bucket's part of a leaf is flat, in the order of the bucket (:class:`.Views`). The store makes it
-   when a flow first looks at it, and anew, by name, when a flow over other buckets does. Leaves that only
-   :meth:`Policy.after_step <hvdbridge.Policy.after_step>` uses are never cut for the gradients' buckets.
-3. A parameter whose update is not finite keeps its old state. On CUDA this is decided on the device, without a
-   wait on the host.
-4. Tensors are replaced, never changed in place: what a flow was given stays as it was.
+1. A state is a tree of dicts that mirrors the tree of policies. A leaf maps parameter names to tensors.
+2. While training, a bucket's part of a leaf is one flat tensor in the order of the bucket (:class:`.Views`). The store
+   concatenates it when a flow first reads it. If bucket boundaries change, it divides and copies it by name. Leaves
+   that only :meth:`Policy.after_step <hvdbridge.Policy.after_step>` reads are never divided into the gradients'
+   buckets.
+3. A parameter whose update is not finite keeps its old state where :attr:`Slot.guarded` is True. On CUDA the device
+   decides this, and the host does not wait.
+4. The store replaces tensors and never changes them in place, so a flow's input stays as it was until it is merged.
+   Then the pool gets the memory of leaves whose :attr:`Slot.reused` is True.
+5. With :attr:`StateStore.in_place`, which CUDA graphs need, new values are copied to the addresses of the old ones.
+   :attr:`StateStore.generation` counts the times when addresses change all the same.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from torch import Tensor
 
 from hvdbridge.deprecated import own_member
 from hvdbridge.errors import ConfigurationError, nearest
+from hvdbridge.execution.scheduler import ACROSS_NODES
 from hvdbridge.policy.base import Branch, Policy, Slot, State
 from hvdbridge.policy.bucket import Layout, Views, flatten
 from hvdbridge.policy.buffer_pool import BufferPool
@@ -32,15 +37,15 @@ from hvdbridge.policy.collectives import used_here
 Path = tuple[str, ...]
 """Keys from the root to a leaf: ``("inner", "residual")``."""
 
-IN_FLIGHT, BUFFERS = 3, 3
-"""Flows in flight, and blocks that each has for messages and sums."""
+BUFFERS = 3
+"""Number of pool buffers that each flow in flight has for messages and sums."""
 
 SHOWN = 8
-"""Differences that an error lists before it only counts them."""
+"""Maximum number of differences that an error lists. It counts the others."""
 
 
 def leaves(state: State | None, path: Path = ()) -> Iterator[tuple[Path, Mapping[str, Tensor]]]:
-    """All leaves of a tree with their paths; empty ones, and branches that a flow left as they were, are left out.
+    """Yield all leaves of a tree with their paths, except empty leaves, and branches that a flow returned unchanged.
 
     >>> [path for path, _ in leaves({"residual": {"w": torch.ones(2)}, "inner": {}})]
     [('residual',)]
@@ -54,24 +59,24 @@ def leaves(state: State | None, path: Path = ()) -> Iterator[tuple[Path, Mapping
         yield from leaves(child, (*path, key))
 
 
-def mapped(state: State, change: Callable[[Path, Mapping[str, Tensor]], Any], path: Path = ()) -> dict[str, Any]:
-    """A tree with ``change(path, leaf)`` in the place of each leaf."""
+def map_leaves(state: State, change: Callable[[Path, Mapping[str, Tensor]], Any], path: Path = ()) -> dict[str, Any]:
+    """Return the tree with each leaf replaced by ``change(path, leaf)``."""
     if _is_leaf(state):
         return change(path, state)  # type: ignore[no-any-return]
-    return {key: mapped(child, change, (*path, key)) for key, child in state.items()}
+    return {key: map_leaves(child, change, (*path, key)) for key, child in state.items()}
 
 
 def to_portable(state: State) -> dict[str, Any]:
-    """A copy in plain dicts that shares no memory: it pickles, and ``torch.load(weights_only=True)`` reads it."""
+    """Return a copy in plain dicts that shares no memory, which ``torch.load(weights_only=True)`` can read."""
 
     def copied(_: Path, leaf: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in leaf.items()}
 
-    return mapped(state, copied)
+    return map_leaves(state, copied)
 
 
 def slot_of(policy: Policy, path: Path) -> Slot:
-    """What the leaf at ``path`` is, by the policy that declares it."""
+    """Return the properties of the leaf at ``path``, including those that outer policies' branches imply."""
     on_parameters = between_nodes = False
     for key in path[:-1]:
         branch = policy.slots.get(key, Branch())
@@ -84,8 +89,7 @@ def slot_of(policy: Policy, path: Path) -> Slot:
 
 
 def differences(state: State, saved: State) -> list[str]:
-    """How ``saved`` differs from ``state`` in leaves, names, shapes and types, one line each; empty where it fits.
-    ``saved`` may be anything.
+    """Return how ``saved``, any object, differs from ``state`` in leaves, names, shapes and dtypes, one line each.
 
     >>> differences({"residual": {"w": torch.ones(2)}}, {"residual": {"w": torch.ones(3), "v": torch.ones(1)}})
     ['residual/w is float32[3], expected float32[2]', 'residual/v is not expected']
@@ -104,17 +108,17 @@ def differences(state: State, saved: State) -> list[str]:
     def text(path: tuple[Any, ...]) -> str:
         return "/".join(map(str, path)) or "it"
 
-    expected, found = dict(flat(state)), dict(flat(saved))
-    lines = [f"{text(key)} is missing" for key in expected if key not in found]
-    lines += [f"{text(k)} is {found[k]}, expected {e}" for k, e in expected.items() if found.get(k, e) != e]
-    strange = {key: what for key, what in found.items() if key not in expected}
+    expected, given = dict(flat(state)), dict(flat(saved))
+    lines = [f"{text(key)} is missing" for key in expected if key not in given]
+    lines += [f"{text(k)} is {given[k]}, expected {e}" for k, e in expected.items() if given.get(k, e) != e]
+    surplus = {key: kind for key, kind in given.items() if key not in expected}
     return lines + [
-        f"{text(key)} is {what if what.startswith('of type') else 'not expected'}" for key, what in strange.items()
+        f"{text(key)} is {kind if kind.startswith('of type') else 'not expected'}" for key, kind in surplus.items()
     ]
 
 
 OnResize = Literal["raise", "reset", "redistribute"]
-"""What becomes of a state of another number of ranks; see :func:`redistribute`."""
+"""How to load the state of another number of ranks; see :meth:`StateStore.load`."""
 
 
 Nodes = Sequence[int]
@@ -122,7 +126,7 @@ Nodes = Sequence[int]
 
 
 def first_of_node(nodes: Nodes) -> tuple[int, ...]:
-    """Of each rank, the first rank on its node.
+    """Return for each rank the first rank on its node.
 
     >>> first_of_node([7, 7, 3, 7])
     (0, 0, 2, 0)
@@ -134,55 +138,58 @@ def redistribute(
     policy: Policy, saved: Sequence[State], size: int, fresh: State | None = None,
     nodes: tuple[Nodes, Nodes] | None = None,
 ) -> list[State]:  # fmt: skip
-    """The states of ``size`` ranks made from those of other ranks.
+    """Return the states of ``size`` ranks, made from the saved states of a job with other ranks or nodes.
 
-    Where the number of ranks is another, rank-local leaves keep their sum: each new rank gets 1/size of it (added in
-    float64); where ``fresh`` is given they are its. Replicated ones are those of rank 0. What belonged to the owners of
-    elements (:attr:`Slot.owned`) goes to the residual around it, since these elements have other owners now.
+    Replicated leaves are copied from rank 0. Local leaves keep their sum over ranks, computed in float64: each of the
+    ``size`` ranks gets 1/size of it. With ``fresh``, local leaves are copied from there instead. An owned leaf
+    (:attr:`Slot.owned`) is added to the residual around it, because its elements have other owners now.
 
     Args:
-        nodes: those of the ranks that saved, and of the new ones. What is local to nodes keeps its sum over them, where
-            other ranks share a node now. None: every rank is a node.
+        nodes: the node of each rank that saved, and of each new rank. Leaves that are local to nodes keep their sum
+            over nodes. If only the nodes differ, no other leaves change. None: every rank is a node.
     """
-    before, now = nodes or (range(len(saved)), range(size))
-    owners, count = sorted(set(first_of_node(before))), len(set(now))
-    if first_of_node(before) == first_of_node(now):
+    old_nodes, new_nodes = nodes or (range(len(saved)), range(size))
+    first_ranks, node_count = sorted(set(first_of_node(old_nodes))), len(set(new_nodes))
+    if first_of_node(old_nodes) == first_of_node(new_nodes):
         return list(saved)
 
-    def average(tensors: Sequence[Tensor], by_node: bool) -> Tensor:
-        chosen = [tensors[rank] for rank in owners] if by_node else tensors
+    def share_of_sum(tensors: Sequence[Tensor], by_node: bool) -> Tensor:
+        chosen = [tensors[rank] for rank in first_ranks] if by_node else tensors
         total = chosen[0].to(torch.float64)
         for tensor in chosen[1:]:
             total = total + tensor.to(torch.float64)
-        return (total / (count if by_node else size)).to(chosen[0].dtype)
+        return (total / (node_count if by_node else size)).to(chosen[0].dtype)
 
-    found = [dict(leaves(state)) for state in saved]
-    anew = dict(leaves(fresh))
+    saved_leaves = [dict(leaves(state)) for state in saved]
+    fresh_leaves = dict(leaves(fresh))
 
     def merge(path: Path, leaf: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         slot = slot_of(policy, path)
         if not slot.local or fresh is not None:
-            return dict(anew[path] if slot.local else leaf)
-        return {name: average([each[path][name] for each in found], slot.by_node) for name in leaf}
+            return dict(fresh_leaves[path] if slot.local else leaf)
+        return {name: share_of_sum([of_rank[path][name] for of_rank in saved_leaves], slot.by_node) for name in leaf}
 
-    shared = mapped(saved[0], merge)
+    shared = map_leaves(saved[0], merge)
     new: dict[Path, Any] = dict(leaves(shared))
     for path, leaf in new.items() if fresh is None else ():
         if slot_of(policy, path).owned:
-            residual = new[(*path[:-2], "residual")]  # (..., "inner", slot) stands beside (..., "residual")
+            residual = new.get((*path[:-2], "residual"))  # sibling of (..., "inner", slot)
+            if residual is None:
+                name = "/".join(path)
+                raise ConfigurationError(f"{name}: Slot(owned=True) needs error feedback around its policy")
             residual.update({name: residual[name] + tensor for name, tensor in leaf.items()})
             leaf.update({name: torch.zeros_like(tensor) for name, tensor in leaf.items()})
     if len(saved) != size:
         return [to_portable(shared) for _ in range(size)]
-    # The same ranks on other nodes: only what belonged to these moves.
+    # The same ranks on other nodes: only leaves that are local to nodes change.
     return [
-        to_portable(mapped(state, lambda path, leaf: new[path] if slot_of(policy, path).by_node else leaf))
+        to_portable(map_leaves(state, lambda path, leaf: new[path] if slot_of(policy, path).by_node else leaf))
         for state in saved
     ]
 
 
 class StateStore:
-    """Holds one rank's state: hands each bucket its part, takes the new part back, saves and loads.
+    """Stores one rank's state: gives each bucket its part, takes the new part, saves and loads.
 
     >>> from hvdbridge.policies import from_spec
     >>> store = StateStore(from_spec("ef(bf16)"), {"w": torch.zeros(2), "b": torch.zeros(1)})
@@ -192,73 +199,83 @@ class StateStore:
 
     def __init__(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
         self.policy = policy
+        self.in_place = False
+        self.generation = 0
         self.params = {name: torch.empty_like(p, device="meta") for name, p in params.items()}
         state = to_portable(policy.init(params))
-        self._tree = mapped(state, lambda _, leaf: {name: tensor.to("meta") for name, tensor in leaf.items()})
-        # Of each leaf the bucket's parts, and under None what is in none of them
+        self._tree = map_leaves(state, lambda _, leaf: {name: tensor.to("meta") for name, tensor in leaf.items()})
+        # Path of a leaf -> layout of a bucket -> the bucket's part; None -> what no bucket has read yet
         self._leaves: dict[Path, dict[Layout | None, Mapping[str, Tensor]]] = {
             path: {None: leaf} for path, leaf in leaves(state)
         }
         self._slots = {path: slot_of(policy, path) for path in self._leaves}
-        # A flow's new values stand beside those that they replace, and one bucket is often smaller than the others.
+        # A flow needs buffers for new values beside the old ones. One more, since one bucket is often smaller.
         reused = sum(slot.reused for slot in self._slots.values())
-        self.pool = BufferPool(IN_FLIGHT * (reused + BUFFERS) + (reused > 0))
+        self.pool = BufferPool(ACROSS_NODES * (reused + BUFFERS) + (reused > 0))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of state that this rank holds."""
+        """Bytes of this rank's state."""
         return sum(tensor.nbytes for _, leaf in leaves(self._tree) for tensor in leaf.values())
 
     def part(self, layout: Layout) -> State:
-        """The state of a bucket's parameters, as it is whenever one looks; leaves of the parameters' shapes are flat
-        in the bucket's order."""
+        """Return a live view of the state of a bucket's parameters. Leaves that have the parameters' shapes are flat,
+        in the order of ``layout``."""
         return _Part(self, layout, self._tree) if self._slots else self._tree
 
     def merge(self, layout: Layout, new: State | None, update: Tensor) -> None:
-        """Take a bucket's new state (None, whole or in a branch: unchanged).
+        """Replace a bucket's state by ``new``. None, for the whole or for a branch, leaves it unchanged.
 
         Args:
-            update: the bucket's update, flat; a parameter with a non-finite element in it keeps its old state.
+            update: the bucket's flat update. A parameter whose update is not finite keeps its old state.
 
         Raises:
-            ConfigurationError: ``new`` has a branch that the policy's ``init`` did not give.
+            ConfigurationError: ``new`` has a leaf or a name that the policy's ``init`` did not return.
         """
         if not self._slots:
             return
         guard = _Guard(layout, update)
+        copies: list[tuple[Tensor, Tensor]] = []
         for path, leaf in leaves(new):
             if path not in self._slots:
                 raise _unknown(["/".join(path)])
             old = self.leaf(path, layout)
             if leaf is not old:
                 slot = self._slots[path]
-                fitted = self._leaves[path][layout] = guard.choose(leaf, old) if slot.guarded else _fit(leaf, old)
+                fitted = guard.choose(leaf, old) if slot.guarded else _fit(leaf, old)
+                if self.in_place:
+                    copies += zip(_tensors(fitted), _tensors(old), strict=True)
+                    continue
+                self._leaves[path][layout] = fitted
                 if slot.reused and isinstance(old, Views) and isinstance(fitted, Views):
                     self.pool.give(old.flat, but=[fitted.flat])
+        replaced = {old.data_ptr() for _, old in copies}  # a flow may return one old leaf in the place of another
+        for new_tensor, old_tensor in [(n.clone() if n.data_ptr() in replaced else n, old) for n, old in copies]:
+            old_tensor.copy_(new_tensor)
 
     def whole(self) -> dict[str, Any]:
-        """The whole state as it is now, until the next step; leaves are views, nothing is copied."""
-        return mapped(self._tree, self._values)
+        """Return the whole state without copies. The views are valid until the next step."""
+        return map_leaves(self._tree, self._values)
 
     def portable(self) -> dict[str, Any]:
-        """A copy of the whole state; see :func:`to_portable`."""
+        """Return a copy of the whole state; see :func:`to_portable`."""
         return to_portable(self.whole())
 
     def load(
         self, saved: State | Sequence[State], rank: int = 0, size: int = 1, on_resize: OnResize = "redistribute",
         nodes: tuple[Nodes, Nodes] | None = None,
     ) -> None:  # fmt: skip
-        """Take up a state that :meth:`portable` gave: this rank's, or those of all ranks in rank order.
+        """Load states that :meth:`portable` returned: this rank's, or those of all ranks in rank order.
 
         Args:
-            rank, size: of this rank, where all ranks' states are given.
-            on_resize: what to do with those of another number of ranks: refuse, begin anew with what is local to
-                ranks, or redistribute that.
+            rank, size: this rank and the number of ranks, if the states of all ranks are given.
+            on_resize: for states of another number of ranks: ``"raise"`` an error, ``"reset"`` what is local to ranks
+                to its initial value, or ``"redistribute"`` it.
             nodes: as for :func:`redistribute`.
 
         Raises:
-            ConfigurationError: other leaves, names, shapes or types; lists the differences. Or another number of
-                ranks where that is refused. Nothing is loaded.
+            ConfigurationError: leaves, names, shapes or dtypes differ (the message lists how), or the number of ranks
+                or their nodes do with ``on_resize="raise"``. No state is loaded then.
         """
         if on_resize not in get_args(OnResize):
             raise ConfigurationError(f"on_resize={on_resize!r}. {nearest(str(on_resize), get_args(OnResize))}")
@@ -279,64 +296,83 @@ class StateStore:
             self._put(path, leaf)
 
     def moves(self, before: Nodes, now: Nodes) -> bool:
-        """Whether something here belongs to nodes, and these have other ranks now."""
+        """Return whether the state has leaves that are local to nodes, and nodes have other ranks now."""
         return first_of_node(before) != first_of_node(now) and any(slot.by_node for slot in self._slots.values())
 
     def reset(self) -> None:
-        """Begin anew with what is local to this rank; what is replicated stays."""
+        """Reset leaves that are local to this rank to their initial value. Replicated leaves stay."""
         for path, leaf in leaves(self._fresh()):
             if self._slots[path].local:
                 self._put(path, leaf)
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is in units of the gradient, after the loss scale changed by ``factor``."""
+        """Multiply all leaves in units of the gradient by ``factor``, by which the loss scale has changed.
+
+        Raises:
+            ConfigurationError: ``factor`` is not positive and finite.
+        """
         if not (math.isfinite(factor) and factor > 0):
             raise ConfigurationError(f"a loss scale changes by a positive finite factor, not by {factor}")
         for path, slot in self._slots.items():
             if slot.gradient_units:
-                whole = self._values(path)
-                self._put(path, {name: tensor * factor for name, tensor in whole.items()}, copy=False)
+                scaled = {name: tensor * factor for name, tensor in self._values(path).items()}
+                self._put(path, scaled, copy=False)
 
     def leaf(self, path: Path, layout: Layout) -> Mapping[str, Tensor]:
-        """A bucket's part of one leaf: flat, if all its tensors have one type and device and the parameters' shapes."""
+        """Return a bucket's part of one leaf, flat if it has one dtype and device, and the parameters' shapes."""
         parts = self._leaves[path]
         if layout in parts:
             return parts[layout]
         if not all(other is None or other.sizes.keys().isdisjoint(layout.sizes) for other in parts):
-            self._put(path, self._values(path), copy=False)
+            self._divide(path, self._values(path))
             parts = self._leaves[path]
         rest = parts[None]
         part: Mapping[str, Tensor] = {name: rest[name] for name in layout.names if name in rest}
-        alike = {(tensor.dtype, tensor.device) for tensor in part.values()}
-        if len(alike) == 1 and all(tensor.shape == layout.shapes[name] for name, tensor in part.items()):
-            for tensor in part.values():  # made on the user's stream, which has their memory back when they are dropped
+        kinds = {(tensor.dtype, tensor.device) for tensor in part.values()}
+        if len(kinds) == 1 and all(tensor.shape == layout.shapes[name] for name, tensor in part.items()):
+            for tensor in part.values():  # allocated on the user's stream, which may reuse their memory once freed
                 used_here(tensor)
-            own = layout.part(part)
-            flat = self.pool.take(own.numel, *alike.pop(), lasting=True)
-            part = Views(own, torch.cat([tensor.reshape(-1) for tensor in part.values()], out=flat))
+            sublayout = layout.part(part)
+            flat = self.pool.take(sublayout.numel, *kinds.pop(), lasting=True)
+            part = Views(sublayout, torch.cat([tensor.reshape(-1) for tensor in part.values()], out=flat))
         parts[layout] = part
         parts[None] = {name: tensor for name, tensor in rest.items() if name not in part}
         return part
 
     def _put(self, path: Path, leaf: Mapping[str, Tensor], copy: bool = True) -> None:
-        """Replace a whole leaf: it is in no bucket any more."""
-        self.pool.clear()  # there will be other parts
+        """Replace a whole leaf."""
+        if self.in_place:
+            for name, tensor in self._values(path).items():
+                tensor.copy_(leaf[name])
+            return
         if copy:
             devices = {name: tensor.device for name, tensor in self._values(path).items()}
             leaf = {name: tensor.to(devices[name], copy=True) for name, tensor in leaf.items()}
+        self._divide(path, leaf)
+
+    def _divide(self, path: Path, leaf: Mapping[str, Tensor]) -> None:
+        """Set a whole leaf, which is then in no bucket's part."""
+        self.pool.clear()  # parts of other sizes will follow
+        self.generation += 1
         self._leaves[path] = {None: leaf}
 
+    def tensors(self, layout: Layout) -> list[Tensor]:
+        """Return the tensors with a bucket's state that flows have read so far."""
+        parts = [leaf[layout] for leaf in self._leaves.values() if layout in leaf]
+        return [tensor for part in parts for tensor in _tensors(part)]
+
     def _values(self, path: Path, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """A whole leaf (views, no copy), in the order of ``like``."""
-        found = {name: tensor for part in self._leaves[path].values() for name, tensor in part.items()}
-        return found if like is None else {name: found[name] for name in like}
+        """Return a whole leaf as views, without copies, in the order of ``like``."""
+        values = {name: tensor for part in self._leaves[path].values() for name, tensor in part.items()}
+        return values if like is None else {name: values[name] for name in like}
 
     def _fresh(self) -> State:
+        """Return the policy's initial state on the CPU, for parameters of zeros."""
         return self.policy.init({n: torch.zeros(p.shape, dtype=p.dtype, device="cpu") for n, p in self.params.items()})
 
 
 def resized(saved: int, size: int) -> ConfigurationError:
-    """The error about a state of another number of ranks."""
+    """Return the error for a state of another number of ranks, or of ranks on other nodes."""
     ranks = f"{saved} ranks and would be loaded by {size}" if saved != size else f"{size} ranks on other nodes"
     return ConfigurationError(
         f"the state was saved by {ranks}. on_resize='reset' begins anew with what "
@@ -345,7 +381,7 @@ def resized(saved: int, size: int) -> ConfigurationError:
 
 
 class _Part(Mapping[str, Any]):
-    """A bucket's part of a tree, as it is whenever one looks: branches of this class, leaves cut by the store."""
+    """Live view of a bucket's part of a state. Branches are of this class, leaves come from :meth:`StateStore.leaf`."""
 
     def __init__(self, store: StateStore, layout: Layout, node: Mapping[str, Any], path: Path = ()) -> None:
         self._store, self._layout, self._node, self._path = store, layout, node, path
@@ -364,6 +400,7 @@ class _Part(Mapping[str, Any]):
 
 
 def _is_leaf(node: State) -> bool:
+    """Return whether ``node`` maps names to tensors. An empty node is a branch."""
     return isinstance(node, Views) or isinstance(next(iter(node.values()), None), Tensor)
 
 
@@ -372,14 +409,19 @@ def _unknown(names: list[str]) -> ConfigurationError:
 
 
 def _fit(new: State, old: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """``new`` in the shape and type of ``old``; parameters that it leaves out are as they were."""
+    """Return ``new`` in the form and dtype of ``old``; ``new`` may lack unchanged names."""
     if isinstance(old, Views) and isinstance(new, Views) and new.layout is old.layout:
         return Views(old.layout, new.flat.to(old.flat.dtype))
     if unknown := sorted(set(new) - set(old)):
         raise _unknown(unknown)
     if isinstance(old, Views):
+        new = {**old, **new} if len(new) < len(old) else new
         return Views(old.layout, flatten(new, old.layout).to(old.flat.dtype))
     return {name: new.get(name, tensor).to(tensor.dtype) for name, tensor in old.items()}
+
+
+def _tensors(leaf: Mapping[str, Tensor]) -> list[Tensor]:
+    return [leaf.flat] if isinstance(leaf, Views) else list(leaf.values())
 
 
 class _Guard:
@@ -391,15 +433,15 @@ class _Guard:
 
     @cached_property
     def flags(self) -> Tensor | None:
-        """Whether each parameter's update is finite: bool ``[parameters]``. None: all are, by a look of the host."""
-        # One pass: a finite sum has finite terms. (An overflowing sum of finite ones is looked at again.)
+        """For each parameter whether its update is finite: bool ``[parameters]``. None: the host knows that all are."""
+        # One pass suffices if the sum is finite, since its terms then are. A sum of finite terms may overflow.
         wide = torch.promote_types(self.update.dtype, torch.float32)
-        if self.update.device.type == "cpu" and math.isfinite(self.update.sum(dtype=wide).item()):
+        if self.layout.readable(self.update) and math.isfinite(self.update.sum(dtype=wide).item()):
             return None
         return self.layout.finite(self.update)
 
     def choose(self, new: State, old: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """``new``, and ``old`` where the update is not finite."""
+        """Return ``new``, with the values of ``old`` for parameters whose update is not finite."""
         fitted = _fit(new, old)
         if self.flags is None:
             return fitted
@@ -410,16 +452,16 @@ class _Guard:
         return {name: torch.where(flags[name], fitted[name], tensor) for name, tensor in old.items()}
 
     def elements(self, part: Layout) -> Tensor:
-        """Bool, ``[part.numel]``; ``part`` is the layout of the bucket or a part of it."""
+        """Return :attr:`flags` per element of ``part``, the bucket's layout or a part of it: bool ``[part.numel]``."""
 
-        def numbers() -> Tensor:
-            of = {name: i for i, name in enumerate(self.layout.names)}
-            return torch.tensor([of[name] for name in part.names], dtype=torch.int64, device=self.update.device)
+        def indices() -> Tensor:
+            index = {name: i for i, name in enumerate(self.layout.names)}
+            return torch.tensor([index[name] for name in part.names], dtype=torch.int64, device=self.update.device)
 
         assert self.flags is not None
         if part not in self._spread:
             flags = self.flags
             if part is not self.layout:
-                flags = flags[part.derive(("numbers in", self.layout, self.update.device), numbers)]
+                flags = flags[part.derive(("indices in", self.layout, self.update.device), indices)]
             self._spread[part] = part.spread(flags)
         return self._spread[part]

@@ -1,1 +1,1 @@
-"""Tensor operations that policies share: no communication, no policy, the same numbers on CPU and CUDA."""
+"""Tensor operations that policies share. They do no communication, and give the same bits on CPU and CUDA."""

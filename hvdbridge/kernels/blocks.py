@@ -1,10 +1,13 @@
-"""The blocks of a flat vector: rows of a matrix for torch's operations, and runs of codes and scales in messages.
+"""Blocks of a flat vector: their positions in the vector, and those of their codes and scales in messages.
+
+A code is the small integer that stands for an element; a scale is a block's float32 factor.
 
 Rules:
 
-1. A part of a vector is cut into blocks of one width, of which the last may be short.
-2. A message has rows. A row's codes stand side by side in the order of its parts, and so do its scales.
-3. torch's operations see blocks as the rows of a matrix, with zeros behind the elements of short blocks.
+1. Each part of a vector is cut into blocks of one width. The last block of a part may be shorter.
+2. A message is a matrix. Each row holds the codes of its parts contiguously, in the order of the parts, and likewise
+   their scales.
+3. torch's operations process blocks as the rows of a matrix, with zeros after the elements of short blocks.
 """
 
 from __future__ import annotations
@@ -17,57 +20,68 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hvdbridge.kernels.random import hashed_bits
+from hvdbridge.kernels.random import Seed, hashed_bits
 
 CHUNK = 1 << 18
-"""Elements that a CPU codes at a time, so that temporaries stay in its cache."""
+"""Number of elements that a CPU codes at a time, so that temporaries stay in its cache."""
 
 
 class Part(NamedTuple):
-    """``parts`` times ``size`` elements of a vector, each of them cut into blocks.
+    """Equally spaced segments of a vector, of ``size`` elements each, which are divided into blocks.
 
     Attributes:
-        start, hop: of the first element, and from each part to the next.
-        number, skip: the same among the numbers by which elements get their randomness; see :mod:`.random`.
-        row: of the message.
+        start: offset of the first segment in the vector.
+        size: number of elements of each segment.
+        number: random-number index of the first element; see :mod:`.random`.
+        row: row of the message that holds the codes and scales.
+        segments: number of segments.
+        stride: distance in the vector from each segment to the next.
+        number_step: difference of ``number`` from each segment to the next.
     """
 
     start: int
     size: int
     number: int = 0
     row: int = 0
-    parts: int = 1
-    hop: int = 0
-    skip: int = 0
+    segments: int = 1
+    stride: int = 0
+    number_step: int = 0
 
 
 class Strip(NamedTuple):
-    """Some blocks, as native.c reads them: ``size`` is a multiple of the width, or the length of one short block.
+    """Equally spaced segments of full blocks, or of one short block each: native.c's ``struct strip``.
 
     Attributes:
-        code, scale: how many codes and scales precede those of this strip in its row.
+        size: number of elements of each segment: a multiple of the width, or the length of one short block.
+        code, scale: offsets in the row of the first code and the first scale.
+        start, stride, segments, row, number, number_step: as in :class:`Part`.
     """
 
     start: int
-    hop: int
-    parts: int
+    stride: int
+    segments: int
     size: int
     row: int
     code: int
     scale: int
     number: int
-    skip: int
+    number_step: int
 
 
 class Blocks:
-    """The blocks of ``width`` elements or fewer of a vector, and where their codes and scales are in messages.
+    """A vector's blocks of at most ``width`` elements, and the offsets of their codes and scales in messages.
 
     Args:
-        parts: in the order that codes have in their rows; ``width`` divides the size of repeated ones.
-        numel: elements of the vector.
-        device: of the vector.
-        rows: of a message.
-        length, slots: codes and scales of a row. None: ``numel``; as many as the row of most blocks has.
+        parts: in the order of their codes within a row; ``width`` must divide the size of parts with ``segments > 1``.
+        numel: number of elements of the vector.
+        device: device of the vector.
+        rows: number of rows of a message.
+        length: number of codes of a row. None: ``numel``.
+        scales_per_row: number of scales of a row. None: that of the row with the most blocks.
+
+    Attributes:
+        count: number of blocks in all rows.
+        fits_kernels: whether width and offsets are within the fused kernels' limits (1024 elements, int32).
 
     >>> blocks = Blocks([Part(0, 6), Part(6, 1)], 4, 7, "cpu")
     >>> [matrix for _, matrix in blocks.matrices(torch.arange(7.))]
@@ -78,147 +92,147 @@ class Blocks:
 
     def __init__(
         self, parts: Iterable[Part], width: int, numel: int, device: torch.device | str, rows: int = 1,
-        length: int | None = None, slots: int | None = None,
+        length: int | None = None, scales_per_row: int | None = None,
     ) -> None:  # fmt: skip
         self.width, self.numel, self.device, self.rows = width, numel, torch.device(device), rows
         self.strips: list[Strip] = []
-        filled, used = [0] * rows, [0] * rows
-        for start, size, number, row, times, hop, skip in parts:
+        code_counts, scale_counts = [0] * rows, [0] * rows
+        for start, size, number, row, times, stride, number_step in parts:
             full, short = divmod(size, width)
-            several = (times, size, hop, skip) if times > 1 else (full, width, width, width)
-            for at, (count, elements, step, turn) in ((0, several), (full * width, (1, short, 0, 0))):
-                if count and elements:
-                    code, scale = filled[row], used[row]
-                    self.strips.append(Strip(start + at, step, count, elements, row, code, scale, number + at, turn))
-                    filled[row] += count * elements
-                    used[row] += count * -(-elements // width)
-        self.count = sum(used)
+            full_blocks = (times, size, stride, number_step) if times > 1 else (full, width, width, width)
+            for skip, (count, extent, step, jump) in ((0, full_blocks), (full * width, (1, short, 0, 0))):
+                if count and extent:
+                    code, scale = code_counts[row], scale_counts[row]
+                    self.strips.append(Strip(start + skip, step, count, extent, row, code, scale, number + skip, jump))
+                    code_counts[row] += count * extent
+                    scale_counts[row] += count * -(-extent // width)
+        self.count = sum(scale_counts)
         self.length = numel if length is None else length
-        self.slots = max(used) if slots is None else slots
-        self.fit = width <= 1024 and max(filled) <= 2**31  # for kernels
+        self.scales_per_row = max(scale_counts) if scales_per_row is None else scales_per_row
+        self.fits_kernels = width <= 1024 and max(code_counts) <= 2**31
 
     def table(self, native: CDLL) -> Tensor:
-        """A struct of native.c for each block, int32 ``[blocks, 8]``: made anew, as it may be long."""
-        made = torch.empty((self.count, 8), dtype=torch.int32, device="cpu")
-        native.lay_blocks(self._strips.data_ptr(), len(self.strips), self.width, made.data_ptr())
-        return made
+        """Return native.c's ``struct block`` of every block, int32 ``[blocks, 8]``. Not cached, as it may be long."""
+        table = torch.empty((self.count, 8), dtype=torch.int32, device="cpu")
+        native.fill_block_table(self._strips.data_ptr(), len(self.strips), self.width, table.data_ptr())
+        return table
 
     @cached_property
     def _strips(self) -> Tensor:
         return torch.tensor(self.strips, dtype=torch.int64, device="cpu")
 
     @cached_property
-    def columns(self) -> Tensor:
-        """See :func:`places`, in the order of the vector; kept on the GPU that they are for."""
-        table = places(self.strips, self.width)
+    def sorted_table(self) -> Tensor:
+        """The :func:`block_table` in the order of the vector, on the vector's device (for Triton's kernels)."""
+        table = block_table(self.strips, self.width)
         return table[:, table[0].argsort()].to(self.device)
 
     @cached_property
     def chunks(self) -> list[Chunk]:
-        """All blocks; on a CPU cut into chunks that its cache holds."""
-        most = max(1, CHUNK // self.width if self.device.type == "cpu" else self.count)
+        """All blocks: on a CPU in chunks that fit into its cache, elsewhere in one chunk."""
+        capacity = max(1, CHUNK // self.width if self.device.type == "cpu" else self.count)
         chunks: list[list[Strip]] = []
-        left = 0
+        free = 0
         for strip in self.strips:
-            each, done = -(-strip.size // self.width), 0
-            while done < strip.parts:
-                if left < each:
+            blocks, first = -(-strip.size // self.width), 0
+            while first < strip.segments:
+                if free < blocks:
                     chunks.append([])
-                    left = max(most, each)
-                some = min(strip.parts - done, left // each)
-                moved = {
-                    "start": strip.start + done * strip.hop, "code": strip.code + done * strip.size,
-                    "scale": strip.scale + done * each, "number": strip.number + done * strip.skip,
+                    free = max(capacity, blocks)
+                taken = min(strip.segments - first, free // blocks)
+                offsets = {
+                    "start": strip.start + first * strip.stride, "code": strip.code + first * strip.size,
+                    "scale": strip.scale + first * blocks, "number": strip.number + first * strip.number_step,
                 }  # fmt: skip
-                chunks[-1].append(strip._replace(parts=some, **moved))
-                left, done = left - some * each, done + some
+                chunks[-1].append(strip._replace(segments=taken, **offsets))
+                free, first = free - taken * blocks, first + taken
         return [Chunk(strips, self.width, self.device) for strips in chunks]
 
     def matrices(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
-        """Each chunk, and a copy of its blocks."""
+        """Yield each chunk with a copy of its blocks, ``[blocks, width]``."""
         return ((chunk, chunk.gather(flat)) for chunk in self.chunks)
 
-    def measure(self, flat: Tensor, what: Callable[[Tensor], Tensor]) -> Tensor:
-        """``what`` of float32 matrices, a number for each row; float32 ``[blocks]``."""
-        found = [what(matrix.to(torch.float32)) for _, matrix in self.matrices(flat)]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.float32, device=flat.device)
+    def measure(self, flat: Tensor, statistic: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply ``statistic``, which returns a number per row, to all blocks in float32; float32 ``[blocks]``."""
+        values = [statistic(matrix.to(torch.float32)) for _, matrix in self.matrices(flat)]
+        return torch.cat(values) if values else torch.empty(0, dtype=torch.float32, device=flat.device)
 
 
 class Chunk:
-    """Some of a vector's blocks, as a matrix ``[blocks, width]``.
+    """Some of a vector's blocks, processed as a matrix ``[blocks, width]``.
 
     Attributes:
-        counts: elements of each block, int64 ``[blocks]``.
+        counts: number of elements of each block, int64 ``[blocks]``.
     """
 
     def __init__(self, strips: list[Strip], width: int, device: torch.device) -> None:
         self._strips, self._width = strips, width
-        table = places(strips, width).to(device)
+        table = block_table(strips, width).to(device)
         self.counts, self._numbers = table[1], table[5].to(torch.int32).unsqueeze(1)
 
     def _shapes(self) -> Iterator[tuple[Strip, tuple[int, int, int], slice]]:
-        """Each strip, the shape of its blocks, and their rows in the matrix."""
+        """Yield each strip, its shape ``(segments, blocks per segment, block length)``, and its rows in the matrix."""
         first = 0
         for strip in self._strips:
-            shape = strip.parts, -(-strip.size // self._width), min(strip.size, self._width)
+            shape = strip.segments, -(-strip.size // self._width), min(strip.size, self._width)
             yield strip, shape, slice(first, first + shape[0] * shape[1])
             first += shape[0] * shape[1]
 
-    def _inside(self, matrix: Tensor) -> list[Tensor]:
-        """The elements of each strip's blocks in a matrix."""
+    def _matrix_views(self, matrix: Tensor) -> list[Tensor]:
+        """Return a view of each strip's elements in ``matrix``, without the padding of short blocks."""
         return [matrix[rows, : shape[2]].view(shape) for _, shape, rows in self._shapes()]
 
-    def _in_vector(self, flat: Tensor) -> list[Tensor]:
+    def _vector_views(self, flat: Tensor) -> list[Tensor]:
         first = flat.storage_offset()
-        return [
-            flat.as_strided(shape, (strip.hop, shape[2], 1), first + strip.start) for strip, shape, _ in self._shapes()
-        ]
+        return [flat.as_strided(shape, (s.stride, shape[2], 1), first + s.start) for s, shape, _ in self._shapes()]
 
-    def _in_codes(self, codes: Tensor) -> list[Tensor]:
-        return [codes[s.row, s.code : s.code + s.parts * s.size].view(shape) for s, shape, _ in self._shapes()]
+    def _code_views(self, codes: Tensor) -> list[Tensor]:
+        return [codes[s.row, s.code : s.code + s.segments * s.size].view(shape) for s, shape, _ in self._shapes()]
 
-    def _in_scales(self, scales: Tensor) -> list[Tensor]:
+    def _scale_views(self, scales: Tensor) -> list[Tensor]:
         return [scales[s.row, s.scale : s.scale + rows.stop - rows.start] for s, _, rows in self._shapes()]
 
     def gather(self, flat: Tensor) -> Tensor:
-        """The blocks of a vector."""
-        return self._filled(self._in_vector(flat), flat)
+        """Copy the blocks of a vector into a matrix ``[blocks, width]``, padded with zeros."""
+        return self._to_matrix(self._vector_views(flat), flat)
 
     def scatter(self, matrix: Tensor, flat: Tensor) -> None:
-        """The inverse of :meth:`gather`."""
-        torch._foreach_copy_(self._in_vector(flat), self._inside(matrix))
+        """Copy a matrix ``[blocks, width]`` into the blocks of a vector; the inverse of :meth:`gather`."""
+        torch._foreach_copy_(self._vector_views(flat), self._matrix_views(matrix))
 
     def codes(self, rows: Tensor) -> Tensor:
-        """The codes of these blocks in a message ``[rows, n]``."""
-        return self._filled(self._in_codes(rows), rows)
+        """Copy these blocks' codes from a message ``[rows, n]`` into a matrix ``[blocks, width]``."""
+        return self._to_matrix(self._code_views(rows), rows)
 
     def scales(self, rows: Tensor) -> Tensor:
-        """The scales of these blocks in a message ``[rows, n, ...]``."""
-        return torch.cat(self._in_scales(rows))
+        """Copy these blocks' scales from a message ``[rows, n, ...]``: ``[blocks, ...]``."""
+        return torch.cat(self._scale_views(rows))
 
-    def write(self, made: Tensor, codes: Tensor, scales: Tensor | None, given: Tensor | None) -> None:
-        """Put codes, and scales where there are ``given`` ones, into a message."""
-        torch._foreach_copy_(self._in_codes(codes), self._inside(made))
-        if scales is not None and given is not None:
-            theirs = self._in_scales(scales)
-            torch._foreach_copy_(theirs, list(given.split([len(some) for some in theirs])))
+    def write(self, block_codes: Tensor, codes: Tensor, scales: Tensor | None, block_scales: Tensor | None) -> None:
+        """Write ``block_codes`` ``[blocks, width]`` and, unless None, ``block_scales`` ``[blocks]`` to a message."""
+        torch._foreach_copy_(self._code_views(codes), self._matrix_views(block_codes))
+        if scales is not None and block_scales is not None:
+            targets = self._scale_views(scales)
+            torch._foreach_copy_(targets, list(block_scales.split([len(target) for target in targets])))
 
-    def noise(self, seed: int) -> Tensor:
-        """24 bits for every element, int32 ``[blocks, width]``."""
-        inside = torch.arange(self._width, dtype=torch.int32, device=self._numbers.device)
-        return hashed_bits(self._numbers + inside, seed)
+    def noise(self, seed: Seed) -> Tensor:
+        """Return 24 random bits for every element, int32 ``[blocks, width]``."""
+        columns = torch.arange(self._width, dtype=torch.int32, device=self._numbers.device)
+        return hashed_bits(self._numbers + columns, seed)
 
-    def _filled(self, views: list[Tensor], like: Tensor) -> Tensor:
+    def _to_matrix(self, views: list[Tensor], like: Tensor) -> Tensor:
         matrix = torch.zeros((len(self.counts), self._width), dtype=like.dtype, device=like.device)
-        torch._foreach_copy_(self._inside(matrix), views)
+        torch._foreach_copy_(self._matrix_views(matrix), views)
         return matrix
 
 
-def places(strips: Iterable[Strip], width: int) -> Tensor:
-    """int64 ``[6, blocks]``: of each block its start, its elements, its row, the codes and scales that precede its own
-    there, and its number.
+def block_table(strips: Iterable[Strip], width: int) -> Tensor:
+    """Return the positions of all blocks of ``strips``, in their order: int64 ``[6, blocks]``.
 
-    >>> places([Strip(start=0, hop=9, parts=2, size=4, row=1, code=20, scale=3, number=7, skip=5)], 4)
+    For each block: offset in the vector, number of elements, row, offset of its codes in the row, offset of its scale
+    in the row, random-number index of the first element.
+
+    >>> block_table([Strip(start=0, stride=9, segments=2, size=4, row=1, code=20, scale=3, number=7, number_step=5)], 4)
     tensor([[ 0,  9],
             [ 4,  4],
             [ 1,  1],
@@ -226,21 +240,21 @@ def places(strips: Iterable[Strip], width: int) -> Tensor:
             [ 3,  4],
             [ 7, 12]])
     """
-    found = [torch.empty((6, 0), dtype=torch.int64, device="cpu")]
-    for start, hop, parts, size, row, code, scale, number, skip in strips:
-        each = -(-size // width)
-        block = torch.arange(parts * each, device="cpu")
-        part, inside = block // each, block % each * width
-        found.append(
+    tables = [torch.empty((6, 0), dtype=torch.int64, device="cpu")]
+    for start, stride, count, size, row, code, scale, number, number_step in strips:
+        blocks = -(-size // width)
+        block = torch.arange(count * blocks, device="cpu")
+        segment, offset = block // blocks, block % blocks * width
+        tables.append(
             torch.stack(
                 [
-                    start + part * hop + inside,
+                    start + segment * stride + offset,
                     torch.full_like(block, min(size, width)),
                     torch.full_like(block, row),
                     code + block * min(size, width),
                     scale + block,
-                    number + part * skip + inside,
+                    number + segment * number_step + offset,
                 ]
             )
         )
-    return torch.cat(found, 1)
+    return torch.cat(tables, 1)

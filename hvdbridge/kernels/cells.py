@@ -1,12 +1,12 @@
-"""Dot products and linear combinations of the ranks' pieces of one shard, by parameter or in all.
+"""Dot products and linear combinations of the ranks' contributions to one shard, per parameter or over all.
 
 Rules:
 
-1. A cell is a block of one parameter that this owner holds. What is summed inside a cell, and in which order,
-   depends on the model alone: results do not change with bucket boundaries.
-2. Dot products are made in float64: products of float32 numbers are exact in it.
-3. A combination multiplies, rounds, adds, rounds, in the order of the rows, so no element's bits depend on where
-   it lies (fused multiply-adds in vector loops and not in their remainders would make them).
+1. A cell is a block of one parameter within this rank's shard. The model alone decides which elements a cell sums, and
+   in which order, so results do not depend on bucket boundaries.
+2. Dot products are computed in float64, in which products of float32 numbers are exact.
+3. A combination multiplies, rounds, adds and rounds, in the order of the rows. So an element's bits do not depend on
+   its position, as they would if a vectorised loop fused multiplications with additions and its remainder did not.
 """
 
 from __future__ import annotations
@@ -20,72 +20,75 @@ from torch import Tensor
 
 from hvdbridge.policy.bucket import BLOCK, Layout
 
-CHUNK, ON_DEVICE = 1 << 17, 1 << 21
-"""Elements that are worked on at a time: what a core's cache holds in float64; of a GPU, which needs longer to be told
-than to do less, what is little beside a bucket."""
+CPU_CHUNK, DEVICE_CHUNK = 1 << 17, 1 << 21
+"""Number of elements to process at a time. On a CPU that many float64 numbers fit into a core's cache. On a GPU chunks
+are larger, as a kernel launch takes longer than the work on few elements, but still small beside a bucket."""
 
 WIDTHS = (16, 64, 256, BLOCK)
-"""Short cells are padded to the next of these, and those of one width are worked on together."""
+"""Short cells are padded to the next of these widths. Cells of equal width are processed together."""
 
 
 class Cells:
-    """The cells of one shard of :class:`~hvdbridge.policies.shards.BlockShards`: full blocks first, then short ones.
+    """The cells of one shard of :class:`~hvdbridge.policies.shards.BlockShards`: full blocks, then short blocks.
 
     Args:
-        layout: of the vector that was divided.
-        pieces: of this owner: ``(offset in the vector, blocks, elements of each, offset in the shard)``.
+        layout: layout of the vector that is divided into shards.
+        block_groups: this owner's ``(offset in the vector, blocks, elements per block, offset in the shard)``.
+        device: device of the shard.
 
     Attributes:
         full: number of full blocks.
-        used: elements of the shard before its padding.
+        used: number of elements of the shard before its padding.
+        count: number of cells.
+        parameters: number of parameters of the layout, also of those without a cell here.
     """
 
-    def __init__(self, layout: Layout, pieces: Sequence[tuple[int, int, int, int]], device: torch.device) -> None:
-        cpu: Any = {"dtype": torch.int64, "device": "cpu"}  # a default device may be another
+    def __init__(self, layout: Layout, block_groups: Sequence[tuple[int, int, int, int]], device: torch.device) -> None:
+        cpu: Any = {"dtype": torch.int64, "device": "cpu"}  # the user may have set another default device
         starts = [layout.offsets[name] for name in layout.names]
-        pieces = sorted(pieces, key=lambda piece: piece[3])
-        whole = [piece for piece in pieces if piece[2] == BLOCK]
-        short = [piece for piece in pieces if piece[2] < BLOCK]
-        self.full = sum(count for _, count, _, _ in whole)
-        self.used = self.full * BLOCK + sum(width for _, _, width, _ in short)
-        owners = [bisect_right(starts, start) - 1 for start, count, _, _ in whole for _ in range(count)]
-        order = owners.copy()
+        block_groups = sorted(block_groups, key=lambda group: group[3])
+        full_groups = [group for group in block_groups if group[2] == BLOCK]
+        short_groups = [group for group in block_groups if group[2] < BLOCK]
+        self.full = sum(count for _, count, _, _ in full_groups)
+        self.used = self.full * BLOCK + sum(width for _, _, width, _ in short_groups)
+        block_parameters = [bisect_right(starts, start) - 1 for start, count, _, _ in full_groups for _ in range(count)]
+        cell_parameters = block_parameters.copy()
         indices = []
-        self._end = self.used - self.full * BLOCK  # of the short part; the zero behind it is what pads
-        floor = 0
+        self._end = self.used - self.full * BLOCK  # index of a zero after the short cells, which pads them
+        previous_width = 0
         for width in WIDTHS:
-            chosen = [piece for piece in short if floor < piece[2] <= width]
-            floor = width
-            if chosen:
-                rows = torch.full((len(chosen), width), self._end, **cpu)
-                for row, (start, _, size, offset) in zip(rows, chosen, strict=True):
+            padded_groups = [group for group in short_groups if previous_width < group[2] <= width]
+            previous_width = width
+            if padded_groups:
+                rows = torch.full((len(padded_groups), width), self._end, **cpu)
+                for row, (start, _, size, offset) in zip(rows, padded_groups, strict=True):
                     row[:size] = torch.arange(size, **cpu) + offset - self.full * BLOCK
-                    order.append(bisect_right(starts, start) - 1)
+                    cell_parameters.append(bisect_right(starts, start) - 1)
                 indices.append(rows.to(device))
         self._groups = indices
-        self.count = len(order)
+        self.count = len(cell_parameters)
         self.parameters = len(starts)
-        names = {number: place for place, number in enumerate(sorted(range(len(starts)), key=layout.names.__getitem__))}
-        number = torch.tensor(order, **cpu)
-        place = torch.tensor([names[i] for i in order], **cpu)
-        self._by_parameter = torch.argsort(number, stable=True).to(device)
-        self._by_name = torch.argsort(place, stable=True).to(device)
-        self._lengths = torch.bincount(number, minlength=len(starts)).to(device)
-        self._of_block = torch.tensor(owners, dtype=torch.int64, device=device)
-        sizes = torch.tensor([width for _, _, width, _ in short], **cpu)
-        short_owners = torch.tensor([bisect_right(starts, start) - 1 for start, _, _, _ in short], **cpu)
-        self._of_element = torch.repeat_interleave(short_owners, sizes).to(device)
+        by_name = {number: i for i, number in enumerate(sorted(range(len(starts)), key=layout.names.__getitem__))}
+        numbers = torch.tensor(cell_parameters, **cpu)
+        name_positions = torch.tensor([by_name[i] for i in cell_parameters], **cpu)
+        self._parameter_order = torch.argsort(numbers, stable=True).to(device)
+        self._name_order = torch.argsort(name_positions, stable=True).to(device)
+        self._cell_counts = torch.bincount(numbers, minlength=len(starts)).to(device)
+        self._block_parameters = torch.tensor(block_parameters, dtype=torch.int64, device=device)
+        short_sizes = torch.tensor([width for _, _, width, _ in short_groups], **cpu)
+        short_parameters = torch.tensor([bisect_right(starts, start) - 1 for start, _, _, _ in short_groups], **cpu)
+        self._element_parameters = torch.repeat_interleave(short_parameters, short_sizes).to(device)
 
     def batches(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        """All cells of all rows as float64 ``[cells, rows, width]``, some at a time, zeros behind short ones.
+        """Yield all cells of all rows in batches, float64 ``[cells, rows, width]``, zeros after short cells.
 
-        The next ones may come in the memory of these.
+        The next batch may reuse the memory of this one.
         """
-        count, step = len(rows), max(1, chunk(rows[0].device) // (BLOCK * len(rows)))
-        room = torch.empty((min(step, self.full), count, BLOCK), dtype=torch.float64, device=rows[0].device)
+        count, step = len(rows), max(1, chunk_size(rows[0].device) // (BLOCK * len(rows)))
+        buffer = torch.empty((min(step, self.full), count, BLOCK), dtype=torch.float64, device=rows[0].device)
         for start in range(0, self.full, step):
             end = min(start + step, self.full)
-            batch = room[: end - start]
+            batch = buffer[: end - start]
             for i, row in enumerate(rows):
                 batch[:, i] = row[start * BLOCK : end * BLOCK].view(-1, BLOCK)
             yield batch
@@ -98,7 +101,7 @@ class Cells:
 
 
 def dots(rows: Sequence[Tensor], cells: Cells) -> Tensor:
-    """The dot product of each pair of rows in each cell: float64 ``[cells, rows, rows]``.
+    """Compute the dot product of each pair of rows in each cell: float64 ``[cells, rows, rows]``.
 
     >>> cells = Cells(Layout({"w": (2,), "b": (1,)}), [(0, 1, 2, 0), (2, 1, 1, 2)], torch.device("cpu"))
     >>> dots([torch.tensor([1., 2., 3.]), torch.tensor([0., 1., 1.])], cells)
@@ -111,35 +114,37 @@ def dots(rows: Sequence[Tensor], cells: Cells) -> Tensor:
     return torch.cat(batches)
 
 
-def by_parameter(table: Tensor, cells: Cells) -> Tensor:
-    """``[cells, ...]`` added over the cells of each parameter: ``[parameters, ...]``, in the layout's order."""
-    ordered = table[cells._by_parameter].view(cells.count, table[0].numel() if cells.count else 1)
+def sum_by_parameter(table: Tensor, cells: Cells) -> Tensor:
+    """Sum ``[cells, ...]`` over the cells of each parameter: ``[parameters, ...]``, in the layout's order."""
+    ordered = table[cells._parameter_order].view(cells.count, table[0].numel() if cells.count else 1)
     if not cells.count:
         return table.new_zeros((cells.parameters, *table.shape[1:]))
-    total = torch.segment_reduce(ordered, "sum", lengths=cells._lengths, axis=0, unsafe=True, initial=0)
+    total = torch.segment_reduce(ordered, "sum", lengths=cells._cell_counts, axis=0, unsafe=True, initial=0)
     return total.view(cells.parameters, *table.shape[1:])
 
 
-def in_all(table: Tensor, cells: Cells) -> Tensor:
-    """``[cells, ...]`` added over all cells, in the order of the parameters' names."""
-    return table[cells._by_name].sum(0)
+def sum_all(table: Tensor, cells: Cells) -> Tensor:
+    """Sum ``[cells, ...]`` over all cells, in the order of the parameters' names."""
+    return table[cells._name_order].sum(0)
 
 
 def combine(
     rows: Sequence[Tensor], coefficients: Tensor, usable: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """``sum_i coefficients[i] rows[i]``, in float32 (float64 where a row is).
+    """Return ``sum_i coefficients[i] rows[i]`` in float32, or in float64 if a row is float64.
 
     Args:
-        usable: bool ``[rows]``; what is not counts as zeros, whatever stands in it.
-        out: memory for the sum, used where it has that type; may be the first row.
+        rows: flat vectors of one shape, in rank order.
+        coefficients: one per row, ``[rows]``.
+        usable: bool ``[rows]``; other rows count as zeros, even if they contain NaN.
+        out: memory for the sum, used if it has the sum's type. It may be the first row.
 
     >>> combine([torch.tensor([1., 2.]), torch.tensor([float("nan"), 4.])], torch.tensor([0.5, 1.]),
     ...         torch.tensor([True, False]))
     tensor([0.5000, 1.0000])
     """
-    total = room(rows, out)
-    step = chunk(total.device)
+    total = sum_buffer(rows, out)
+    step = chunk_size(total.device)
     scratch = torch.empty_like(total[:step])
     factors = coefficients.to(total.dtype).unbind()
     flags = [None] * len(rows) if usable is None else list(usable.unbind())
@@ -158,31 +163,33 @@ def combine(
 def combine_by_parameter(
     rows: Sequence[Tensor], coefficients: Tensor, cells: Cells, out: Tensor | None = None
 ) -> Tensor:
-    """``sum_i coefficients[i, p] rows[i]`` with p the parameter of each element, in float32 (float64 where a row is).
+    """Return ``sum_i coefficients[i, p] rows[i]``, p the parameter of each element. Types are as in :func:`combine`.
 
-    ``out``: as for :func:`combine`; what stands behind the cells is zero.
+    Args:
+        coefficients: ``[rows, parameters]``.
+        out: as for :func:`combine`. The padding after the cells becomes zero.
 
     >>> cells = Cells(Layout({"w": (2,), "b": (1,)}), [(0, 1, 2, 0), (2, 1, 1, 2)], torch.device("cpu"))
     >>> rows = [torch.tensor([1., 2., 3.]), torch.tensor([0., 1., 1.])]
     >>> combine_by_parameter(rows, torch.tensor([[1., 0.5], [2., 1.]]), cells)
     tensor([1.0000, 4.0000, 2.5000])
     """
-    total = room(rows, out)
+    total = sum_buffer(rows, out)
     factors = coefficients.to(total.dtype)
-    of_block, step = factors[:, cells._of_block], chunk(total.device) // BLOCK
+    block_factors, step = factors[:, cells._block_parameters], chunk_size(total.device) // BLOCK
     scratch = total.new_empty((min(step, cells.full), BLOCK))
     for start in range(0, cells.full, step):
         end = min(start + step, cells.full)
-        here = total[start * BLOCK : end * BLOCK].view(-1, BLOCK)
+        total_blocks = total[start * BLOCK : end * BLOCK].view(-1, BLOCK)
         for i, row in enumerate(rows):
-            part, factor = row[start * BLOCK : end * BLOCK].view(-1, BLOCK), of_block[i, start:end, None]
+            row_blocks, factor = row[start * BLOCK : end * BLOCK].view(-1, BLOCK), block_factors[i, start:end, None]
             if i == 0:
-                torch.mul(part, factor, out=here)
+                torch.mul(row_blocks, factor, out=total_blocks)
             else:
-                here.add_(torch.mul(part, factor, out=scratch[: end - start]))
+                total_blocks.add_(torch.mul(row_blocks, factor, out=scratch[: end - start]))
     tail = slice(cells.full * BLOCK, cells.used)
-    of_element = factors[:, cells._of_element]
-    for i, (row, factor) in enumerate(zip(rows, of_element, strict=True)):
+    element_factors = factors[:, cells._element_parameters]
+    for i, (row, factor) in enumerate(zip(rows, element_factors, strict=True)):
         if i == 0:
             torch.mul(row[tail], factor, out=total[tail])
         else:
@@ -191,13 +198,13 @@ def combine_by_parameter(
     return total
 
 
-def chunk(device: torch.device) -> int:
-    """Elements to work on at a time."""
-    return CHUNK if device.type == "cpu" else ON_DEVICE
+def chunk_size(device: torch.device) -> int:
+    """Number of elements to process at a time on ``device``."""
+    return CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
 
 
-def room(rows: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Memory for what is made of these rows, float32 (float64 where one is): ``out`` if it has that type."""
+def sum_buffer(rows: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Return memory for a combination of ``rows``, float32, or float64 if a row is: ``out`` if it has that type."""
     double = any(row.dtype == torch.float64 for row in rows)
     wide = torch.float64 if double else torch.float32
     return torch.empty(rows[0].shape, dtype=wide, device=rows[0].device) if out is None or out.dtype != wide else out

@@ -1,4 +1,4 @@
-"""Codes of one to nine bits per element: evenly spaced levels, ternary, 8-bit floats, powers of two."""
+"""Codes of one to nine bits per element, or 16: evenly spaced levels, ternary, 8-bit floats, powers of two."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ from hvdbridge.kernels.quantise import TINY, Code, row_sums
 Rounding = Literal["nearest", "stochastic"]
 
 
-def largest(x: Tensor) -> Tensor:
-    """The largest magnitude in each row; NaN where a row has one.
+def max_magnitude(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each row, ``[rows]``; NaN where the row contains one.
 
-    >>> largest(torch.tensor([[1., -3.], [2., 0.]]))
+    >>> max_magnitude(torch.tensor([[1., -3.], [2., 0.]]))
     tensor([3., 2.])
     """
     return torch.maximum(x.amax(1), x.amin(1).neg_())
 
 
 def divide(x: Tensor, number: float, out: Tensor) -> None:
-    """``x / number`` as IEEE 754 has it: by a plain number CUDA multiplies, with its rounded reciprocal."""
+    """Write ``x / number`` to ``out``, rounded as in IEEE 754.
+
+    For a Python number CUDA would multiply by the rounded reciprocal, so ``number`` becomes a tensor.
+    """
     torch.div(x, x.new_full((), number), out=out)
 
 
 def norms(x: Tensor) -> Tensor:
-    """The 2-norm of each row, without overflow; zero where a row is zero.
+    """Return the 2-norm of each row, ``[rows]``, without overflow; zero where a row is zero.
 
     >>> norms(torch.tensor([[3e30, -4e30], [0., 0.]]))
     tensor([5.0000e+30, 0.0000e+00])
     """
-    top = largest(x)
+    top = max_magnitude(x)
     safe = top.clamp(min=TINY)
     y = x * safe.reciprocal().unsqueeze(1)
-    # Through float64, as torch's root of float32 on a CPU may be the neighbour of the nearest.
+    # In float64, as torch's float32 square root on a CPU is not always correctly rounded.
     return row_sums(y.mul_(y)).to(torch.float64).sqrt_().to(torch.float32).mul_(safe)
 
 
@@ -47,8 +50,10 @@ class Linear(Code):
     """Evenly spaced levels ``-levels .. levels`` times ``scale``, where ``scale = norm(block) / levels``.
 
     Attributes:
-        norm: ``"max"``: the largest magnitude; ``"l2"``: the 2-norm, which wastes the upper levels and makes
-            the variance's bound that of QSGD.
+        levels: number of levels above zero. Up to 127 a code is a uint8 of :attr:`bits` bits, beyond that an int16.
+        rounding: to the nearest level, or stochastic.
+        norm: ``"max"``: the largest magnitude. ``"l2"``: the 2-norm, for which QSGD's bound of the variance holds, but
+            with which few elements reach the upper levels.
     """
 
     levels: int
@@ -71,7 +76,7 @@ class Linear(Code):
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
     ) -> None:
         assert scales is not None
-        divide(largest(x) if self.norm == "max" else norms(x), self.levels, scales)
+        divide(max_magnitude(x) if self.norm == "max" else norms(x), self.levels, scales)
         y = x * scales.clamp_(min=TINY).reciprocal().unsqueeze(1)
         round_(y, noise, self.levels)
         self.write(y, codes)
@@ -91,13 +96,13 @@ class Linear(Code):
 
     @property
     def _zero(self) -> int:
-        """The code of zero: up to 63 levels are counted from the lowest, those of a whole byte are signed."""
+        """The code of zero. Up to 63 levels, codes count from the lowest level; above, a code is a signed byte."""
         return 0 if self.levels > 63 else self.levels
 
     def write(self, y: Tensor, codes: Tensor) -> None:
-        """Whole numbers ``-levels .. levels``, float or int, as codes; overwrites ``y``.
+        """Write whole numbers ``-levels .. levels``, float or int, as codes; overwrites ``y``.
 
-        NaN gives any code, but one of these bits.
+        NaN may give any code of :attr:`bits` bits.
         """
         if self.levels > 127:
             codes.copy_(y)
@@ -107,7 +112,7 @@ class Linear(Code):
             codes.copy_(y.add_(self.levels)).bitwise_and_((1 << self.bits) - 1)
 
     def read(self, codes: Tensor, out: Tensor) -> Tensor:
-        """The inverse of :meth:`write`, into ``out``, which is returned."""
+        """Write the numbers that ``codes`` stand for into ``out`` and return it; the inverse of :meth:`write`."""
         if self.levels > 127:
             return out.copy_(codes)
         return out.copy_(codes.view(torch.int8)) if self.levels > 63 else out.copy_(codes).sub_(self.levels)
@@ -124,17 +129,22 @@ class Linear(Code):
 
 
 def round_(y: Tensor, noise: Tensor | None, levels: int) -> None:
-    """Round in place to integers: to the nearest, or with ``noise`` up with the probability of the fraction."""
+    """Round in place to integers: to the nearest, or stochastically if ``noise`` (24 bits per element) is given.
+
+    Stochastic rounding goes up with a probability equal to the fraction.
+    """
     if noise is None:
-        y.round_()  # |y| <= levels (1 + 2 eps): cannot pass the last level
+        y.round_()  # |y| <= levels (1 + 2 eps), so no result exceeds levels
     else:
         y.add_(noise, alpha=2.0**-24).floor_().clamp_(-levels, levels)
 
 
 @dataclass(frozen=True)
 class Ternary(Linear):
-    """-1, 0 or 1 times a scale that is given: ``[blocks, 2]``, each block's scale and the magnitude that elements are
-    clipped to, no larger than the scale.
+    """-1, 0 or 1 times a scale that the caller gives, rounded stochastically.
+
+    ``scales`` is ``[blocks, 2]``: each block's scale, and the magnitude to which its elements are clipped. The latter
+    must not exceed the scale.
     """
 
     levels: int = 1
@@ -156,7 +166,7 @@ class Ternary(Linear):
 
 @dataclass(frozen=True)
 class Float8(Code):
-    """8-bit floats times a scale that maps the block's largest magnitude to the format's."""
+    """8-bit floats times a scale that maps the block's largest magnitude to the format's largest number."""
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
     rounding: Rounding = "nearest"
@@ -170,50 +180,50 @@ class Float8(Code):
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
     ) -> None:
         assert scales is not None
-        top = torch.finfo(self._kind).max
-        divide(largest(x), top, scales)
+        top = torch.finfo(self._format_dtype).max
+        divide(max_magnitude(x), top, scales)
         y = x * scales.clamp_(min=TINY).reciprocal().unsqueeze(1)
         if noise is not None:
-            digits, bias = self._bits
-            # The spacing around y: its power of two, but not below that of the smallest normal number.
+            fraction_bits, bias = self._format
+            # The spacing around y follows from its exponent, but is at least that of the smallest normal number.
             power = (y.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=2.0 ** (1 - bias))
-            step = power.mul_(2.0**-digits)
+            step = power.mul_(2.0**-fraction_bits)
             y.div_(step).add_(noise, alpha=2.0**-24).floor_().mul_(step).clamp_(-top, top)
-        codes.view(self._kind).copy_(y)
+        codes.view(self._format_dtype).copy_(y)
 
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
         assert scales is not None
-        # Through fp16, whose bits these are, shifted; torch's own conversion from e4m3 takes nine times as long.
+        # By way of fp16, whose bits are those of the code, shifted: torch's own conversion from e4m3 is slow.
         if self.format == "e5m2":
-            half, lift = codes.to(torch.int16) << 8, 1.0
+            half, power = codes.to(torch.int16) << 8, 1.0
         else:
-            # sign extended, so that the shift leaves the sign on top; the copy of it below goes. NaN does not
-            # come back as such, but never is without its scale.
-            half, lift = (codes.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~0x4000), 2.0**8
-        out.copy_(half.view(torch.float16)).mul_(lift).mul_(scales.unsqueeze(1))
+            # Sign extension keeps the sign on top after the shift; the mask clears its copy below. NaN is lost here,
+            # but then the scale of its block is not finite.
+            half, power = (codes.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~0x4000), 2.0**8
+        out.copy_(half.view(torch.float16)).mul_(power).mul_(scales.unsqueeze(1))
 
     @property
     def fields(self) -> Fields:
-        digits, bias = self._bits
-        top = int(torch.finfo(self._kind).max)
-        return {"kind": FLOAT8, "bits": 8, "digits": digits, "bias": bias, "top": top, "random": self.random}
+        fraction_bits, bias = self._format
+        top = int(torch.finfo(self._format_dtype).max)
+        return {"kind": FLOAT8, "bits": 8, "digits": fraction_bits, "bias": bias, "top": top, "random": self.random}
 
     @property
-    def _kind(self) -> torch.dtype:
+    def _format_dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn if self.format == "e4m3" else torch.float8_e5m2
 
     @property
-    def _bits(self) -> tuple[int, int]:
-        """Of the fraction, and the bias of the exponent."""
+    def _format(self) -> tuple[int, int]:
+        """Number of fraction bits, and bias of the exponent."""
         return (3, 7) if self.format == "e4m3" else (2, 15)
 
 
 @dataclass(frozen=True)
 class PowerOfTwo(Code):
-    """A sign and the exponent of float32, rounded up with the probability of the fraction; no scale.
+    """A sign and float32's exponent, rounded up with a probability equal to the fraction; no scale.
 
-    The exponent is the byte that IEEE 754 has, 0 for zero, 255 for what is not finite. 1 + 8 bits: eight signs share
-    a byte behind the exponents. Beyond 2**127 there is no next power, so there it is rounded down.
+    The exponent is the byte of IEEE 754: 0 for zero, 255 for inf and NaN. An element takes 8 + 1 bits: eight signs
+    share a byte after all exponents. Above 2**127 there is no next power of two, so such numbers are rounded down.
     """
 
     bits = 9
@@ -225,16 +235,16 @@ class PowerOfTwo(Code):
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
     ) -> None:
         assert noise is not None
-        word = x.view(torch.int32)
-        magnitude = word & 0x7FFFFFFF
+        bits = x.view(torch.int32)
+        magnitude = bits & 0x7FFFFFFF
         finite = magnitude < 0x7F800000
-        # 23 random bits carry into the exponent as often as the fraction says.
-        raised = noise.bitwise_right_shift(1).add_(magnitude.clamp_(max=0x7F7FFFFF)).bitwise_right_shift_(23)
-        exponent = torch.where(finite, raised.clamp_(max=254), 255)
-        codes.copy_(exponent.add_((word < 0).to(torch.int32), alpha=256))
+        # Fraction plus 23 random bits carries into the exponent with a probability equal to the fraction.
+        rounded = noise.bitwise_right_shift(1).add_(magnitude.clamp_(max=0x7F7FFFFF)).bitwise_right_shift_(23)
+        exponent = torch.where(finite, rounded.clamp_(max=254), 255)
+        codes.copy_(exponent.add_((bits < 0).to(torch.int32), alpha=256))
 
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
-        # The sign lies above the exponent, as it does in float32.
+        # The sign is the bit above the exponent, as in float32.
         torch.bitwise_left_shift(codes.to(torch.int32), 23, out=out.view(torch.int32))
 
     @property
@@ -245,9 +255,9 @@ class PowerOfTwo(Code):
         return n + packed_bytes(n, 1)
 
     def to_wire(self, codes: Tensor) -> Tensor:
-        """The exponents' bytes, then the signs packed."""
-        halves = codes.view(torch.uint8).view(*codes.shape, 2)
-        return torch.cat([halves[..., 0], pack(halves[..., 1].contiguous(), 1)], dim=-1)
+        """Return the exponents' bytes, followed by the packed signs: uint8 ``[rows, wire_bytes(n)]``."""
+        code_bytes = codes.view(torch.uint8).view(*codes.shape, 2)
+        return torch.cat([code_bytes[..., 0], pack(code_bytes[..., 1].contiguous(), 1)], dim=-1)
 
     def from_wire(self, packed: Tensor, n: int) -> Tensor:
         codes = torch.empty((*packed.shape[:-1], n, 2), dtype=torch.uint8, device=packed.device)

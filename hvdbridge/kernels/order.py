@@ -1,11 +1,11 @@
-"""Order statistics over a few rows, element by element: median and trimmed mean, plain and weighted.
+"""Order statistics of each element over a few rows: median and trimmed mean, plain and weighted.
 
 Rules:
 
-1. Rows are sorted by a network of element-wise minima and maxima (Batcher's odd-even merge), in pieces that stay
-   in cache: no index, no gather, and the same work whatever the values.
-2. What is not finite becomes +inf and so sorts last; how many there are is then read off the sorted rows.
-3. Arithmetic is in float32, float64 for float64 rows.
+1. A sorting network of element-wise minima and maxima (Batcher's odd-even merge) sorts the rows, in chunks that stay in
+   cache. So there are no indices and no gathers, and the work does not depend on the values.
+2. Elements that are not finite are replaced by +inf, so they sort last. Their number follows from the sorted rows.
+3. Arithmetic is in float32, or in float64 for float64 rows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hvdbridge.kernels.cells import chunk, room
+from hvdbridge.kernels.cells import chunk_size, sum_buffer
 
 
 def comparators(count: int) -> Iterator[tuple[int, int]]:
-    """Pairs to put in order, one after the other, to sort ``count`` items (Knuth, volume 3, 5.2.2, algorithm M).
+    """Yield the pairs to compare and swap, in order, to sort ``count`` items (Knuth, volume 3, 5.2.2, algorithm M).
 
     >>> list(comparators(4))
     [(0, 1), (2, 3), (0, 2), (1, 3), (1, 2)]
@@ -40,19 +40,20 @@ def comparators(count: int) -> Iterator[tuple[int, int]]:
 def median(
     rows: Sequence[Tensor],
     weights: Sequence[float] | None = None,
-    most: int | None = None,
+    max_missing: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The median over rows of each element; of an even number the mean of the middle two.
+    """The median of each element over the rows; for an even number, the mean of the middle two values.
 
-    Elements that are not finite are left out. The weighted median is the value at which the weights of the smaller
-    ones reach half of the sum; where they reach exactly half, the mean of that value and the next.
+    Elements that are not finite are left out. The weighted median is the value at which the cumulated weights reach
+    half of their sum. If they reach exactly half, it is the mean of that value and the next.
 
     Args:
+        rows: vectors of one shape, in rank order.
         weights: one per row, positive; None: all equal.
-        most: where more elements than these are left out, the answer is NaN. None: where those left in have not
-            more than half of the weight.
-        out: memory for the answer, used where it has that type; may be one of the rows.
+        max_missing: the result is NaN where more elements than this are left out. None: where the remaining elements
+            have at most half of the weight.
+        out: memory for the result, used if it has the result's type. It may be one of the rows.
 
     >>> rows = [torch.tensor([1., 1.]), torch.tensor([5., float("nan")]), torch.tensor([2., 2.])]
     >>> median(rows), median(rows, weights=(1, 5, 1))
@@ -61,113 +62,116 @@ def median(
     count = len(rows)
     if weights is not None and len(set(weights)) == 1:
         weights = None
-    limit = (count - 1) // 2 if most is None else most
-    total = room(rows, out)
-    for part, values, carried in _sorted(rows, total, weights):
-        if carried is None:
+    limit = (count - 1) // 2 if max_missing is None else max_missing
+    result = sum_buffer(rows, out)
+    for out_chunk, values, sorted_weights in _sorted(rows, result, weights):
+        if sorted_weights is None:
             low, high = values[(count - 1) // 2], values[count // 2]
             for missing in range(1, limit + 1):
                 absent = values[count - missing] == math.inf
-                low = _chosen(absent, values[(count - missing - 1) // 2], low)
-                high = _chosen(absent, values[(count - missing) // 2], high)
-            lost = values[count - limit - 1] == math.inf
+                low = _where(absent, values[(count - missing - 1) // 2], low)
+                high = _where(absent, values[(count - missing) // 2], high)
+            undefined = values[count - limit - 1] == math.inf
         else:
-            present, low, high = _weighted_median(values, carried)
-            if most is None:
-                lost = present <= sum(weights or ()) / 2
+            present, low, high = _weighted_median(values, sorted_weights)
+            if max_missing is None:
+                undefined = present <= sum(weights or ()) / 2
             else:
-                lost = values[count - most - 1] == math.inf
-        part.copy_((high - low).mul_(0.5).add_(low)).masked_fill_(lost, math.nan)
-    return total
+                undefined = values[count - max_missing - 1] == math.inf
+        out_chunk.copy_((high - low).mul_(0.5).add_(low)).masked_fill_(undefined, math.nan)
+    return result
 
 
 def _weighted_median(values: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The weight of the finite values, and the two values whose mean is the median."""
-    reached, sums = torch.zeros_like(weights[0]), []
+    """Return the weight of the finite values, and the two values whose mean is the median."""
+    total, cumulated = torch.zeros_like(weights[0]), []
     for value, weight in zip(values, weights, strict=True):
-        reached = reached + torch.where(value == math.inf, torch.zeros_like(weight), weight)
-        sums.append(reached)
+        total = total + torch.where(value == math.inf, torch.zeros_like(weight), weight)
+        cumulated.append(total)
     low = high = values[-1]
-    half = reached / 2
-    for value, so_far in zip(reversed(values), reversed(sums), strict=True):
-        low = _chosen(so_far >= half, value, low)
-        high = _chosen(so_far > half, value, high)
-    return reached, low, high
+    half = total / 2
+    for value, weight_so_far in zip(reversed(values), reversed(cumulated), strict=True):
+        low = _where(weight_so_far >= half, value, low)
+        high = _where(weight_so_far > half, value, high)
+    return total, low, high
 
 
 def trimmed_mean(
     rows: Sequence[Tensor], f: int, weights: Sequence[float] | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """The mean over rows of each element without its ``f`` largest and its ``f`` smallest values.
+    """The mean of each element over the rows, without its ``f`` largest and its ``f`` smallest values.
 
-    An element that is not finite is one of the ``f``: it is left out, and of the others one fewer on each side.
-    Where more than ``f`` are not finite the answer is NaN.
+    An element that is not finite is left out and counts as one of the ``f`` on both sides.
+    Where more than ``f`` elements are not finite, the result is NaN.
 
     Args:
-        weights: of the mean of what is left; what is left out is decided by rank. None: all equal.
-        out: memory for the answer, used where it has that type; may be one of the rows.
+        rows: vectors of one shape, in rank order.
+        weights: weights of the mean. Which values are left out does not depend on them. None: all equal.
+        out: memory for the result, used if it has the result's type. It may be one of the rows.
 
     >>> rows = [torch.tensor([1., 1.]), torch.tensor([50., float("nan")]), torch.tensor([2., 3.])]
     >>> trimmed_mean(rows, 1)
     tensor([2., 2.])
     """
-    count, total = len(rows), room(rows, out)
+    count, result = len(rows), sum_buffer(rows, out)
     if weights is not None and len(set(weights)) == 1:
         weights = None
-    for part, values, carried in _sorted(rows, total, weights):
-        one = torch.ones((), dtype=total.dtype, device=total.device)
-        shares = [one] * count if carried is None else [weight.to(total.dtype) for weight in carried]
-        part.zero_()
-        norm = torch.zeros_like(part)
+    for out_chunk, values, sorted_weights in _sorted(rows, result, weights):
+        one = torch.ones((), dtype=result.dtype, device=result.device)
+        factors = [one] * count if sorted_weights is None else [weight.to(result.dtype) for weight in sorted_weights]
+        out_chunk.zero_()
+        norm = torch.zeros_like(out_chunk)
         for k in range(count - f):
-            value, share = values[k], shares[k]
-            if k < f:  # kept where f - k values or more were left out already
-                kept = values[count - f + k] == math.inf
-                value, share = torch.where(kept, value, 0.0 * one), torch.where(kept, share, 0.0 * one)
-            part.add_(value if carried is None else value * share)
-            norm.add_(share)
-        part.div_(norm).masked_fill_(values[count - f - 1] == math.inf, math.nan)
-    return total
+            value, factor = values[k], factors[k]
+            if k < f:  # included if f - k values or more are not finite
+                included = values[count - f + k] == math.inf
+                value, factor = torch.where(included, value, 0.0 * one), torch.where(included, factor, 0.0 * one)
+            out_chunk.add_(value if sorted_weights is None else value * factor)
+            norm.add_(factor)
+        out_chunk.div_(norm).masked_fill_(values[count - f - 1] == math.inf, math.nan)
+    return result
 
 
-def _chosen(flag: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-    """``torch.where``; by bits on CPUs, where that is faster for masks that change from element to element."""
-    if not no.is_cpu:
-        return torch.where(flag, yes, no)
-    kind = torch.int64 if no.dtype == torch.float64 else torch.int32
-    other = no.view(kind)
-    return (yes.view(kind) ^ other).bitwise_and_(flag.to(kind).neg_()).bitwise_xor_(other).view(no.dtype)
+def _where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """``torch.where``, on CPUs by bit operations, which are faster for masks that change from element to element."""
+    if not y.is_cpu:
+        return torch.where(condition, x, y)
+    bits = torch.int64 if y.dtype == torch.float64 else torch.int32
+    y_bits = y.view(bits)
+    return (x.view(bits) ^ y_bits).bitwise_and_(condition.to(bits).neg_()).bitwise_xor_(y_bits).view(y.dtype)
 
 
 def _sorted(
-    rows: Sequence[Tensor], total: Tensor, weights: Sequence[float] | None
+    rows: Sequence[Tensor], result: Tensor, weights: Sequence[float] | None
 ) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor] | None]]:
-    """Piece by piece: where the answer goes, the values in ascending order, and their weights in float64; the answer
-    may stand where a row did."""
+    """Yield, for each chunk: the result's chunk, its values in ascending order, and their weights in float64.
+
+    The caller may write to the result's chunk, which may be the memory of a row.
+    """
     count = len(rows)
-    pairs, step = list(comparators(count)), max(1 << 12, chunk(total.device) // count)  # of all rows together
-    for start in range(0, total.numel(), step):
-        out = total[start : start + step]
-        values = [_finite_or_last(row[start : start + step].to(total.dtype)) for row in rows]
-        carried = None
+    pairs, step = list(comparators(count)), max(1 << 12, chunk_size(result.device) // count)  # of all rows together
+    for start in range(0, result.numel(), step):
+        out = result[start : start + step]
+        values = [_finite_or_last(row[start : start + step].to(result.dtype)) for row in rows]
+        sorted_weights = None
         if weights is not None:
-            carried = [torch.full(out.shape, w, dtype=torch.float64, device=out.device) for w in weights]
+            sorted_weights = [torch.full(out.shape, w, dtype=torch.float64, device=out.device) for w in weights]
             swap = torch.empty_like(out, dtype=torch.bool)
-            mask, change = torch.empty_like(out, dtype=torch.int64), torch.empty_like(out, dtype=torch.int64)
-        spare = torch.empty_like(out)
+            mask, difference = torch.empty_like(out, dtype=torch.int64), torch.empty_like(out, dtype=torch.int64)
+        buffer = torch.empty_like(out)
         for i, j in pairs:
-            if carried is not None:  # exchange by bits, in place
-                a, b = carried[i].view(torch.int64), carried[j].view(torch.int64)
+            if sorted_weights is not None:  # swap the bits in place
+                a, b = sorted_weights[i].view(torch.int64), sorted_weights[j].view(torch.int64)
                 torch.gt(values[i], values[j], out=swap)
-                torch.bitwise_xor(a, b, out=change).bitwise_and_(mask.copy_(swap).neg_())
-                a.bitwise_xor_(change)
-                b.bitwise_xor_(change)
-            torch.minimum(values[i], values[j], out=spare)
+                torch.bitwise_xor(a, b, out=difference).bitwise_and_(mask.copy_(swap).neg_())
+                a.bitwise_xor_(difference)
+                b.bitwise_xor_(difference)
+            torch.minimum(values[i], values[j], out=buffer)
             torch.maximum(values[i], values[j], out=values[j])
-            values[i], spare = spare, values[i]
-        yield out, values, carried
+            values[i], buffer = buffer, values[i]
+        yield out, values, sorted_weights
 
 
 def _finite_or_last(values: Tensor) -> Tensor:
-    """A copy with +inf in the place of all that is not finite."""
+    """Copy ``values``, with +inf in place of all that are not finite."""
     return torch.nan_to_num(values, nan=math.inf, posinf=math.inf, neginf=math.inf)

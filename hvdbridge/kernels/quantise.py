@@ -2,13 +2,13 @@
 
 Rules:
 
-1. A block's float32 scale, where a code has one, stands for its largest element: a NaN or inf anywhere in the block
-   makes the scale so, and then the whole block comes back non-finite.
-2. Arithmetic is element-wise and in float32; sums are made in an order that depends on nothing but the width of the
-   block. So a block comes back with the same bits wherever it lies, on CPU and on CUDA.
-3. Steps never get smaller than the smallest normal number, 2**-126: what lies below is rounded to 0 or to that.
-4. A code never changes its input, but where it is told to leave in it what it could not say. What it needs of
-   randomness it is given: 24 bits per element.
+1. If a code has scales, a block's float32 scale depends on all its elements: NaN or inf anywhere in the block makes it
+   non-finite, and the whole block decodes to non-finite numbers.
+2. Arithmetic is element-wise and in float32. The order of sums depends only on the width of the block. So a block
+   decodes to the same bits at any position, on CPU and on CUDA.
+3. Steps are at least the smallest normal number, 2**-126: smaller elements are rounded to 0 or to that number.
+4. A code does not change its input, unless the caller requests that the coding error replaces it. Random codes take
+   their random numbers from the caller: 24 bits per element.
 """
 
 from __future__ import annotations
@@ -19,79 +19,82 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from hvdbridge.deprecated import moved_names
 from hvdbridge.kernels.blocks import Blocks
-from hvdbridge.kernels.fused import InC, fused
+from hvdbridge.kernels.fused import NativeKernels, fused
 from hvdbridge.kernels.native import Fields
 from hvdbridge.kernels.pack import pack, packed_bytes, unpack
+from hvdbridge.kernels.random import Seed
 
 TINY = 2.0**-126
 
 
 class Code(ABC):
-    """How blocks travel: ``bits`` per element, and mostly a float32 scale per block."""
+    """An encoding of blocks: ``bits`` per element and, for most codes, a float32 scale per block."""
 
     scaled: ClassVar[bool] = True
-    """Whether a block has a scale."""
+    """Whether each block has a scale."""
 
     @property
     @abstractmethod
     def bits(self) -> int:
-        """Of one element on the wire."""
+        """Bits per element in a message."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Holds one element's code."""
+        """dtype that holds one element's code."""
         return torch.uint8
 
     @property
     def random(self) -> bool:
-        """Whether it needs noise."""
+        """Whether encoding needs noise."""
         return False
 
     @abstractmethod
     def encode(
         self, x: Tensor, counts: Tensor | int, noise: Tensor | None, codes: Tensor, scales: Tensor | None
     ) -> None:
-        """Write codes and scales of some blocks.
+        """Write the codes and scales of some blocks.
 
         Args:
-            x: float32 ``[blocks, width]``, not to be changed; short blocks are filled up with zeros.
-            counts: elements of each block.
-            noise: int32 in ``[0, 2**24)``, of the shape of ``x``, where the code is :attr:`random`.
-            codes: of the shape of ``x``, to be written; below ``2**bits``.
-            scales: float32 ``[blocks]``, to be written, where the code is :attr:`scaled`.
+            x: float32 ``[blocks, width]``, which must not be changed. Short blocks are padded with zeros.
+            counts: number of elements of each block.
+            noise: int32 in ``[0, 2**24)``, of the shape of ``x``, if the code is :attr:`random`.
+            codes: of the shape of ``x`` and :attr:`dtype`, to be written; below ``2**bits``.
+            scales: float32 ``[blocks]``, to be written, if the code is :attr:`scaled`.
         """
 
     @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
-        """Write into ``out``, float32, what ``codes`` and ``scales`` stand for."""
+        """Write the values of ``codes`` and ``scales`` into ``out``, float32 ``[blocks, width]``."""
 
     @property
     def fields(self) -> Fields:
-        """What the fused kernels must know of this code; empty: they do not know it."""
+        """Parameters of this code for the fused kernels. Empty: they do not support it."""
         return {}
 
     def wire_bytes(self, n: int) -> int:
-        """Of ``n`` codes."""
+        """Return the number of bytes of ``n`` codes in a message."""
         return packed_bytes(n, self.bits)
 
     def to_wire(self, codes: Tensor) -> Tensor:
-        """``[rows, n]`` codes -> uint8 ``[rows, wire_bytes(n)]``."""
+        """Pack codes ``[rows, n]`` into uint8 ``[rows, wire_bytes(n)]``."""
         return pack(codes, self.bits)
 
     def from_wire(self, packed: Tensor, n: int) -> Tensor:
-        """The inverse of :meth:`to_wire`."""
+        """Unpack ``n`` codes per row; the inverse of :meth:`to_wire`."""
         return unpack(packed, n, self.bits)
 
 
 def encode(
-    code: Code, flat: Tensor, blocks: Blocks, seed: int = 0, given: Tensor | None = None
+    code: Code, flat: Tensor, blocks: Blocks, seed: Seed = 0, block_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The codes of a vector ``[blocks.length]``, and its scales ``[blocks.count]`` where the code has them.
+    """Encode a vector: codes ``[blocks.length]``, and scales ``[blocks.count]`` if the code has scales.
 
     Args:
+        blocks: of messages of one row.
         seed: of the noise.
-        given: ``[blocks.count, ...]``, for a code that does not find its scales itself.
+        block_scales: ``[blocks.count, ...]``, for a code that does not compute its scales itself.
 
     >>> from hvdbridge.kernels.blocks import Part
     >>> from hvdbridge.kernels.codes import Linear
@@ -100,44 +103,47 @@ def encode(
     >>> codes.view(torch.int8).tolist(), scales.tolist()
     ([127, -64, 1, 0, 64, -127], [1.0, 0.07874015718698502])
     """
-    codes, scales = encode_rows(code, flat, blocks, seed, False, given)
+    codes, scales = encode_rows(code, flat, blocks, seed, False, block_scales)
     return codes[0], None if scales is None else scales[0]
 
 
 def encode_rows(
-    code: Code, flat: Tensor, blocks: Blocks, seed: int, keep_rest: bool, given: Tensor | None = None,
+    code: Code, flat: Tensor, blocks: Blocks, seed: Seed, keep_rest: bool, block_scales: Tensor | None = None,
     packs: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The same as rows of a message, zeros where no block is: codes ``[rows, length]``, scales ``[rows, slots]``.
+    """Encode a vector into rows of a message: codes ``[rows, length]``, scales ``[rows, scales_per_row]``.
+
+    Codes and scales that no block has are zeros.
 
     Args:
-        keep_rest: ``flat`` becomes what the codes do not say.
-        packs: signs may come packed on CUDA, in int32 words; ``code.to_wire`` knows both.
+        keep_rest: subtract the decoded values from ``flat``, in place.
+        block_scales: as for :func:`encode`.
+        packs: on CUDA, signs may be returned packed in int32 words, which ``code.to_wire`` also accepts.
     """
     device = flat.device
     codes = torch.zeros((blocks.rows, blocks.length), dtype=code.dtype, device=device)
-    scales = None if given is None else given.contiguous().unsqueeze(0)
-    if code.scaled and given is None:
-        scales = torch.zeros((blocks.rows, blocks.slots), dtype=torch.float32, device=device)
+    scales = None if block_scales is None else block_scales.contiguous().unsqueeze(0)
+    if code.scaled and block_scales is None:
+        scales = torch.zeros((blocks.rows, blocks.scales_per_row), dtype=torch.float32, device=device)
     if scales is not None and flat.itemsize <= 4 and (kernels := fused(codes, scales)):
-        x, made = flat.to(torch.float32).contiguous(), codes
-        if packs and code.bits == 1 and not isinstance(kernels, InC):
-            made = torch.zeros((blocks.rows, -(-blocks.length // 32)), dtype=torch.int32, device=device)
-        if kernels.encode(code.fields, x, blocks, made, scales, keep_rest, seed):
+        x, encoded = flat.to(torch.float32).contiguous(), codes
+        if packs and code.bits == 1 and not isinstance(kernels, NativeKernels):
+            encoded = torch.zeros((blocks.rows, -(-blocks.length // 32)), dtype=torch.int32, device=device)
+        if kernels.encode(code.fields, x, blocks, encoded, scales, keep_rest, seed):
             if keep_rest and x is not flat:
                 flat.copy_(x)
-            return made, scales
+            return encoded, scales
     for chunk, matrix in blocks.matrices(flat):
         x = matrix.to(torch.float32)
         noise = chunk.noise(seed) if code.random else None
-        made = torch.empty(x.shape, dtype=code.dtype, device=device)
-        found = None if scales is None else chunk.scales(scales)
-        code.encode(x, chunk.counts, noise, made, found)
-        chunk.write(made, codes, scales, found if given is None else None)
+        encoded = torch.empty(x.shape, dtype=code.dtype, device=device)
+        chunk_scales = None if scales is None else chunk.scales(scales)
+        code.encode(x, chunk.counts, noise, encoded, chunk_scales)
+        chunk.write(encoded, codes, scales, chunk_scales if block_scales is None else None)
         if keep_rest:
-            said = torch.empty_like(x)
-            code.decode(made, found, said)
-            chunk.scatter(matrix.sub_(said), flat)
+            decoded = torch.empty_like(x)
+            code.decode(encoded, chunk_scales, decoded)
+            chunk.scatter(matrix.sub_(decoded), flat)
     return codes, scales
 
 
@@ -149,12 +155,12 @@ def decode(
     out: Tensor | None = None,
     add: Literal[1, -1] | None = None,
 ) -> Tensor:
-    """What messages stand for, added in their order: float32 ``[numel]``.
+    """Decode messages and sum them in their order: float32 ``[numel]``.
 
     Args:
-        codes, scales: ``[messages * rows, n]``, as :func:`encode_rows` makes them.
-        out: where to, float32 or wider ``[numel]``; it is returned.
-        add: 1: add it to what is in ``out``; -1: subtract it.
+        codes, scales: ``[messages * rows, n]``, as :func:`encode_rows` returns them.
+        out: memory for the result, float32 or wider ``[numel]``, which is returned.
+        add: 1: add the sum to ``out``; -1: subtract it; None: overwrite ``out``.
 
     >>> from hvdbridge.kernels.blocks import Part
     >>> from hvdbridge.kernels.codes import Linear
@@ -165,27 +171,27 @@ def decode(
     """
     total = torch.zeros(blocks.numel, dtype=torch.float32, device=codes.device) if out is None else out
     if scales is not None and total.dtype == torch.float32:
-        given = codes if codes.stride(1) == 1 else codes.contiguous(), scales.contiguous()
-        kernels = fused(given[1], total)
-        if kernels and kernels.decode(code.fields, *given, blocks, total, add or 0):
+        contiguous = codes if codes.stride(1) == 1 else codes.contiguous(), scales.contiguous()
+        kernels = fused(contiguous[1], total)
+        if kernels and kernels.decode(code.fields, *contiguous, blocks, total, add or 0):
             return total
     rows = blocks.rows
     for chunk in blocks.chunks:
-        whole: Tensor | None = None if add is None else chunk.gather(total)
+        matrix: Tensor | None = None if add is None else chunk.gather(total)
         for first in range(0, len(codes), rows):
-            coded = chunk.codes(codes[first : first + rows])
-            said = torch.empty(coded.shape, dtype=torch.float32, device=coded.device)
-            code.decode(coded, None if scales is None else chunk.scales(scales[first : first + rows]), said)
-            whole = said.to(total.dtype) if whole is None else whole.add_(said, alpha=add or 1)
-        if whole is not None:
-            chunk.scatter(whole, total)
+            chunk_codes = chunk.codes(codes[first : first + rows])
+            decoded = torch.empty(chunk_codes.shape, dtype=torch.float32, device=chunk_codes.device)
+            code.decode(chunk_codes, None if scales is None else chunk.scales(scales[first : first + rows]), decoded)
+            matrix = decoded.to(total.dtype) if matrix is None else matrix.add_(decoded, alpha=add or 1)
+        if matrix is not None:
+            chunk.scatter(matrix, total)
     return total
 
 
 def row_sums(x: Tensor) -> Tensor:
-    """The sum of each row, added in halves; overwrites ``x``. The width is a power of two.
+    """Return the sum of each row; overwrites ``x``. The width is a power of two.
 
-    The order of additions is written down here, so the bits depend on nothing else.
+    Halves of the row are added repeatedly. This fixes the order of additions, so the bits depend on nothing else.
 
     >>> row_sums(torch.tensor([[1., 2., 3., 4.]]))
     tensor([10.])
@@ -194,3 +200,6 @@ def row_sums(x: Tensor) -> Tensor:
         half = x.shape[1] // 2
         x = x[:, :half].add_(x[:, half:])
     return x[:, 0]
+
+
+__getattr__ = moved_names(__name__)

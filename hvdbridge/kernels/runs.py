@@ -1,7 +1,7 @@
-"""Runs: pieces of one vector that lie elsewhere in another, as parameters lie in a bucket and in a message.
+"""Runs: contiguous parts of one vector that are elsewhere in another, as parameters in a bucket and in a message.
 
-Many short ones are moved by one call of native.c, where there is one and the vectors are of one type on a CPU. A view
-of each, which is what torch's operations need, takes a microsecond, as much as the copy of some thousand elements.
+One call of native.c copies many short runs, if it is available and both vectors are on a CPU and of one dtype. torch's
+operations need a view of each run instead, and creating a view takes as long as copying some thousand elements.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from torch import Tensor
 from hvdbridge.kernels import native
 
 SHORT = 4096
-"""Elements of a run, on average, below which views are what takes the time."""
+"""Mean number of elements per run below which creating views takes longer than copying."""
 CPU = torch.device("cpu")
 
 
 class Runs:
-    """``(here, there, length)``: elements ``here`` of one vector are elements ``there`` of another; none overlap.
+    """Runs ``(first, second, length)``: ``length`` elements at offset ``first`` of one vector, ``second`` of another.
+
+    The runs do not overlap in either vector.
 
     >>> runs = Runs([(0, 2, 2), (3, 0, 1)])
     >>> runs.to(torch.arange(4.), torch.zeros(4))
@@ -29,45 +31,45 @@ class Runs:
     """
 
     def __init__(self, runs: Iterable[tuple[int, int, int]]) -> None:
-        joined: list[tuple[int, int, int]] = []
-        for here, there, length in runs:
-            if joined and length:
-                before = joined[-1]
-                if (before[0] + before[2], before[1] + before[2]) == (here, there):
-                    joined[-1] = (before[0], before[1], before[2] + length)
+        merged: list[tuple[int, int, int]] = []
+        for first, second, length in runs:
+            if merged and length:
+                last = merged[-1]
+                if (last[0] + last[2], last[1] + last[2]) == (first, second):
+                    merged[-1] = (last[0], last[1], last[2] + length)
                     continue
             if length:
-                joined.append((here, there, length))
-        self._table = torch.tensor(joined, dtype=torch.int64, device="cpu").reshape(-1, 3)
-        self._here, self._there = (_Cuts([run[side] for run in joined], [run[2] for run in joined]) for side in (0, 1))
-        self._short = sum(run[2] for run in joined) < SHORT * len(joined)
+                merged.append((first, second, length))
+        self._table = torch.tensor(merged, dtype=torch.int64, device="cpu").reshape(-1, 3)
+        self._first, self._second = (_Splits([r[side] for r in merged], [r[2] for r in merged]) for side in (0, 1))
+        self._short = sum(run[2] for run in merged) < SHORT * len(merged)
 
-    def to(self, here: Tensor, there: Tensor) -> Tensor:
-        """Copy from ``here`` to ``there``, flat, which is returned."""
-        self._move(here, there, forth=True)
-        return there
+    def to(self, first: Tensor, second: Tensor) -> Tensor:
+        """Copy the runs from ``first`` to ``second``, both flat; returns ``second``. torch raises if one is short."""
+        self._copy(first, second, forward=True)
+        return second
 
-    def back(self, here: Tensor, there: Tensor) -> Tensor:
-        """Copy from ``there`` to ``here``, flat, which is returned."""
-        self._move(here, there, forth=False)
-        return here
+    def back(self, first: Tensor, second: Tensor) -> Tensor:
+        """Copy the runs from ``second`` to ``first``, both flat; returns ``first``. torch raises if one is short."""
+        self._copy(first, second, forward=False)
+        return first
 
-    def _move(self, here: Tensor, there: Tensor, forth: bool) -> None:
+    def _copy(self, first: Tensor, second: Tensor, forward: bool) -> None:
         count = len(self._table)
-        flat = here.is_contiguous() and there.is_contiguous() and here.dtype == there.dtype
-        fit = self._here.fit(here) and self._there.fit(there)  # vectors that are too short are refused below, by torch
-        c = native.compiled() if flat and fit and {here.device, there.device} == {CPU} and self._short else None
+        flat = first.is_contiguous() and second.is_contiguous() and first.dtype == second.dtype
+        fits = self._first.fits(first) and self._second.fits(second)  # if not, torch raises below
+        c = native.compiled() if flat and fits and {first.device, second.device} == {CPU} and self._short else None
         if c is not None:
-            source, target = (here, there) if forth else (there, here)
-            table, size = self._table, here.element_size()
-            c.move_runs(source.data_ptr(), target.data_ptr(), table.data_ptr(), count, size, 0 if forth else 1)
+            source, target = (first, second) if forward else (second, first)
+            table, size = self._table, first.element_size()
+            c.copy_runs(source.data_ptr(), target.data_ptr(), table.data_ptr(), count, size, 0 if forward else 1)
         elif count:
-            mine, theirs = self._here.views(here), self._there.views(there)
-            torch._foreach_copy_(*((theirs, mine) if forth else (mine, theirs)))
+            first_views, second_views = self._first.views(first), self._second.views(second)
+            torch._foreach_copy_(*((second_views, first_views) if forward else (first_views, second_views)))
 
 
-class _Cuts:
-    """Where runs lie in one vector: it is split at once, which takes less time than a slice of each."""
+class _Splits:
+    """The positions of runs in one vector. It splits the vector at once, which is faster than a slice per run."""
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
         order = sorted(range(len(starts)), key=starts.__getitem__)
@@ -76,11 +78,11 @@ class _Cuts:
         for i in order:
             self._sizes += [starts[i] - self._covered, lengths[i]]
             self._covered = starts[i] + lengths[i]
-        self._places = None if order == list(range(len(order))) else sorted(range(len(order)), key=order.__getitem__)
+        self._order = None if order == list(range(len(order))) else sorted(range(len(order)), key=order.__getitem__)
 
-    def fit(self, flat: Tensor) -> bool:
+    def fits(self, flat: Tensor) -> bool:
         return flat.numel() >= self._covered
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        parts = list(flat[: self._covered].split(self._sizes)[1::2])
-        return parts if self._places is None else [parts[place] for place in self._places]
+        views = list(flat[: self._covered].split(self._sizes)[1::2])
+        return views if self._order is None else [views[i] for i in self._order]

@@ -1,13 +1,13 @@
-"""Sparse messages of fixed capacity: choose elements of a flat vector, parameter by parameter, and add them up.
+"""Sparse messages of fixed capacity: selection of elements of a flat vector per parameter, and sums of messages.
 
 Rules:
 
-1. What is chosen depends on the parameter alone (its name, its values, its count), not on its neighbours.
-2. Shapes depend on the plan, never on values. A slot without an element is (index 0, value 0).
-3. Magnitudes are compared as integers: the bits of a float without its sign grow with it, inf is above all
-   numbers and NaN above inf. So NaN and inf are chosen first, and travel.
+1. The selection from a parameter depends on this parameter alone (name, values, count), not on its neighbors.
+2. Shapes depend on the plan, never on values. A slot without an element holds index 0 and value 0.
+3. Magnitudes are compared as integers: without the sign, a float's bits grow with its magnitude, inf is above all
+   finite numbers, and NaN above inf. So NaN and inf are selected first, and reach the other ranks.
 4. Vectors of several ranks are added in rank order.
-5. Indices travel as int32: a vector that has larger ones is refused.
+5. Indices are sent as int32. Vectors that need larger indices are refused.
 """
 
 from __future__ import annotations
@@ -24,94 +24,105 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvdbridge.deprecated import moved_names
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.fused import on_cuda
 from hvdbridge.kernels.native import compiled
-from hvdbridge.kernels.random import generator, key
+from hvdbridge.kernels.random import generator
 from hvdbridge.policy.bucket import Layout
 
 Array = np.ndarray[Any, Any]
 
-ROW = 32768
-"""Parameters of at most so many elements are searched together, as rows of a matrix; larger ones by themselves."""
-KERNEL = 1 << 24
-"""Elements of a parameter from which on a device's kernels search it: they save bytes, and make many more launches than
-``torch.topk``. Measured on an H100, where of fewer elements that took less time."""
+MAX_ROW = 32768
+"""Parameters of at most this many elements are searched together, as rows of a matrix; larger ones separately."""
+KERNEL_MIN_SIZE = 1 << 24
+"""Number of elements of a parameter from which on the GPU's kernels search it. They read less memory than
+``torch.topk``, but need many more launches, which take longer for smaller parameters."""
 CHUNK = 131072
-"""Elements that the CPU looks through at a time: they stay in its cache."""
-TAIL = 400
-"""Elements of a sample that lie among the k largest, where the parameter is large enough."""
-ROUNDS = 20
-"""Of the shuffle; each halves the chance that an element has not moved."""
-INDICES = 2**31 - 1
-"""That an int32 counts."""
+"""Number of elements that the CPU searches at a time, so that they stay in its cache."""
+SAMPLE_HITS = 400
+"""Mean number of sampled elements that are among the k largest, if the parameter is large enough."""
+MAX_INDEX = 2**31 - 1
+"""Largest int32."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Parameters of similar size, one per row: ``length`` elements, ``most`` slots.
+class RowGroup:
+    """Parameters of similar size, one per row of a matrix ``[parameters, length]``.
 
     Attributes:
-        numbers: of the parameters, among those of the layout.
-        counts, starts, first: of each row the elements to choose, its offset in the vector, its first slot.
+        numbers: positions of the parameters in the layout.
+        sizes: number of elements of each parameter.
+        length: number of columns, the largest size.
+        k: largest number of elements to select from a row.
+        counts, starts, first: per row, number of elements to select, offset in the vector, and first message slot.
     """
 
     numbers: tuple[int, ...]
     sizes: tuple[int, ...]
     length: int
-    most: int
+    k: int
     counts: Tensor
     starts: Tensor
     first: Tensor
 
 
 @dataclass(frozen=True)
-class Large:
-    """A parameter that is searched by itself.
+class LargeParam:
+    """A parameter that is searched separately.
 
     Attributes:
-        count: elements to choose; they stand at ``slot`` in the message.
-        drawn: elements of a sample, whose ``tail``-th largest magnitude is the threshold of candidates; 0: no sample.
-        room: for candidates where the host may not ask how many there are.
+        start: offset in the vector.
+        size: number of elements.
+        count: number of elements to select.
+        slot: their first slot in the message.
+        sample_size: number of elements of the sample; 0: none is taken.
+        tail: the ``tail``-th largest magnitude of the sample is the threshold for candidates.
+        capacity: maximum number of candidates, for devices where the host must not wait for their number.
     """
 
     start: int
     size: int
     count: int
     slot: int
-    drawn: int
+    sample_size: int
     tail: int
-    room: int
+    capacity: int
 
-    def sample(self) -> Array:
-        """Positions of the sample: one in each of equal strata, so distinct and ascending; the same at every step."""
-        return _sample(self.size, self.drawn)
+    def sample_positions(self) -> Array:
+        """Positions of the sample, ascending: one in each of equal strata, so distinct. The same in every step."""
+        return _sample(self.size, self.sample_size)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How to choose ``counts[name]`` elements of each parameter: message slots stand in the layout's order."""
+    """A plan to select ``counts[name]`` elements of each parameter. The message's slots are in the layout's order.
+
+    Attributes:
+        total: number of slots.
+        rows, large: how each parameter is searched; see :data:`MAX_ROW`.
+    """
 
     layout: Layout
     counts: dict[str, int]
     total: int
-    rows: tuple[Rows, ...]
-    large: tuple[Large, ...]
+    rows: tuple[RowGroup, ...]
+    large: tuple[LargeParam, ...]
 
     @staticmethod
     def of(layout: Layout, counts: Mapping[str, int], device: torch.device, exact: bool = False) -> Plan:
-        """Kept with the layout.
+        """Return the plan for these arguments; it is cached with the layout.
 
         Args:
-            counts: at most the parameter's size each.
+            counts: number of elements to select from each parameter, at most its size.
             exact: search large parameters without a sample.
         """
-        kept = tuple(counts[name] for name in layout.names)
-        return layout.derive(("plan", kept, device, exact), lambda: _plan(layout, kept, device, exact))
+        ordered = tuple(counts[name] for name in layout.names)
+        return layout.derive(("plan", ordered, device, exact), lambda: _plan(layout, ordered, device, exact))
 
 
 def count_of(ratio: float, numel: int) -> int:
-    """``ceil(ratio * numel)``, where a product that rounding put just above an integer counts as that integer.
+    """Return ``ceil(ratio * numel)``; products just above an integer, by rounding errors, count as that integer.
 
     >>> count_of(0.01, 1000), count_of(0.01, 1001), count_of(0.07, 100), count_of(0.5, 0)
     (10, 11, 7, 0)
@@ -121,89 +132,98 @@ def count_of(ratio: float, numel: int) -> int:
 
 def _plan(layout: Layout, counts: Sequence[int], device: torch.device, exact: bool) -> Plan:
     classes: dict[int, list[tuple[int, int, int, int, int]]] = {}
-    large: list[Large] = []
+    large: list[LargeParam] = []
     slot = 0
     for number, (name, count) in enumerate(zip(layout.names, counts, strict=True)):
         start, size = layout.offsets[name], layout.sizes[name]
-        if size > ROW and count:
+        if size > MAX_ROW and count:
             large.append(_large(start, size, count, slot, exact))
         elif count:
             classes.setdefault((size - 1).bit_length(), []).append((number, start, size, count, slot))
         slot += count
-    rows: list[Rows] = []
-    several = [members for _, members in sorted(classes.items())]
-    if device.type == "cpu":  # as many rows at a time as the cache holds
-        pieces = [(members, max(1, 2 * CHUNK >> bits)) for bits, members in sorted(classes.items())]
-        several = [members[i : i + step] for members, step in pieces for i in range(0, len(members), step)]
-    for members in several:
-        most = max(count for *_, count, _ in members)
+    rows: list[RowGroup] = []
+    groups = [members for _, members in sorted(classes.items())]
+    if device.type == "cpu":  # only as many rows per group as fit into the cache
+        chunked = [(members, max(1, 2 * CHUNK >> bits)) for bits, members in sorted(classes.items())]
+        groups = [members[i : i + step] for members, step in chunked for i in range(0, len(members), step)]
+    for members in groups:
+        max_count = max(count for *_, count, _ in members)
         numbers, sizes = tuple(m[0] for m in members), tuple(m[2] for m in members)
-        own, starts, first_slots = (torch.tensor([m[i] for m in members], device=device) for i in (3, 1, 4))
-        rows.append(Rows(numbers, sizes, max(sizes), most, own, starts, first_slots))
+        row_counts, starts, first_slots = (torch.tensor([m[i] for m in members], device=device) for i in (3, 1, 4))
+        rows.append(RowGroup(numbers, sizes, max(sizes), max_count, row_counts, starts, first_slots))
     return Plan(layout, dict(zip(layout.names, counts, strict=True)), slot, tuple(rows), tuple(large))
 
 
-def _large(start: int, size: int, count: int, slot: int, exact: bool) -> Large:
-    """The sample, and how far to look, so that the candidates hold the ``count`` largest.
+def _large(start: int, size: int, count: int, slot: int, exact: bool) -> LargeParam:
+    """Choose the sample size, the threshold's rank in the sample, and the capacity for a large parameter.
 
-    The number of sampled elements among the ``count`` largest is binomial with mean ``inside``; with the
-    ``tail``-th largest sample as threshold the candidates lack one of them only if that number reaches ``tail``,
-    4.5 deviations and 4 above its mean (probability below 1e-5; few are then lacking). More than ``room`` are larger
-    than the threshold only if of so many fewer than ``tail`` were sampled, 6 deviations below their mean.
+    The candidates are the elements that reach the ``tail``-th largest of the sample. The number of sampled elements
+    among the ``count`` largest is binomial with mean ``expected``. The candidates lack one of these only if that number
+    reaches ``tail``, which is 4.5 deviations and 4 above its mean (probability below 1e-5, and few are lacking then).
+    More than ``capacity`` elements exceed the threshold only if fewer than ``tail`` of as many were sampled, 6
+    deviations below their mean.
     """
     if not exact:
-        drawn = min(size // 32, math.ceil(TAIL * size / count))
-        inside = drawn * count / size
-        tail = math.ceil(inside + 4.5 * math.sqrt(inside) + 4)
-        if tail < drawn // 2:
-            most = (3 + math.sqrt(tail + 9)) ** 2  # less six times its square root it is the tail
-            return Large(start, size, count, slot, drawn, tail, min(size, math.ceil(most * size / drawn)))
-    return Large(start, size, count, slot, 0, 0, 0)
+        sampled = min(size // 32, math.ceil(SAMPLE_HITS * size / count))
+        expected = sampled * count / size
+        tail = math.ceil(expected + 4.5 * math.sqrt(expected) + 4)
+        if tail < sampled // 2:
+            hits = (3 + math.sqrt(tail + 9)) ** 2  # solves hits - 6 sqrt(hits) = tail
+            return LargeParam(start, size, count, slot, sampled, tail, min(size, math.ceil(hits * size / sampled)))
+    return LargeParam(start, size, count, slot, 0, 0, 0)
 
 
 @cache
 def _points(number: int) -> Array:
-    """The points of some strata: one table for all parameters, which needs no more than a 16th of the largest."""
+    """Random points in :data:`CHUNK` strata of length 1. All parameters share these tables."""
     uniform = torch.rand(CHUNK, generator=generator("sample", number), dtype=torch.float64, device="cpu")
     points: Array = np.arange(number * CHUNK, (number + 1) * CHUNK) + uniform.numpy()
     return points
 
 
-def _sample(size: int, drawn: int) -> Array:
-    return np.minimum((_strata(drawn) * (size / drawn)).astype(np.int64), size - 1)
+def _sample(size: int, count: int) -> Array:
+    return np.minimum((_strata(count) * (size / count)).astype(np.int64), size - 1)
 
 
 @cache
-def _sample_on(size: int, drawn: int, device: torch.device) -> Tensor:
-    """Kept for good (8 bytes each, at most a 16th of a parameter of that size): bringing them to a GPU would have the
-    host wait in every step."""
-    return torch.from_numpy(_sample(size, drawn)).to(device)
+def _sample_on(size: int, count: int, device: torch.device) -> Tensor:
+    """Return the sample's positions on ``device``, cached forever, as a copy would make the host wait in every step.
+
+    The cache takes 8 bytes per position, at most a 16th of a parameter of that size.
+    """
+    return torch.from_numpy(_sample(size, count)).to(device)
 
 
 def _strata(count: int) -> Array:
-    """A random point in each of ``count`` strata of length 1, ascending."""
+    """Return a random point in each of ``count`` strata of length 1, ascending."""
     if count <= CHUNK:
         return _points(0)[:count]
     return np.concatenate([_points(number) for number in range(-(-count // CHUNK))])[:count]
 
 
 def check_indices(numel: int, what: str, remedy: str) -> None:
-    """By the size alone, so that all ranks refuse alike."""
-    if numel > INDICES:
+    """Check that int32 indices suffice. The check depends on the size alone, so all ranks get the same result.
+
+    Raises:
+        ConfigurationError: ``numel`` exceeds the largest int32.
+    """
+    if numel > MAX_INDEX:
         raise ConfigurationError(f"{what} of {numel:,} elements: more than 32-bit indices can count. {remedy}")
 
 
 def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """The elements of largest magnitude of each parameter, as many as the plan says.
+    """Select the elements of largest magnitude of each parameter, as many as the plan says.
 
-    Zeros are never chosen: their slots are empty. Which of equal magnitudes are chosen is the same at every run: those
-    that stand first, but on a device only of parameters that its kernels search; of others their order differs, too.
+    Zeros are never selected; their slots stay empty. The selection among equal magnitudes is the same in every run.
+    CPUs select the first ones, and so do a device's kernels. For parameters that these do not search, a device may
+    select others, in any order.
 
     Returns:
-        ``(indices, values)``: int64 into ``flat``, and of its type (float32 for half types), ``[plan.total]``.
+        ``(indices, values)``, ``[plan.total]`` each: int64 indices into ``flat``, and values of its type (float32 for
+        half types).
 
     Raises:
-        ConfigurationError: indices into ``flat`` would not fit into the int32 that they travel as.
+        ConfigurationError: the indices into ``flat`` do not fit into int32, in which they are sent.
 
     >>> layout = Layout({"a": (4,), "b": (3,)})
     >>> plan = Plan.of(layout, {"a": 2, "b": 1}, torch.device("cpu"))
@@ -217,240 +237,185 @@ def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     if flat.device.type == "cpu":
         indices, empty = _largest_on_cpu(bits, plan, mask)
     else:
-        takes = bits.is_cuda and bits.dtype == torch.int32 and bits.is_contiguous()
-        kernels = on_cuda(bits.device) if takes and any(part.size >= KERNEL for part in plan.large) else None
+        fits = bits.is_cuda and bits.dtype == torch.int32 and bits.is_contiguous()
+        kernels = on_cuda(bits.device) if fits and any(p.size >= KERNEL_MIN_SIZE for p in plan.large) else None
         indices, empty = _largest(bits, plan, mask, kernels)
     return indices, flat.index_select(0, indices).masked_fill_(empty, 0)
 
 
 def _largest(bits: Tensor, plan: Plan, mask: int, kernels: ModuleType | None) -> tuple[Tensor, Tensor]:
-    """Indices, and which slots are empty: without a look at any value by the host. By ``kernels`` where a sample tells
-    them what to look for in many, else by comparing all."""
-    # One more slot than the message has: where rows put what is beyond their count.
+    """Return indices, and which slots are empty, both ``[plan.total]``, without a device-to-host synchronization.
+
+    Large parameters with a sample are searched by ``kernels``, unless None; all others by ``torch.topk``.
+    """
+    # The slot after the message's last receives the columns beyond a row's count.
     indices = torch.empty(plan.total + 1, dtype=torch.int64, device=bits.device)
-    found = torch.empty(plan.total + 1, dtype=bits.dtype, device=bits.device)
+    magnitudes = torch.empty(plan.total + 1, dtype=bits.dtype, device=bits.device)
     for group, rows in _matrices(bits, plan, mask):
-        top = torch.topk(rows, group.most, dim=1)
-        place = torch.arange(group.most, device=bits.device)
-        slots = torch.where(place < group.counts[:, None], group.first[:, None] + place, plan.total)
-        found[slots] = top.values
+        top = torch.topk(rows, group.k, dim=1)
+        column = torch.arange(group.k, device=bits.device)
+        slots = torch.where(column < group.counts[:, None], group.first[:, None] + column, plan.total)
+        magnitudes[slots] = top.values
         indices[slots] = top.indices.add_(group.starts[:, None])
     for part in plan.large:
-        here, piece = slice(part.slot, part.slot + part.count), bits[part.start : part.start + part.size]
-        sampled = kernels if part.drawn and part.size >= KERNEL else None
-        chosen = _among_candidates(piece, part, mask, sampled) if sampled else None
-        found[here], places = chosen or torch.topk(piece & mask, part.count, sorted=False)
-        torch.add(places, part.start, out=indices[here])
-    indices, empty = indices[: plan.total], found[: plan.total] == 0
+        own_slots, values = slice(part.slot, part.slot + part.count), bits[part.start : part.start + part.size]
+        sample_kernels = kernels if part.sample_size and part.size >= KERNEL_MIN_SIZE else None
+        selected = _among_candidates(values, part, mask, sample_kernels) if sample_kernels else None
+        magnitudes[own_slots], positions = selected or torch.topk(values & mask, part.count, sorted=False)
+        torch.add(positions, part.start, out=indices[own_slots])
+    indices, empty = indices[: plan.total], magnitudes[: plan.total] == 0
     return indices.masked_fill_(empty, 0), empty
 
 
-def _among_candidates(bits: Tensor, part: Large, mask: int, kernels: ModuleType) -> tuple[Tensor, Tensor] | None:
-    """Magnitudes and positions of the largest; of equal ones those that stand first, and magnitudes of 0 where there
-    are fewer. What :func:`_largest_on_cpu` finds, but those that are equal to the limit stand behind the others. None:
-    the kernel does not compile."""
-    sampled = bits.index_select(0, _sample_on(part.size, part.drawn, bits.device)).bitwise_and_(mask)
-    limit = torch.topk(sampled, part.tail).values[-1:].clamp_(min=1)
-    positions = torch.full((part.room,), -1, dtype=torch.int32, device=bits.device)
-    if kernels.reaching(bits, limit, positions) is None:
+def _among_candidates(bits: Tensor, part: LargeParam, mask: int, kernels: ModuleType) -> tuple[Tensor, Tensor] | None:
+    """Return magnitudes and positions of the largest elements, ``[part.count]``; None: the kernel does not compile.
+
+    Of equal elements the first are selected. Where there are too few, magnitudes are 0. The selection is that of
+    :func:`_largest_on_cpu`, but elements that equal the threshold follow all others.
+    """
+    sample = bits.index_select(0, _sample_on(part.size, part.sample_size, bits.device)).bitwise_and_(mask)
+    threshold = torch.topk(sample, part.tail).values[-1:].clamp_(min=1)
+    positions = torch.full((part.capacity,), -1, dtype=torch.int32, device=bits.device)
+    if kernels.threshold_positions(bits, threshold, positions) is None:
         return None
     missing = positions < 0
     positions.masked_fill_(missing, 0)
     magnitudes = bits.index_select(0, positions).bitwise_and_(mask).masked_fill_(missing, 0)
-    least = torch.topk(magnitudes, part.count, sorted=False).values.min()
-    larger, equal = magnitudes > least, magnitudes == least
-    left = part.count - larger.sum(dtype=torch.int32)
-    chosen = larger.logical_or_(equal.logical_and_(torch.cumsum(equal, 0, dtype=torch.int32) <= left))
+    smallest = torch.topk(magnitudes, part.count, sorted=False).values.min()
+    larger, equal = magnitudes > smallest, magnitudes == smallest
+    equal_count = part.count - larger.sum(dtype=torch.int32)
+    selected = larger.logical_or_(equal.logical_and_(torch.cumsum(equal, 0, dtype=torch.int32) <= equal_count))
     numbers = torch.arange(1, part.count + 1, dtype=torch.int32, device=bits.device)
-    places = torch.searchsorted(torch.cumsum(chosen, 0, dtype=torch.int32), numbers, out_int32=True)
-    return magnitudes.index_select(0, places), positions.index_select(0, places)
+    selected_slots = torch.searchsorted(torch.cumsum(selected, 0, dtype=torch.int32), numbers, out_int32=True)
+    return magnitudes.index_select(0, selected_slots), positions.index_select(0, selected_slots)
 
 
 def _largest_on_cpu(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:
-    """The same, where the host may look: numpy finds and partitions several times faster than torch does."""
+    """Like :func:`_largest`, by numpy, which searches and partitions faster than torch; the host may read values."""
     indices = torch.zeros(plan.total, dtype=torch.int64, device=bits.device)
     empty = torch.ones(plan.total, dtype=torch.bool, device=bits.device)
-    target, unfilled = indices.numpy(), empty.numpy()
+    target, empty_flags = indices.numpy(), empty.numpy()
     for group, matrix in _matrices(bits, plan, mask):
         rows, counts = matrix.numpy(), group.counts.numpy()
-        top = np.sort(np.partition(rows, group.length - group.most, axis=1)[:, group.length - group.most :], axis=1)
-        limits = np.maximum(np.take_along_axis(top, (group.most - counts)[:, None], axis=1), 1)
+        top = np.sort(np.partition(rows, group.length - group.k, axis=1)[:, group.length - group.k :], axis=1)
+        limits = np.maximum(np.take_along_axis(top, (group.k - counts)[:, None], axis=1), 1)
         positions = np.flatnonzero(rows >= limits)
         ends = np.searchsorted(positions, np.arange(len(rows) + 1) * group.length)
-        if (np.diff(ends) > counts).any():  # of the elements that are equal to the limit some are too many
-            pieces = [positions[a:b] for a, b in pairwise(ends)]
+        if (np.diff(ends) > counts).any():  # too many elements are equal to a limit
+            row_parts = [positions[a:b] for a, b in pairwise(ends)]
             flat = rows.reshape(-1)
-            pieces = [p[_first(flat[p], c)] for p, c in zip(pieces, counts.tolist(), strict=True)]
-            positions = np.concatenate(pieces)
+            row_parts = [p[_top_positions(flat[p], c)] for p, c in zip(row_parts, counts.tolist(), strict=True)]
+            positions = np.concatenate(row_parts)
             ends = np.searchsorted(positions, np.arange(len(rows) + 1) * group.length)
         row = np.repeat(np.arange(len(rows)), np.diff(ends))
         slots = np.arange(positions.size) + (group.first.numpy() - ends[:-1])[row]
         target[slots] = positions + (group.starts.numpy() - np.arange(len(rows)) * group.length)[row]
-        unfilled[slots] = False
+        empty_flags[slots] = False
     source = bits.numpy()
     for part in plan.large:
-        piece = source[part.start : part.start + part.size]
-        limit = piece.dtype.type(1)
-        if part.drawn:
-            sampled = piece[part.sample()] & piece.dtype.type(mask)
-            limit = max(limit, np.partition(sampled, -part.tail)[-part.tail])
-        positions = reaching(piece, int(limit), part.count)
-        positions = positions[_first(piece[positions] & piece.dtype.type(mask), part.count)]
-        here = slice(part.slot, part.slot + positions.size)
-        np.add(positions, part.start, out=target[here])
-        unfilled[here] = False
+        values = source[part.start : part.start + part.size]
+        threshold = values.dtype.type(1)
+        if part.sample_size:
+            sample = values[part.sample_positions()] & values.dtype.type(mask)
+            threshold = max(threshold, np.partition(sample, -part.tail)[-part.tail])
+        positions = threshold_positions(values, int(threshold), part.count)
+        positions = positions[_top_positions(values[positions] & values.dtype.type(mask), part.count)]
+        own_slots = slice(part.slot, part.slot + positions.size)
+        np.add(positions, part.start, out=target[own_slots])
+        empty_flags[own_slots] = False
     return indices, empty
 
 
-def _first(magnitudes: Array, count: int) -> Array:
-    """Where the ``count`` largest stand, ascending; all where there are no more."""
+def _top_positions(magnitudes: Array, count: int) -> Array:
+    """Return the positions of the ``count`` largest, ascending; of equal ones the first; all if there are no more."""
     if magnitudes.size <= count:
         return np.arange(magnitudes.size)
     limit = np.partition(magnitudes, -count)[-count]
-    chosen = np.flatnonzero(magnitudes >= limit)
-    if excess := chosen.size - count:
-        equal = np.flatnonzero(magnitudes[chosen] == limit)
-        chosen = np.delete(chosen, equal[-excess:])
-    return chosen
+    selected = np.flatnonzero(magnitudes >= limit)
+    if excess := selected.size - count:
+        equal = np.flatnonzero(magnitudes[selected] == limit)
+        selected = np.delete(selected, equal[-excess:])
+    return selected
 
 
 def _bits(flat: Tensor) -> tuple[Tensor, int]:
-    """The vector's bits as integers, and the mask that removes the sign."""
+    """Return the vector's bits as integers of the same size, and the mask that removes the sign."""
     if flat.element_size() == 8:
         return flat.view(torch.int64), (1 << 63) - 1
     return flat.view(torch.int32), (1 << 31) - 1
 
 
-def _matrices(bits: Tensor, plan: Plan, mask: int) -> Iterator[tuple[Rows, Tensor]]:
-    """The magnitudes of each group of parameters as the rows of a matrix, zeros behind them."""
+def _matrices(bits: Tensor, plan: Plan, mask: int) -> Iterator[tuple[RowGroup, Tensor]]:
+    """Yield each group of small parameters with their magnitudes as a matrix's rows, padded with zeros."""
     if not plan.rows:
         return
     views = torch.split(bits, list(plan.layout.sizes.values()))
     for group in plan.rows:
         rows = torch.empty((len(group.numbers), group.length), dtype=bits.dtype, device=bits.device).zero_()
         widths = [width for size in group.sizes for width in (size, group.length - size)]
-        mine = list(torch.split(rows.view(-1), widths)[::2])
-        torch._foreach_copy_(mine, [views[number] for number in group.numbers])
+        targets = list(torch.split(rows.view(-1), widths)[::2])
+        torch._foreach_copy_(targets, [views[number] for number in group.numbers])
         yield group, rows.bitwise_and_(mask)
 
 
-def reaching(bits: Array, limit: int, count: int) -> Array:
-    """Positions of the elements whose magnitude is not below ``limit``, ascending; some more than ``count``, mostly.
+def threshold_positions(bits: Array, limit: int, count: int) -> Array:
+    """Return the positions of the elements whose magnitude is at least ``limit``, ascending.
 
     Args:
-        bits: of float32 or float64 numbers, as integers of as many bytes.
+        bits: float32 or float64 numbers as integers of the same size.
+        limit: bits of a magnitude.
+        count: expected number of positions, for the size of a buffer; there may be more.
     """
     mask = np.iinfo(bits.dtype).max
     if bits.itemsize == 4 and (native := compiled()):
-        found = np.empty(2 * count + 64, np.int64)
-        number = native.reaching(bits.ctypes.data, bits.size, limit, mask, found.ctypes.data, found.size)
-        if number >= 0:
-            return found[:number]
-    magnitudes, chosen = np.empty(CHUNK, bits.dtype), np.empty(CHUNK, np.bool_)
-    pieces = []
+        buffer = np.empty(2 * count + 64, np.int64)
+        size = native.threshold_positions(bits.ctypes.data, bits.size, limit, mask, buffer.ctypes.data, buffer.size)
+        if size >= 0:
+            return buffer[:size]
+    magnitudes, flags = np.empty(CHUNK, bits.dtype), np.empty(CHUNK, np.bool_)
+    parts = []
     for start in range(0, bits.size, CHUNK):
         chunk = bits[start : start + CHUNK]
         np.bitwise_and(chunk, mask, out=magnitudes[: chunk.size])
-        np.greater_equal(magnitudes[: chunk.size], limit, out=chosen[: chunk.size])
-        positions = np.flatnonzero(chosen[: chunk.size])
+        np.greater_equal(magnitudes[: chunk.size], limit, out=flags[: chunk.size])
+        positions = np.flatnonzero(flags[: chunk.size])
         positions += start
-        pieces.append(positions)
-    return np.concatenate(pieces)
+        parts.append(positions)
+    return np.concatenate(parts)
 
 
 def owners(counts: Tensor, total: int) -> Tensor:
-    """Who has each slot, where the first ``counts[0]`` are the first's: int64 ``[total]``. The host does not wait.
+    """Return each slot's segment, int64 ``[total]``: segment i owns the next ``counts[i]`` slots. No host wait.
 
     >>> owners(torch.tensor([2, 0, 1]), 3)
     tensor([0, 0, 2])
     """
     if counts.device.type == "cpu":
         return torch.repeat_interleave(counts, output_size=total)
-    # A GPU's has one warp for each owner, see Layout.spread
+    # On a GPU repeat_interleave uses one warp per segment, see Layout.spread
     slots = torch.arange(total, dtype=torch.int64, device=counts.device)
     return torch.searchsorted(torch.cumsum(counts, 0), slots, right=True)
 
 
-def shuffled(plan: Plan, seed: int, device: torch.device) -> Tensor:
-    """Random elements of each parameter, all distinct, as many as the plan says, by (seed, name) alone.
-
-    Slot i of a parameter of n elements holds image i of a keyed permutation of n, "swap or not" (Hoang, Morris,
-    Rogaway 2012) after a random rotation: exactly uniform in each slot, and free of host waits.
-
-    >>> layout = Layout({"a": (100,), "b": (3,)})
-    >>> chosen = shuffled(Plan.of(layout, {"a": 50, "b": 3}, torch.device("cpu")), 1, torch.device("cpu"))
-    >>> len(set(chosen[:50].tolist())), sorted(chosen[50:].tolist())
-    (50, [100, 101, 102])
-    """
-
-    def make() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        layout = plan.layout
-        check_indices(max(layout.sizes.values(), default=0), "a parameter", "partition(...) it out")
-        sizes = torch.tensor([max(1, layout.sizes[name]) for name in layout.names], dtype=torch.int64, device=device)
-        names = torch.tensor([key(name) for name in layout.names], dtype=torch.int64, device=device)
-        counts = torch.tensor([plan.counts[name] for name in layout.names], dtype=torch.int64, device=device)
-        first = torch.cumsum(counts, 0) - counts
-        start = torch.tensor([layout.offsets[name] for name in layout.names], dtype=torch.int64, device=device)
-        return sizes, names, counts, first.int(), start
-
-    sizes, names, counts, first, start = plan.layout.derive(("shuffle", plan, device), make)
-    owner = owners(counts, plan.total)
-    # By round and parameter: 62 bits of pivot, 31 of salt.
-    # As numbers, not as a tensor: bringing one to a GPU would wait for its stream
-    drawn = _mixed(torch.stack([names ^ key(seed, round_) for round_ in range(ROUNDS + 1)]))
-    pivots = ((drawn >> 1) & ((1 << 62) - 1)).remainder_(sizes).int()
-    salts = (_mixed(drawn) & 0x7FFFFFFF).int()
-    kernels = on_cuda(device) if device.type == "cuda" else None
-    tables = owner, sizes.int(), first, pivots, salts
-    images = kernels.shuffle(*tables) if kernels else None
-    return start.index_select(0, owner).add_(swapped(*tables) if images is None else images)
-
-
-def swapped(owner: Tensor, sizes: Tensor, first: Tensor, pivots: Tensor, salts: Tensor) -> Tensor:
-    """Where the shuffle brings each slot's element, within its parameter: int32 ``[slots]``.
-
-    Args:
-        owner: the parameter of each slot, int64 ``[slots]``.
-        sizes, first: elements and first slot of each parameter, int32 ``[parameters]``.
-        pivots, salts: int32 ``[rounds + 1, parameters]``; the first pivot is the rotation, the first salt nothing.
-    """
-    size = sizes.index_select(0, owner)
-    x = torch.arange(owner.numel(), dtype=torch.int32, device=owner.device) - first.index_select(0, owner)
-    x = x.sub_(size).add_(pivots[0].index_select(0, owner))  # never more than an int32 holds
-    x.add_((x >> 31).bitwise_and_(size))
-    for pivot, salt in zip(pivots[1:], salts[1:], strict=True):
-        other = pivot.index_select(0, owner).sub_(x)
-        other.add_((other >> 31).bitwise_and_(size))
-        swap = torch.maximum(x, other).add_(salt.index_select(0, owner)).mul_(-1640531535)
-        swap.bitwise_xor_(swap >> 15).mul_(-2048144789)
-        x = torch.where(swap < 0, other, x)
-    return x
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """int64 -> int64, each bit depending on all; the finalizer of splitmix64 up to the signs of its shifts."""
-    x = (x ^ (x >> 30)) * -4658895280553007687
-    x = (x ^ (x >> 27)) * -7723592293110705685
-    return x ^ (x >> 31)
-
-
 def poison(flat: Tensor, layout: Layout) -> Tensor:
-    """For each parameter 0, or NaN where an element is not finite: what messages that would lose it add.
+    """Return 0 for each parameter, or NaN if one of its elements is not finite: ``[parameters]``, type of ``flat``.
+
+    A message that may lack that element adds this number, so that all ranks get NaN.
 
     >>> poison(torch.tensor([1., math.inf, 2.]), Layout({"a": (2,), "b": (1,)}))
     tensor([nan, 0.])
     """
     flags = torch.zeros(len(layout.names), dtype=flat.dtype, device=flat.device)
-    if flat.device.type == "cpu":  # the host may look: a finite sum has finite terms
+    if Layout.readable(flat):  # a finite sum has finite terms
         if not math.isfinite(flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32)).item()):
-            parts = torch.split(flat, list(layout.sizes.values()))
-            flags.masked_fill_(~torch.stack([torch.isfinite(part).all() for part in parts]), math.nan)
+            parameters = torch.split(flat, list(layout.sizes.values()))
+            flags.masked_fill_(~torch.stack([torch.isfinite(parameter).all() for parameter in parameters]), math.nan)
         return flags
     return flags.masked_fill_(~layout.finite(flat), math.nan)
 
 
 def pack_pairs(indices: Tensor, values: Tensor) -> Tensor:
-    """One message of both: int32, ``[2 K]`` (``[3 K]`` for float64 values), values first.
+    """Pack indices and values ``[K]`` into one message, int32 ``[2 K]`` (``[3 K]`` for float64), values first.
 
     >>> unpack_pairs(pack_pairs(torch.tensor([3, 0]), torch.tensor([1.5, 0.])), torch.float32)
     (tensor([3, 0], dtype=torch.int32), tensor([1.5000, 0.0000]))
@@ -459,17 +424,17 @@ def pack_pairs(indices: Tensor, values: Tensor) -> Tensor:
 
 
 def unpack_pairs(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of messages ``[..., 2 K]`` the indices and the values of type ``dtype``, ``[..., K]``."""
+    """Return the indices, and the values of type ``dtype``, of messages ``[..., 2 K]``: ``[..., K]`` each."""
     words = dtype.itemsize // 4
     count = message.shape[-1] // (words + 1)
     values = message[..., : count * words].reshape(-1)
     if words > 1:
-        values = values.clone()  # where they lie aligned
+        values = values.clone()  # aligned memory
     return message[..., count * words :], values.view(dtype).view(*message.shape[:-1], count)
 
 
 def add_up(pairs: Iterable[tuple[Tensor, Tensor]], out: Tensor) -> Tensor:
-    """Zeros to which sparse vectors (indices and values) were added, in their order: in ``out``, flat, of their type.
+    """Sum sparse vectors (indices and values) in their order into ``out``, flat and of their type, and return it.
 
     >>> first, second = (torch.tensor([0, 2]), torch.tensor([1., 2.])), (torch.tensor([2]), torch.tensor([4.]))
     >>> add_up([first, second], torch.empty(3))
@@ -480,3 +445,6 @@ def add_up(pairs: Iterable[tuple[Tensor, Tensor]], out: Tensor) -> Tensor:
         for indices, values in pairs:
             out.index_add_(0, indices, values)
     return out
+
+
+__getattr__ = moved_names(__name__)

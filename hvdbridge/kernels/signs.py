@@ -1,10 +1,10 @@
-"""Signs in one bit each: a code for blocks, and votes that are counted without unpacking them.
+"""Signs of one bit each: a code for blocks, and majority votes, which are counted without unpacking.
 
 Rules:
 
-1. A bit says + (1) or - (0); there is no third value. Who encodes says what a zero becomes.
-2. Votes of equal weight are counted in binary, one bit plane for each digit, 32 elements a word: as many digits as the
-   number of voters needs, so no count can overflow.
+1. A bit stands for + (1) or - (0); there is no third value. The caller that encodes decides the sign of zeros.
+2. Votes of equal weight are counted in binary, 32 elements per word, one bit plane per digit. There are enough digits
+   for the number of voters, so no count overflows.
 3. Weighted votes are added in float64 in rank order.
 """
 
@@ -24,7 +24,7 @@ from hvdbridge.kernels.quantise import Code, row_sums
 
 @dataclass(frozen=True)
 class ScaledSign(Code):
-    """``mean|block| * sign(x)``, sign(0) = +; the nearest to a block that its signs and one number can be.
+    """``mean|block| * sign(x)``, with sign(0) = +: the closest approximation of a block by its signs and one number.
 
     >>> code, x = ScaledSign(), torch.tensor([[3.0, -1.0, 0.0, -2.0]])
     >>> codes, scales, out = torch.empty(1, 4, dtype=torch.uint8), torch.empty(1), torch.empty(1, 4)
@@ -54,11 +54,11 @@ class ScaledSign(Code):
 
 
 def majority(votes: Tensor, ties: Tensor) -> Tensor:
-    """The bits that more than half of the rows have set, and ``ties`` where it is just half.
+    """Return the bits that more than half of the rows have set; where exactly half have, those of ``ties``.
 
     Args:
-        votes: integers ``[voters, n]``, every bit an element.
-        ties: ``[n]``; not looked at where the number of voters is odd.
+        votes: integers ``[voters, n]``; every bit is an element.
+        ties: ``[n]``; ignored if the number of voters is odd.
 
     >>> votes = torch.tensor([[0b1100], [0b1010]], dtype=torch.int32)
     >>> f"{majority(votes, torch.tensor([0b0011], dtype=torch.int32)).item():04b}"
@@ -73,18 +73,23 @@ def majority(votes: Tensor, ties: Tensor) -> Tensor:
         if count.bit_length() > len(planes):
             planes.append(carry)
     half = voters // 2
-    more, just = torch.zeros_like(votes[0]), torch.full_like(votes[0], -1)
+    above_half, equal = torch.zeros_like(votes[0]), torch.full_like(votes[0], -1)
     for i in reversed(range(len(planes))):
         if half >> i & 1:
-            just = just & planes[i]
+            equal = equal & planes[i]
         else:
-            more = more | (just & planes[i])
-            just = just & ~planes[i]
-    return more if voters % 2 else more | (just & ties)
+            above_half = above_half | (equal & planes[i])
+            equal = equal & ~planes[i]
+    return above_half if voters % 2 else above_half | (equal & ties)
 
 
 def weighted_majority(votes: Tensor, weights: Sequence[float], ties: Tensor) -> Tensor:
-    """The same where voters weigh differently: + wins where the sum of weights times signs is positive.
+    """Like :func:`majority`, with a weight per voter: 1 where the sum of weights times signs is positive.
+
+    Args:
+        votes: int32 ``[voters, n]``.
+        weights: one per voter.
+        ties: int32 ``[n]``, the result where that sum is zero.
 
     >>> votes = torch.tensor([[0b110], [0b101], [0b000]], dtype=torch.int32)
     >>> f"{weighted_majority(votes, [3.0, 2.0, 1.0], torch.tensor([0b010], dtype=torch.int32)).item():03b}"
@@ -92,11 +97,11 @@ def weighted_majority(votes: Tensor, weights: Sequence[float], ties: Tensor) -> 
     """
     result = torch.empty_like(ties)
     size = CHUNK // 32 if votes.device.type == "cpu" else max(1, ties.numel())
-    for some, tie, out in zip(votes.split(size, dim=1), ties.split(size), result.split(size), strict=True):
-        tally = torch.zeros(some.shape[1] * 32, dtype=torch.float64, device=votes.device)
-        for vote, weight in zip(some, weights, strict=True):
-            signs = unpack_bits(vote.contiguous().view(torch.uint8), tally.numel()).view(torch.int8).mul_(2).sub_(1)
-            tally.add_(signs, alpha=weight)
-        won, drawn = (pack_bits(bits).view(torch.int32) for bits in (tally > 0, tally == 0))
-        torch.bitwise_or(won, drawn.bitwise_and_(tie), out=out)
+    for chunk, chunk_ties, out in zip(votes.split(size, dim=1), ties.split(size), result.split(size), strict=True):
+        sums = torch.zeros(chunk.shape[1] * 32, dtype=torch.float64, device=votes.device)
+        for vote, weight in zip(chunk, weights, strict=True):
+            signs = unpack_bits(vote.contiguous().view(torch.uint8), sums.numel()).view(torch.int8).mul_(2).sub_(1)
+            sums.add_(signs, alpha=weight)
+        positive, zero = (pack_bits(bits).view(torch.int32) for bits in (sums > 0, sums == 0))
+        torch.bitwise_or(positive, zero.bitwise_and_(chunk_ties), out=out)
     return result

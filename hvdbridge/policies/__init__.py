@@ -1,11 +1,11 @@
-"""The registry of policies: a name -> a class, imported on first use.
+"""Registry that maps policy names to policy classes, which it imports on first use.
 
 Rules:
 
-1. A built-in policy is one entry of :data:`BUILT_IN`, sorted by name; no name can be taken twice.
-2. A user's policy joins by :func:`register`, or from an installed package by the entry-point group
+1. Each built-in policy has one entry in :data:`BUILT_IN`, sorted by name. Names are unique.
+2. Users add a policy by :func:`register`. An installed package adds one by the entry-point group
    ``hvdbridge.policies`` (``agreement = my_package.policies:Agreement``).
-3. The built-in classes are attributes of this module, too: ``hvdbridge.policies.Mean``.
+3. The built-in classes are also attributes of this module: ``hvdbridge.policies.Mean``.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ _registered: dict[str, type[Policy]] = {}
 
 
 def from_spec(text: str | Policy) -> Policy:
-    """The policy that a spec string describes; a policy is returned as it is. The grammar is that of
-    :mod:`hvdbridge.policy.spec`.
+    """Construct the policy that a spec string describes; return a policy unchanged.
+
+    :mod:`hvdbridge.policy.spec` describes the grammar.
 
     Raises:
-        SpecError: the text does not parse; the message marks the position and names what is known.
+        SpecError: ``text`` does not parse; the message marks the position and lists the known names.
 
     >>> from_spec("warmup(steps=100, then=fp16(mean))")
     Warmup(then=Fp16(inner=Mean(exact=False)), steps=100, first=Mean(exact=False))
@@ -58,10 +59,10 @@ def from_spec(text: str | Policy) -> Policy:
 
 
 def to_spec(policy: Policy) -> str:
-    """The shortest spec string of ``policy``: ``from_spec(to_spec(policy)) == policy``.
+    """Return the shortest spec string of ``policy``, so that ``from_spec(to_spec(policy)) == policy``.
 
     Raises:
-        ConfigurationError: a policy class in it is not registered.
+        ConfigurationError: the class of ``policy``, or of one of its inner policies, is not registered.
 
     >>> to_spec(from_spec("mean( exact = true )")), to_spec(from_spec("ef:inner=bf16"))
     ('mean:exact=true', 'ef(bf16)')
@@ -70,7 +71,8 @@ def to_spec(policy: Policy) -> str:
 
 
 def label(policy: Policy) -> str:
-    """By what ranks and checkpoints compare policies: the spec, or where a class has no name what it prints as."""
+    """Return the text by which ranks and checkpoints compare policies: the spec, or the ``repr`` of an unregistered
+    dataclass, or the qualified name of another unregistered class."""
     try:
         return to_spec(policy)
     except ConfigurationError:
@@ -78,16 +80,20 @@ def label(policy: Policy) -> str:
 
 
 def register(name: str, cls: type[Policy]) -> type[Policy]:
-    """Give ``cls`` a name that specs can use; returns ``cls``. Harmless when repeated.
+    """Register ``cls`` under a name that specs can use, and return ``cls``. Repeating a registration is harmless.
 
     Raises:
-        ConfigurationError: the name is no lower-case identifier, or belongs to another class.
+        ConfigurationError: ``name`` is no lower-case identifier or belongs to another class, or ``cls`` is no
+            subclass of :class:`~hvdbridge.Policy`.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ConfigurationError(f"{name!r} cannot name a policy: use lower-case letters, digits and _")
     if not (isinstance(cls, type) and issubclass(cls, Policy)):
         raise ConfigurationError(f"{cls!r} cannot be registered as {name!r}: it is no subclass of Policy")
-    taken = BUILT_IN.get(name) or (_registered.get(name, cls) is not cls and _registered[name].__qualname__)
+    entry = _installed().get(name)
+    installed = entry.value if entry is not None and name not in _registered and entry.load() is not cls else ""
+    registered = _registered.get(name, cls)
+    taken = BUILT_IN.get(name) or installed or (registered is not cls and registered.__qualname__)
     if taken:
         raise ConfigurationError(f"the name {name!r} is taken by {taken}; choose another")
     _registered[name] = cls
@@ -95,15 +101,15 @@ def register(name: str, cls: type[Policy]) -> type[Policy]:
 
 
 def known() -> list[str]:
-    """All names, sorted."""
+    """Return the names of all built-in, registered and installed policies, sorted."""
     return sorted({*BUILT_IN, *_registered, *_installed()})
 
 
 def lookup(name: str) -> type[Policy]:
-    """The class of that name.
+    """Return the policy class registered under ``name``; import it if needed.
 
     Raises:
-        ConfigurationError: no such name; lists the known ones and suggests the nearest.
+        ConfigurationError: the name is not known; the message lists the known names and suggests the nearest.
     """
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
@@ -117,17 +123,21 @@ def lookup(name: str) -> type[Policy]:
 
 
 def name_of(cls: type[Policy]) -> str:
-    """The name of a policy class.
+    """Return the name under which a policy class is registered.
 
     Raises:
-        ConfigurationError: it has none.
+        ConfigurationError: ``cls`` is not registered.
     """
     for name, path in BUILT_IN.items():
         module, _, attribute = path.partition(":")
         if (cls.__module__, cls.__qualname__) == (f"{__name__}.{module}", attribute):
             return name
-    for name in known():
-        if name not in BUILT_IN and lookup(name) is cls:
+    for name in sorted(_registered):
+        if _registered[name] is cls:
+            return name
+    package = cls.__module__.partition(".")[0]
+    for name, entry in sorted(_installed().items()):  # no other package is imported: it may be broken
+        if entry.module.partition(".")[0] == package and lookup(name) is cls:
             return name
     raise ConfigurationError(f"{cls.__qualname__} has no name in specs: register(name, cls) gives it one")
 
@@ -140,21 +150,21 @@ def bytes_per_step(
     bucket_mb: float | None = None,
     local_size: int | None = None,
 ) -> int:
-    """Bytes that rank 0 sends in one step, as :meth:`Collective.bytes_sent` counts them.
+    """Return the bytes that rank 0 sends in one step, as :meth:`Collective.bytes_sent` counts them.
 
-    Weights and other control messages are not among them. Other ranks send the same, or less where the last node is
-    smaller. Buckets are cut as on Horovod and MPI. DDP's differ a little, and the bytes hardly. What
-    :meth:`Policy.after_step` sends is included where it is due.
+    The count includes the collectives of :meth:`Policy.after_step` in steps in which it runs. It excludes weights and
+    other control messages. Other ranks send as many bytes, or fewer if the last node has fewer ranks than the others.
+    Buckets are those of Horovod and MPI; DDP cuts slightly different buckets, with nearly the same total.
 
     Args:
-        params: name -> parameter or shape (of float32).
+        params: parameters, or shapes (taken as float32), by name.
         size: number of ranks.
-        step: number of the step, for policies that change in the course of training.
-        bucket_mb: size of a bucket in MiB; None: the policy's.
-        local_size: ranks per node, in order; None: one node.
+        step: number of the step, from 0; some policies change during training.
+        bucket_mb: bucket size in MiB; None: the policy's default.
+        local_size: ranks per node, assigned in rank order; None: all ranks on one node.
 
     Raises:
-        ConfigurationError: an argument is not positive, or the policy is not defined for so many ranks.
+        ConfigurationError: an argument is not positive, or the policy is not defined for ``size`` ranks.
 
     >>> [bytes_per_step(from_spec(spec), {"w": (1000, 1000)}, size=4) for spec in ("mean", "bf16")]
     [6000000, 3000000]

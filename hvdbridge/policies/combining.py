@@ -1,20 +1,21 @@
-"""Linear combinations of the ranks' gradients, whose coefficients come from their dot products.
+"""Linear combinations of the ranks' gradients with coefficients that depend on the gradients' dot products.
 
-    all-to-all  ->  owners' partial dot products, all-reduced  ->  the owner combines its shard  ->  all-gather
+    all-to-all  ->  all-reduce of the owners' partial dot products  ->  each owner combines its shard  ->  all-gather
 
-One rank sends ``2 (N-1)/N`` of the vector, like a ring all-reduce, and a small table in float64.
+One rank sends ``2 (N-1)/N`` of the vector, like a ring all-reduce, and a small table in float64. A row is one rank's
+part of a shard.
 
 Rules:
 
-1. Every vector that such a rule speaks of (a partial combination, a centre, a difference) is itself a combination
-   of the rows, so its norms and products follow from one table of the rows' dot products: however many
-   iterations a rule makes, one small round is enough.
-2. Shards consist of whole blocks, and partial sums are made block by block: coefficients do not depend on
+1. Every vector in such a rule (a partial combination, a centre, a difference) is a linear combination of the rows. Its
+   norm and dot products follow from the table of the rows' dot products, so one small all-reduce serves any number of
+   iterations.
+2. Shards consist of whole blocks, and partial sums are formed block by block, so coefficients do not depend on
    bucket boundaries.
-3. A rank of weight 0 has no row: the rule sees the others alone, as if it were not there.
-4. The owner of a shard combines it and sends it, so all ranks end with the same bits.
-5. Memory: the pool takes back a packed vector, and a combination overwrites its first row. So beside the bucket one
-   buffer is held while a vector travels, two where shards are padded, and none in between.
+3. A rank of weight 0 has no row; the rule treats the other ranks as the whole group.
+4. The owner of a shard combines it and sends the result, so all ranks have equal bits.
+5. Memory: a packed vector returns to the pool, and a combination overwrites its first row. Beside the bucket, one
+   buffer is held while a vector is in flight (two if shards are padded), and none between collectives.
 """
 
 from __future__ import annotations
@@ -25,103 +26,112 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hvdbridge.kernels.cells import Cells, by_parameter, dots, in_all
+from hvdbridge.kernels.cells import Cells, dots, sum_all, sum_by_parameter
 from hvdbridge.policies.shards import BlockShards, Shards, accumulator, block_shards
 from hvdbridge.policy.base import Exchange
-from hvdbridge.policy.bucket import Bucket
+from hvdbridge.policy.bucket import Bucket, Ranks
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Collective
 
 Rows = list[Tensor]
-"""The ranks' parts of one shard."""
+"""The participants' parts of one shard, ``[shard length]`` each, in rank order."""
 
 
 def participants(bucket: Bucket) -> list[int]:
-    """The ranks of positive weight."""
-    return [rank for rank in range(bucket.size) if bucket.weights is None or bucket.weights[rank] > 0]
+    """Return the ranks of positive weight, in ascending order."""
+    weights = bucket.decide(lambda _, weights: weights)
+    return [rank for rank in range(bucket.size) if weights is None or weights[rank] > 0]
 
 
 def weights_of(bucket: Bucket) -> list[float]:
-    """Their weights, in the same order."""
-    return [1.0 if bucket.weights is None else bucket.weights[rank] for rank in participants(bucket)]
+    """Return the weights of the :func:`participants`, in the same order; 1.0 each if no weights were set."""
+    weights = bucket.decide(lambda _, weights: weights)
+    return [1.0 if weights is None else weights[rank] for rank in participants(bucket)]
 
 
-def raw(bucket: Bucket) -> Tensor:
-    """The gradient as this rank computed it (what ``weighted()`` did is undone); zeros where its weight is 0."""
-    if bucket.weight == 0.0:
+def raw_gradient(bucket: Bucket) -> Tensor:
+    """Return this rank's gradient ``[numel]`` without the factor of :meth:`Bucket.weighted`; zeros if its weight is 0.
+
+    The result may be the bucket's buffer.
+    """
+    if bucket.excluded:
         return bucket.buffer.zero_()
-    if not bucket.scaled or bucket.factor == 1.0:
+    if not bucket.scaled or bucket.size == 1:
         return bucket.buffer
-    return bucket.buffer / bucket.factor
+    weights = bucket.decide(lambda _, weights: weights)  # decided, since a quotient by a tensor has other bits
+    return bucket.buffer / Ranks(bucket.rank, bucket.size, weights).share
 
 
-def plan(bucket: Bucket) -> tuple[BlockShards, Cells]:
-    """The shards of a bucket by whole blocks, and the cells of the one that this rank owns."""
+def shard_cells(bucket: Bucket) -> tuple[BlockShards, Cells]:
+    """Return the shards of a bucket, in whole blocks, and the cells of the shard that this rank owns."""
     shards, device, rank = block_shards(bucket), bucket.buffer.device, bucket.rank
 
     def make() -> Cells:
-        pieces = [
-            (start, count, width, offset) for start, count, width, owner, offset in shards.pieces if owner == rank
+        blocks = [
+            (start, count, width, offset) for start, count, width, owner, offset in shards.groups if owner == rank
         ]
-        return Cells(bucket.layout, pieces, device)
+        return Cells(bucket.layout, blocks, device)
 
     return shards, bucket.layout.derive(("cells", shards, rank, device), make)
 
 
-def divide(flat: Tensor, shards: Shards, bucket: Bucket) -> Generator[Collective, Tensor, Rows]:
-    """The parts of this rank's shard that the participants hold, in their order. They may be changed. ``flat`` is given
-    away, and :func:`collect` follows."""
-    rows = shards.pack(flat, flat.dtype, pool=bucket.pool)
-    answer = yield AllToAll(rows, out=bucket.scratch(rows.numel(), rows.dtype))
-    bucket.pool.give(rows, but=[flat, answer])
-    return [answer[rank] for rank in participants(bucket)]
+def exchange_shards(flat: Tensor, shards: Shards, bucket: Bucket) -> Generator[Collective, Tensor, Rows]:
+    """Send every owner its shard of ``flat``; return the :func:`participants`' parts of this rank's shard.
+
+    The flow gives ``flat`` away and may overwrite the returned rows. A call of :func:`gather_shards` must follow.
+    """
+    packed = shards.pack(flat, flat.dtype, pool=bucket.pool)
+    received = yield AllToAll(packed, out=bucket.scratch(packed.numel(), packed.dtype))
+    bucket.pool.give(packed, but=[flat, received])
+    return [received[rank] for rank in participants(bucket)]
 
 
-def collect(
-    rows: Rows, mine: Tensor, shards: Shards, wire: torch.dtype, bucket: Bucket, to_output: bool = True
+def gather_shards(
+    rows: Rows, result: Tensor, shards: Shards, wire: torch.dtype, bucket: Bucket, to_output: bool = True
 ) -> Exchange:
-    """The owners' results as one flat vector, in float32 or wider.
+    """Return the owners' results as one flat vector ``[numel]``, in float32 or wider.
 
     Args:
-        rows: what :func:`divide` gave; no flow reads them afterwards.
-        mine: this owner's result; may be one of ``rows``.
-        to_output: in the bucket's output buffer.
+        rows: the rows that :func:`exchange_shards` returned; their memory goes back to the pool.
+        result: this owner's result ``[shard length]``; may be one of ``rows``.
+        wire: dtype of the results on the wire.
+        to_output: write the vector into the bucket's output buffer.
     """
     wide = accumulator(wire)
-    answer = yield AllGather(mine.to(wire), out=bucket.scratch(shards.size * shards.length, wire))
-    update = shards.unpack(answer, wide, bucket.output(wide) if to_output else None)
-    bucket.pool.give(answer, rows[0], but=[update, bucket.buffer])
+    gathered = yield AllGather(result.to(wire), out=bucket.scratch(shards.size * shards.length, wire))
+    update = shards.unpack(gathered, wide, bucket.output(wide) if to_output else None)
+    bucket.pool.give(gathered, rows[0], but=[update, bucket.buffer])
     return update
 
 
 def gram_by_parameter(groups: Sequence[Sequence[Tensor]], cells: Cells) -> Exchange:
-    """The dot products of each group's rows: float64 ``[parameters, groups, m, m]``.
+    """Return the dot products of each group's rows, per parameter: float64 ``[parameters, groups, m, m]``.
 
-    Groups are filled up with zeros to the size m of the largest.
+    m is the number of rows of the largest group; smaller groups are padded with zeros.
     """
-    largest, length = max(map(len, groups)), cells.parameters
-    corner = torch.triu_indices(largest, largest, device=groups[0][0].device)
-    table = torch.zeros((length, len(groups), largest, largest), dtype=torch.float64, device=groups[0][0].device)
-    for i, rows in enumerate(groups):
-        table[:, i, : len(rows), : len(rows)] = by_parameter(dots(rows, cells), cells)
-    return _symmetric((yield AllReduce(table[..., corner[0], corner[1]])), largest)
+    size, parameters = max(map(len, groups)), cells.parameters
+    upper = torch.triu_indices(size, size, device=groups[0][0].device)
+    table = torch.zeros((parameters, len(groups), size, size), dtype=torch.float64, device=groups[0][0].device)
+    for i, group in enumerate(groups):
+        table[:, i, : len(group), : len(group)] = sum_by_parameter(dots(group, cells), cells)
+    return _symmetric((yield AllReduce(table[..., upper[0], upper[1]])), size)
 
 
 def gram(rows: Sequence[Tensor], cells: Cells) -> Exchange:
-    """The dot products of the rows: float64 ``[rows, rows]``."""
+    """Return the dot products of the rows, over all parameters: float64 ``[rows, rows]``."""
     size = len(rows)
-    corner = torch.triu_indices(size, size, device=rows[0].device)
-    table = in_all(dots(rows, cells), cells)
-    return _symmetric((yield AllReduce(table[corner[0], corner[1]])), size)
+    upper = torch.triu_indices(size, size, device=rows[0].device)
+    table = sum_all(dots(rows, cells), cells)
+    return _symmetric((yield AllReduce(table[upper[0], upper[1]])), size)
 
 
-def _symmetric(corners: Tensor, size: int) -> Tensor:
-    """``[..., size (size+1)/2]`` as symmetric matrices ``[..., size, size]``."""
-    places = _places(size, corners.device)
-    return corners[..., places].view(*corners.shape[:-1], size, size)
+def _symmetric(triangles: Tensor, size: int) -> Tensor:
+    """Expand upper triangles ``[..., size (size+1)/2]`` into symmetric matrices ``[..., size, size]``."""
+    index = _triangle_index(size, triangles.device)
+    return triangles[..., index].view(*triangles.shape[:-1], size, size)
 
 
 @lru_cache
-def _places(size: int, device: torch.device) -> Tensor:
-    """Where each element of a matrix, row by row, stands in its upper triangle."""
+def _triangle_index(size: int, device: torch.device) -> Tensor:
+    """Return the index into the upper triangle of each matrix element, row by row: int64 ``[size * size]``."""
     number = {pair: i for i, pair in enumerate((a, b) for a in range(size) for b in range(a, size))}
     return torch.tensor([number[min(a, b), max(a, b)] for a in range(size) for b in range(size)], device=device)

@@ -1,11 +1,11 @@
-"""One step late: the aggregate of a step is applied in the next, so that no one waits for communication.
+"""Delayed aggregation: each step applies the previous step's aggregate, so that no step waits for communication.
 
 Rules:
 
-1. Step t delivers the aggregate of step t - 1 at once, and zeros in the first. Its own gradient travels in the
-   background while the optimizer, the next forward and the next backward run.
-2. Memory: beside what the inner policy needs, a copy of the bucket, which outlives the step.
-3. What is held is replicated state like any other: a checkpoint moves, and flush() hands out the last one.
+1. Step t delivers the aggregate of step t - 1 immediately, and zeros in the first step. The inner policy aggregates the
+   gradient of step t in the background, during the optimizer's step and the next forward and backward.
+2. Memory: beside the inner policy's memory, a copy of the bucket that outlives the step.
+3. The held aggregate is replicated state: checkpoints contain it, and flush() returns the last one.
 """
 
 from __future__ import annotations
@@ -25,18 +25,24 @@ from hvdbridge.policy.bucket import Bucket, Views, flatten
 
 @dataclass(frozen=True)
 class Delayed(Policy):
-    """``u_t = inner(g_{t-1})``, ``u_0 = 0``: gradients one step old (Ho 2013, section 3: staleness 1).
+    """Apply each aggregate one step late: ``u_t = inner(g_{t-1})``, ``u_0 = 0`` (Ho 2013, section 3, staleness 1).
 
-    The first step's update is zeros; an optimizer with momentum or weight decay still moves in it. After the last
-    step ``sync.flush()`` puts the last aggregate into ``p.grad`` for one more ``optimizer.step()``. A non-finite
-    gradient arrives one step late, too, and a step whose weights add up to zero holds what is held.
+    The first update is zeros; an optimizer with momentum or weight decay still changes parameters in this step. After
+    the last step, ``sync.flush()`` puts the last aggregate into ``p.grad`` for one more ``optimizer.step()``. A
+    non-finite gradient arrives one step late, too. A step whose weights sum to zero leaves the held aggregate as it is.
 
-    State: ``held``, the size of the gradients, replicated. A copy of the gradients lives while they travel.
-    What the inner policy sends is what this sends.
+    State: ``held``, the last aggregate, the size of the gradients, equal on all ranks. Memory: also a copy of the
+    gradients in flight. Weights and bytes on the wire are those of ``inner``.
+
+    Attributes:
+        inner: the policy that aggregates the gradients.
+
+    Raises:
+        ConfigurationError: ``inner`` is or contains another :class:`Delayed`.
     """
 
     inner: Policy = MEAN
-    # A NaN that is held must be delivered and then replaced, so no parameter keeps its old one.
+    # A held NaN is delivered and must then be replaced, so the slot is not guarded.
     slots: ClassVar[Mapping[str, Slot]] = {"held": Slot(gradient_units=True, guarded=False, held=True)}
     additive = False
 
@@ -50,13 +56,13 @@ class Delayed(Policy):
         return {"held": held, "inner": self.inner.init(params)}
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        mine = bucket.with_buffer(bucket.buffer.clone())  # the caller takes its buffer back
+        own_bucket = bucket.with_buffer(bucket.buffer.clone())  # the caller reuses its buffer after Early
         yield Early(flatten(state["held"], bucket.layout))
-        result = yield from finish(self.inner.aggregate(mine, state["inner"]))
-        fresh = Views(bucket.layout, result.update)
-        return Aggregated(result.update, state={"held": fresh, "inner": result.state})
+        result = yield from finish(self.inner.aggregate(own_bucket, state["inner"]))
+        held = Views(bucket.layout, result.update)
+        return Aggregated(result.update, state={"held": held, "inner": result.state})
 
 
 def has_delay(policy: Policy) -> bool:
-    """Whether a :class:`Delayed` is anywhere in it."""
+    """Return whether ``policy`` is a :class:`Delayed` or contains one."""
     return isinstance(policy, Delayed) or any(map(has_delay, policy.inners().values()))

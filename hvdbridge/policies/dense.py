@@ -1,10 +1,10 @@
-"""Dense policies: every element of the gradient travels.
+"""Dense policies: every element of the gradient is sent.
 
 Rules:
 
 1. The result is ``sum_r w_r g_r / sum(w)``; ``sum`` is N times that.
-2. Half types are for the wire alone: additions are made in float32 by one owner (:mod:`.sharded`), so results
-   do not depend on the number of ranks by more than two roundings.
+2. Half types are used on the wire only. One owner per element adds in float32 (:mod:`.sharded`), so each element is
+   rounded to the half type twice, whatever the number of ranks.
 3. Updates have the type of the bucket's buffer or a wider one.
 """
 
@@ -25,17 +25,20 @@ from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies.sharded import sharded_sum
 from hvdbridge.policies.shards import FlatShards, accumulator, scaled, shards_of, sum_rows
 from hvdbridge.policy.base import CODED_MB, Aggregated, Exchange, Flow, Policy, State, acts_after_step, rewrite
-from hvdbridge.policy.bucket import DDP_MB, Bucket, scale
+from hvdbridge.policy.bucket import DDP_MB, Bucket, Number, scale
 from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, output_of
 
 
 @dataclass(frozen=True)
 class Mean(Policy):
-    """The weighted mean, ``sum_r w_r g_r / sum(w)``: one all-reduce per bucket, plain DDP's bits.
+    """Weighted mean of the gradients, ``sum_r w_r g_r / sum(w)``.
+
+    The mean is one all-reduce per bucket and has the bits of plain DDP. State: none. Weights: any.
+    On the wire: ``2 (N-1)/N`` of the gradient, in its own type.
 
     Attributes:
-        exact: sum in rank order in float32 (float64 stays float64), by the sharded scheme. The same bytes on
-            the wire, and the same bits on every backend at any number of ranks, whatever the buckets.
+        exact: add in rank order in float32 (float64 for float64), by an all-to-all and an all-gather (:mod:`.sharded`).
+            As many bytes are sent. The bits depend neither on the backend nor on bucket boundaries.
     """
 
     exact: bool = False
@@ -56,7 +59,7 @@ class Mean(Policy):
             rest = bucket.buffer.zero_()
         if not self.exact:
             return Aggregated((yield AllReduce(flat)), rest=rest)
-        # Nothing is rounded for the wire, so the owner of a shard does not matter: flat ones are enough.
+        # Nothing is rounded for the wire, so no residual depends on the owner of a shard: flat shards suffice.
         shards, wide = FlatShards(flat.numel(), bucket.size), accumulator(flat.dtype)
         update = yield from sharded_sum(flat, shards, bucket.rank, flat.dtype, wide, bucket.pool, bucket.output)
         return Aggregated(update, rest=rest)
@@ -68,10 +71,11 @@ MEAN = Mean()
 
 @dataclass(frozen=True)
 class Sum(Policy):
-    """The sum over ranks, as ``hvd.Sum``; one all-reduce per bucket.
+    """Sum of the gradients over ranks, as ``hvd.Sum``; one all-reduce per bucket.
 
-    Weights are multipliers relative to their mean, ``sum_r (N w_r / sum(w)) g_r``: equal ones give the plain sum.
-    It is not additive: ErrorFeedback accounts for shares of a mean, and this update is N times that.
+    Weights are multipliers relative to their mean, ``sum_r (N w_r / sum(w)) g_r``; equal weights give the plain sum.
+    State: none. Not additive: :class:`~.wrappers.ErrorFeedback` needs an update that is a mean, and the sum is N times
+    the mean. On the wire: ``2 (N-1)/N`` of the gradient, in its own type.
     """
 
     rounds = 1
@@ -80,46 +84,48 @@ class Sum(Policy):
         return Aggregated((yield AllReduce(scale(bucket.buffer, share_of_sum(bucket)))))
 
 
-def share_of_sum(bucket: Bucket) -> float:
-    """The factor that makes this rank's gradient its part of a sum: ``N w_r / sum(w)``."""
+def share_of_sum(bucket: Bucket) -> Number:
+    """Return the factor that turns this rank's buffer into its term of the sum: ``N w_r / sum(w)``, and N if the buffer
+    is weighted already."""
     if bucket.scaled:
         return float(bucket.size)
-    if bucket.weights is None or len(set(bucket.weights)) == 1:
-        return 1.0  # exactly: N w / sum(w) may be off by a rounding
-    return bucket.size * bucket.factor
+    if bucket.decide(lambda _, weights: weights is None or len(set(weights)) == 1):
+        return 1.0  # N w / sum(w) may differ from 1 by a rounding
+    return 0.0 if bucket.excluded else bucket.number(lambda ranks: ranks.size * ranks.share)
 
 
 def plain_mean(policy: Policy) -> bool:
-    """Whether the update is what plain DDP makes of a gradient, if no weights are set: then DDP may make it."""
+    """Return whether the update equals plain DDP's if no weights are set, so that DDP itself may compute it."""
     return type(policy) is Mean and not policy.exact
 
 
 def all_reduces(policy: Policy) -> bool:
-    """Whether a flow is one all-reduce in the bucket's memory, with next to no computation."""
+    """Return whether each flow is one all-reduce in the bucket's memory, with next to no computation."""
     return plain_mean(policy) or type(policy) is Sum
 
 
 @own_member_first(warn=False)
 def bucket_mb(policy: Policy) -> float:
-    """The size of a bucket in MiB on one machine, if none is given. A class may have an attribute of this name.
+    """Return the default bucket size in MiB on one machine. A class may define an attribute of this name instead.
 
-    Else the size is DDP's, or less where flows compute between collectives and run ahead of their turns
-    (:attr:`Policy.rounds`), so that one bucket is coded while another travels. With DDP's size, buckets on torch are
-    those of plain DDP, whose bits the mean reproduces.
+    The default is DDP's size: buckets on torch are then those of plain DDP, whose bits the mean reproduces. It is
+    smaller for policies that compute between collectives and state their :attr:`Policy.rounds`: the scheduler then
+    encodes one bucket while another is in flight.
     """
     return DDP_MB if policy.rounds is None or plain_mean(policy) or isinstance(policy, Sum) else CODED_MB
 
 
-def own(bucket: Bucket) -> Tensor:
-    """This rank's gradient as it is; zeros where its weight is 0, so that not even its optimizer sees a NaN."""
-    return bucket.buffer.zero_() if bucket.weight == 0.0 else bucket.buffer
+def local_gradient(bucket: Bucket) -> Tensor:
+    """Return this rank's gradient unchanged; zeros if its weight is 0, so that its optimizer gets no NaN either."""
+    return bucket.buffer.zero_() if bucket.excluded else bucket.buffer
 
 
 @dataclass(frozen=True)
 class Noop(Policy):
-    """This rank's own gradient, and nothing on the wire: to find out what communication costs. Replicas drift.
+    """This rank's own gradient, without communication: a baseline to measure the cost of communication against.
 
-    It says so once, on the logger ``hvdbridge``.
+    Replicas drift apart from the first step on; the logger ``hvdbridge`` warns of this once per process. A rank of
+    weight 0 gets zeros. State: none.
     """
 
     replicas = "drift"
@@ -130,7 +136,7 @@ class Noop(Policy):
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         yield from ()
-        return Aggregated(own(bucket))
+        return Aggregated(local_gradient(bucket))
 
 
 @cache
@@ -140,11 +146,13 @@ def _warn_of_drift() -> None:
 
 @dataclass(frozen=True)
 class _Half(Policy):
-    """A half type on the wire, of the weighted mean or of any inner policy's floating payloads.
+    """Base of policies that send a half type, for the weighted mean or for the float32 payloads of any inner policy.
 
-    Around the mean it is additive. Around another policy it is not, because that policy does not learn how its payloads
-    were rounded: put error feedback inside, ``fp16(ef(...))``. A policy that acts after the optimizer's step is
-    refused: ``local_sgd(inner=fp16)``.
+    Around the mean such a policy is additive. Around another policy it is not, because the inner policy does not see
+    how its payloads are rounded: put error feedback inside, ``fp16(ef(...))``.
+
+    Raises:
+        ConfigurationError: ``inner`` acts after the optimizer's step; write ``local_sgd(inner=fp16)`` instead.
     """
 
     inner: Policy = MEAN
@@ -167,21 +175,21 @@ class _Half(Policy):
     def rounds(self) -> int | None:
         if type(self.inner) is Mean:
             return 2
-        return None if self.inner.rounds is None else 2 * self.inner.rounds  # a sum takes two, all else one
+        return None if self.inner.rounds is None else 2 * self.inner.rounds  # each sum becomes two collectives
 
     @property
     def bytewise(self) -> bool:
         return type(self.inner) is Mean or self.inner.bytewise
 
     def power(self, size: int) -> float:
-        """What contributions to a sum of ``size`` are multiplied by while they travel."""
+        """Return the power of two by which contributions to a sum of ``size`` ranks are multiplied on the wire."""
         return 1.0
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        if type(self.inner) is Mean:  # the one inner whose payload is the bucket: what was sent is known exactly
+        if type(self.inner) is Mean:  # its payload is the bucket, so its rest is known
             return (yield from self._mean(bucket))
         flow = self.inner.aggregate(bucket, state["inner"])
-        result = yield from rewrite(flow, lambda request: self._travel(request, bucket))
+        result = yield from rewrite(flow, lambda request: self._send_narrow(request, bucket))
         return Aggregated(result.update, result.sent, {"inner": result.state})
 
     def _mean(self, bucket: Bucket) -> Flow:
@@ -192,10 +200,11 @@ class _Half(Policy):
         )  # fmt: skip
         return Aggregated(update, rest=flat if needs_sent else None)
 
-    def _travel(self, request: Collective, bucket: Bucket) -> Exchange:
-        """Answer ``request`` by requests whose payload is half; its shape and type are kept.
+    def _send_narrow(self, request: Collective, bucket: Bucket) -> Exchange:
+        """Answer ``request`` through requests whose payload has the type ``wire``.
 
-        float64 (dot products) and min, max, product pass through unchanged.
+        The answer has the shape and type that ``request`` would give. Payloads other than float32 (such as dot products
+        in float64) and the operations min, max and product pass unchanged.
         """
         tensor = request.tensor
         if tensor.dtype != torch.float32:
@@ -210,39 +219,43 @@ class _Half(Policy):
                 )
                 return total.view(tensor.shape)
             case ReduceScatter(op="sum"):
-                rows, came = (bucket.scratch(tensor.numel(), self.wire) for _ in range(2))
+                rows, received = (bucket.scratch(tensor.numel(), self.wire) for _ in range(2))
                 scaled(tensor.reshape(-1), power, rows)
-                theirs = yield AllToAll(rows.view(tensor.shape), request.group, came)
-                total = sum_rows(theirs, tensor[0]).div_(power)
-                bucket.pool.give(rows, came)
+                contributions = yield AllToAll(rows.view(tensor.shape), request.group, received)
+                total = sum_rows(contributions, tensor[0]).div_(power)
+                bucket.pool.give(rows, received)
                 return total
             case AllGather() | AllToAll() | Broadcast():
-                if not bucket.weighting.weighted:  # a raw gradient is no share of a mean: it needs no lift
+                if not bucket.weighting.weighted:  # payloads are gradients, not shares of a mean: no scaling is needed
                     power = 1.0
                 shape = request.answer_shape(size)
                 numel = math.prod(shape)
                 narrow = bucket.scratch(tensor.numel(), self.wire)
                 scaled(tensor.reshape(-1), power, narrow)
                 if isinstance(request, Broadcast):
-                    whole, answer = None, (yield replace(request, tensor=narrow.view(tensor.shape)))
+                    output, answer = None, (yield replace(request, tensor=narrow.view(tensor.shape)))
                 else:
-                    whole, came = output_of(request, numel), bucket.scratch(numel, self.wire)
-                    answer = yield replace(request, tensor=narrow.view(tensor.shape), out=came)
-                whole = (tensor.new_empty(numel) if whole is None else whole).copy_(answer.reshape(-1))
+                    output, received = output_of(request, numel), bucket.scratch(numel, self.wire)
+                    answer = yield replace(request, tensor=narrow.view(tensor.shape), out=received)
+                output = (tensor.new_empty(numel) if output is None else output).copy_(answer.reshape(-1))
                 bucket.pool.give(narrow, answer)
-                return (whole if power == 1.0 else whole.div_(power)).view(shape)
+                return (output if power == 1.0 else output.div_(power)).view(shape)
             case _:
                 return (yield request)
 
 
 @dataclass(frozen=True)
 class Fp16(_Half):
-    """IEEE half precision on the wire: 11 bits of significand, up to 65504.
+    """IEEE half precision on the wire: 11 bits of significand, magnitudes up to 65504 (as PyTorch's fp16 hook).
 
-    ``fp16`` is the weighted mean; ``fp16(inner)`` casts the floating payloads of any policy.
-    Contributions travel as ``g w/sum(w) 2^round(log2 N)``, about the size of g itself: a share ``g / N``
-    would fall below fp16's smallest numbers at large N. What exceeds 65504 travels as inf, as it does in
-    PyTorch's own fp16 hook.
+    ``fp16`` is the weighted mean; ``fp16(inner)`` casts the float32 payloads of any policy. Contributions are sent as
+    ``g w/sum(w) 2^round(log2 N)``, about the size of g itself: at large N, shares ``g / N`` would be smaller than
+    fp16's smallest numbers. Magnitudes above 65504 become inf, as in PyTorch's hook.
+
+    State and weights are those of ``inner``. On the wire: half of the bytes that ``inner`` sends in float32.
+
+    Attributes:
+        inner: the policy whose payloads are cast.
     """
 
     wire = torch.float16
@@ -255,7 +268,8 @@ class Fp16(_Half):
 class Bf16(_Half):
     """bfloat16 on the wire: 8 bits of significand and the range of float32, so nothing needs scaling.
 
-    ``bf16`` is the weighted mean; ``bf16(inner)`` casts the floating payloads of any policy.
+    ``bf16`` is the weighted mean; ``bf16(inner)`` casts the float32 payloads of any policy. State, weights, bytes and
+    attributes are those of :class:`Fp16`.
     """
 
     wire = torch.bfloat16

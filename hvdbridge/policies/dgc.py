@@ -2,10 +2,10 @@
 
 Rules:
 
-1. Momentum is accumulated on each rank before elements are chosen (section 3.2), so the optimizer behind this
-   policy must be plain SGD without momentum.
-2. What was sent is removed from the accumulated gradient and from the momentum (factor masking, section 3.3).
-3. It is its own error feedback: ``ef(dgc)`` is refused.
+1. Each rank accumulates momentum before it chooses elements (section 3.2), so the optimizer must be plain SGD
+   without momentum.
+2. Sent elements are cleared in the accumulated gradient and in the momentum (momentum factor masking, section 3.3).
+3. The accumulated gradient is the error feedback: ``ef(dgc)`` is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hvdbridge.policy.options import option
 
 @dataclass(frozen=True)
 class Dgc(Policy):
-    """Sends the largest elements of a local gradient that was accumulated with momentum.
+    """Send the largest elements of a local gradient accumulated with momentum (Lin 2018, sections 3.2 and 3.3).
 
     ::
 
@@ -39,19 +39,22 @@ class Dgc(Policy):
         v = v + u                          (nesterov: u = momentum (u + g), v = v + u + g)
         send the k = ceil(ratio n) elements of v of largest magnitude; where sent, u = v = 0
 
-    The update is the sum over ranks of what was sent. State: ``momentum`` and ``accumulated``, float32, of this
-    rank. A rank of weight 0 sends nothing and keeps both. On the wire: as ``topk`` of the present ratio.
-    Memory: the new momentum and accumulated gradient stand beside the old ones while a bucket travels (with ``clip``
-    all parameters are one), and so do N ranks' messages, which are longer in the warm-up.
+    The update is the sum over ranks of the sent elements. Use plain SGD without momentum as the optimizer.
+
+    State: ``momentum`` (u) and ``accumulated`` (v), of this rank, each the size of the parameters in float32 (float64
+    for float64). A rank of weight 0 sends nothing and keeps both. On the wire: as ``topk`` of the current ratio.
+    Memory: the old and the new state of each bucket in flight, and the messages of all N ranks, which are longer during
+    the warm-up. With ``clip`` all parameters form one bucket.
 
     Attributes:
-        ratio: share of the elements that travel after the warm-up.
-        momentum: in place of the optimizer's.
-        nesterov: the other form of momentum.
-        clip: the norm to which this rank's whole gradient is clipped, times ``N ** -0.5`` (of N ranks that have
-            a weight), before it is accumulated (local gradient clipping, section 3.3). The flow then waits for the
-            last gradient.
-        warmup: steps in which the ratio falls from 1/4 by factors of 4 to ``ratio``, in equal stages (section 3.3).
+        ratio: share of the elements that are sent after the warm-up.
+        momentum: coefficient of the momentum, which replaces the optimizer's.
+        nesterov: use Nesterov momentum.
+        clip: this rank's whole gradient is clipped to the L2 norm ``clip * N ** -0.5`` before it is accumulated, where
+            N counts the ranks of positive weight (local gradient clipping, section 3.3). Aggregation then begins after
+            the last gradient of the step. None: no clipping.
+        warmup: number of steps in which the ratio falls from 1/4 to ``ratio`` by factors of 4, in equal stages
+            (section 3.3).
     """
 
     ratio: float = option(0.001, above=0, at_most=1)
@@ -67,11 +70,11 @@ class Dgc(Policy):
 
     @property
     def scope(self) -> Literal["bucket", "step"]:
-        """The norm is that of the whole gradient."""
+        """``"step"`` with ``clip``, whose norm needs the whole gradient."""
         return "bucket" if self.clip is None else "step"
 
     def ratio_at(self, step: int) -> float:
-        """The share of the elements that travels in a step.
+        """Return the share of the elements that is sent in a step.
 
         >>> [Dgc(0.01, warmup=6).ratio_at(step) for step in range(7)]
         [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.01]
@@ -86,27 +89,27 @@ class Dgc(Policy):
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         layout, dtype = bucket.layout, accumulator(bucket.buffer.dtype)
-        plan = plan_of(bucket, self.ratio_at(bucket.step))
-        if bucket.weight == 0.0:
+        plan = plan_of(bucket, bucket.decide(lambda step, _: self.ratio_at(step)))
+        if bucket.excluded:
             indices = torch.zeros(plan.total, dtype=torch.int64, device=bucket.buffer.device)
             values = torch.zeros(plan.total, dtype=dtype, device=bucket.buffer.device)
             return Aggregated((yield from gathered_sum(bucket, indices, values)))
         gradient = bucket.weighted().buffer.to(dtype)
         if self.clip is not None:
-            # The limit of this rank's own gradient, before its weight
-            limit = self.clip * len(participants(bucket)) ** -0.5 * bucket.factor
+            # `clip` limits the unweighted gradient; `gradient` is already multiplied by the rank's factor.
+            limit = self.clip * len(participants(bucket)) ** -0.5 * bucket.share
             gradient.mul_(clip_factor(gradient, bucket.layout, limit))
         momentum, accumulated = flatten(state["momentum"], layout), flatten(state["accumulated"], layout)
-        new = bucket.fresh(momentum)
+        out = bucket.fresh(momentum)
         if self.nesterov:
-            momentum = torch.add(momentum, gradient, out=new).mul_(self.momentum)
+            momentum = torch.add(momentum, gradient, out=out).mul_(self.momentum)
             accumulated = torch.add(accumulated, momentum, out=bucket.fresh(accumulated)).add_(gradient)
         else:
-            momentum = torch.mul(momentum, self.momentum, out=new).add_(gradient)
+            momentum = torch.mul(momentum, self.momentum, out=out).add_(gradient)
             accumulated = torch.add(accumulated, momentum, out=bucket.fresh(accumulated))
         indices, values = largest(accumulated, plan)
-        # An empty slot points at element 0 but must not clear it: it subtracts 0 and multiplies by 1.
+        # An empty slot (index 0, value 0) must not clear element 0: it subtracts 0 and multiplies by 1.
         accumulated.index_add_(0, indices, values, alpha=-1)
         momentum.scatter_reduce_(0, indices, (values == 0).to(dtype), "prod")
-        held = {"momentum": Views(layout, momentum), "accumulated": Views(layout, accumulated)}
-        return Aggregated((yield from gathered_sum(bucket, indices, values)), state=held)
+        new_state = {"momentum": Views(layout, momentum), "accumulated": Views(layout, accumulated)}
+        return Aggregated((yield from gathered_sum(bucket, indices, values)), state=new_state)

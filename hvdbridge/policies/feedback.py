@@ -1,18 +1,18 @@
-"""Error feedback: what a lossy policy did not send is added to its next gradient. Written once.
+"""Error feedback: the part of a gradient that a lossy policy did not send is added to the next gradient.
 
 Rules:
 
 1. ``p = g w/sum(w) + e``, ``e' = p - sent(p)`` (Seide 2014, section 2; Karimireddy 2019, algorithm 2).
-   Updates plus final residuals sum to the inputs.
-2. The residual is in float32 (float64 for float64 gradients), local to the rank and in units of the gradient.
-3. A rank of weight 0 contributes nothing and keeps its residual as it is; the second-stage error of a shard
-   that it owns in that step is then lost.
-4. Memory: beside gradients and state there is the new residual, which begins as the corrected gradient and from
-   which a leaf takes off what it sends as soon as it knows (:attr:`Aggregated.rest
-   <hvdbridge.Aggregated.rest>`). The update takes the gradient's memory (:meth:`Bucket.output
-   <hvdbridge.Bucket.output>`). The rest are messages, and ``sent`` of an inner policy that returns it.
-5. Two ways lead here: the wrapper ``ef(inner)``, and the option ``ef`` of a leaf that is :class:`WithFeedback`.
-   Both hold the same state, ``{"residual": {name: tensor}, "inner": {...}}``, and give the same bits.
+   The sum of all updates and final residuals is the sum of all weighted gradients, but for what rule 3 loses.
+2. The residual e is in float32 (float64 for float64 gradients), local to the rank and in units of the gradient.
+3. A rank of weight 0 contributes zeros and keeps its residual. The second-stage error of the shard that it owns in
+   that step is lost.
+4. Memory: beside gradients and state, the new residual. It begins as the corrected gradient p, and a leaf subtracts
+   what it sends as soon as that is known (:attr:`Aggregated.rest <hvdbridge.Aggregated.rest>`). The update reuses the
+   gradient's memory (:meth:`Bucket.output <hvdbridge.Bucket.output>`). Messages take further memory, and so does
+   ``sent`` if an inner policy returns it.
+5. Users enable feedback by the wrapper ``ef(inner)`` or by the option ``ef`` of a leaf derived from
+   :class:`WithFeedback`. Both hold the state ``{"residual": {name: tensor}, "inner": {...}}`` and give equal bits.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from hvdbridge.policy.base import Aggregated, Flow, Policy, Slot, State
 from hvdbridge.policy.bucket import Bucket, Views, flatten
 
 RESIDUAL: Mapping[str, Slot] = {"residual": Slot(local=True, gradient_units=True, reused=True)}
-"""The slot that feedback keeps."""
+"""Description of the state that error feedback keeps."""
 
 
 def residuals(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros of the parameters' shapes, in float32 or wider."""
+    """Return zeros of the parameters' shapes and devices, in float32 or wider."""
     wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in params.items()}
     return {name: torch.zeros(p.shape, dtype=wide[name], device=p.device) for name, p in params.items()}
 
 
 def feedback(bucket: Bucket, state: State, aggregate: Callable[[Bucket, State], Flow]) -> Flow:
-    """Run ``aggregate`` on the bucket plus what is left over, and keep what it did not send.
+    """Run ``aggregate`` on the weighted bucket plus the residual, and store the part it did not send.
 
     Args:
-        state: ``{"residual": {name: tensor}, "inner": state of aggregate}``; the same comes back.
-        aggregate: of an additive policy.
+        bucket: the gradients; overwritten.
+        state: ``{"residual": {name: tensor}, "inner": state of aggregate}``; the new state has the same form.
+        aggregate: ``aggregate`` of an additive policy.
     """
-    excluded = bucket.weight == 0.0
+    excluded = bucket.excluded
     corrected = _corrected(bucket, state["residual"])
     if excluded:
         corrected.buffer.zero_()
@@ -56,26 +57,27 @@ def feedback(bucket: Bucket, state: State, aggregate: Callable[[Bucket, State], 
 
 
 def _corrected(bucket: Bucket, residual: Mapping[str, Tensor]) -> Bucket:
-    """The weighted bucket plus what is left over; memory of the former is the spare of the latter."""
-    gradient, left = bucket.buffer, flatten(residual, bucket.layout)
-    factor = 1.0 if bucket.scaled else bucket.factor
-    alike = gradient.dtype == left.dtype == torch.float32 and gradient.shape == left.shape
-    if factor == 0.0 or not (alike and (native := compiled(gradient, left))):
-        wide = torch.promote_types(gradient.dtype, left.dtype)
-        total = bucket.fresh(left) if left.dtype == wide else torch.empty_like(gradient)
-        torch.add(bucket.weighted().buffer, left, out=total)
+    """Return a bucket with the weighted gradient plus the residual; the gradient's memory becomes its ``spare``."""
+    gradient, error = bucket.buffer, flatten(residual, bucket.layout)
+    factor = 1.0 if bucket.scaled else bucket.share
+    both_float32 = gradient.dtype == error.dtype == torch.float32 and gradient.shape == error.shape
+    native = compiled(gradient, error) if both_float32 else None
+    if native is None or isinstance(factor, Tensor) or factor == 0.0:
+        wide = torch.promote_types(gradient.dtype, error.dtype)
+        total = bucket.fresh(error) if error.dtype == wide else torch.empty_like(gradient)
+        torch.add(bucket.weighted().buffer, error, out=total)
     else:
-        total = bucket.fresh(left)  # the same bits, in one pass
-        native.weigh_and_add(gradient.data_ptr(), factor, left.data_ptr(), total.numel(), total.data_ptr())
+        total = bucket.fresh(error)  # equal bits, in one pass over memory
+        native.weigh_and_add(gradient.data_ptr(), factor, error.data_ptr(), total.numel(), total.data_ptr())
     return replace(bucket, buffer=total, scaled=True, needs_sent=True, spare=gradient)
 
 
 class WithFeedback(Policy):
-    """Base of a leaf with the option ``ef``: with it the leaf is what ``ef(leaf(ef=false))`` is.
+    """Base of a leaf policy with the option ``ef``: ``leaf(ef=true)`` equals ``ef(leaf(ef=false))``.
 
-    The leaf is a frozen dataclass with the field ``ef: bool`` (last, so that positional options stay what they
-    are). It implements :meth:`compress` and, where it has state, :meth:`fresh` and ``slots``; it says nothing of
-    ``additive``. Its state is ``{"residual": {...}, "inner": fresh}`` with feedback, and ``fresh`` without.
+    The leaf is a frozen dataclass with ``ef: bool`` as its last field, so that positional options keep their order. It
+    implements :meth:`compress` and, if it has state, :meth:`fresh` and ``slots``. It must not define ``additive``. Its
+    state is ``{"residual": {...}, "inner": fresh}`` with feedback, and ``fresh`` without.
     """
 
     ef: bool
@@ -86,11 +88,11 @@ class WithFeedback(Policy):
 
     @property
     def additive(self) -> bool:
-        """Nothing is lost with feedback, so a second one around it would add every error twice."""
+        """False with feedback: a second feedback around this policy would add each error twice."""
         return not self.ef
 
     def inners(self) -> Mapping[str, Policy]:
-        """With feedback, the same leaf without it: where its state stands."""
+        """With feedback, the same leaf without feedback, whose state is under ``inner``."""
         return {"inner": _without(self)} if self.ef else super().inners()
 
     def init(self, params: Mapping[str, Tensor]) -> State:
@@ -103,12 +105,14 @@ class WithFeedback(Policy):
         return (yield from self.compress(bucket, state))
 
     def fresh(self, params: Mapping[str, Tensor]) -> State:
-        """The leaf's own state for these parameters."""
+        """Return the leaf's own initial state for these parameters, without the residual."""
         return {}
 
     def compress(self, bucket: Bucket, state: State) -> Flow:
-        """The leaf's ``aggregate``, additive: it calls ``bucket.weighted()``, and says what it did not send where
-        ``bucket.needs_sent``. ``state`` is its own, as :meth:`fresh` began it."""
+        """Aggregate as an additive policy: the leaf's :meth:`Policy.aggregate`, with its own state.
+
+        It calls ``bucket.weighted()``. If ``bucket.needs_sent`` it returns ``rest`` or ``sent``.
+        """
         raise NotImplementedError
 
 

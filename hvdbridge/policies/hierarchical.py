@@ -1,15 +1,17 @@
-"""Two levels: dense within a node, any policy between nodes.
+"""Two-level aggregation: dense within a node, any policy between nodes.
 
 Rules:
 
-1. A node is one rank of the inner policy: its gradient is the weighted mean of its ranks', its weight the sum.
-2. All ranks of a node run the inner flow alike, on the same bits. What it asks for is cut into as many pieces as there
-   are lanes; each rank sends one piece to the other nodes, and the pieces come together within the node.
-   So a node sends as much as one rank of the inner policy would, over all its ranks' links at once.
-3. A lane is a local rank that every node has. Ranks beyond take part in everything and send nothing.
-4. Memory: beside what the inner policy needs, a piece of each of its messages, and a buffer for the joined pieces of
-   the answer where the request's ``out`` does not fit.
-5. Every rank ends with what the inner flow returned, computed from the same bits everywhere.
+1. A node is one rank of the inner policy. Its gradient is the weighted mean of its ranks' gradients; its weight is the
+   sum of their weights.
+2. All ranks of a node run the same inner flow on equal bits. Each of its messages is cut into one chunk per lane. Each
+   rank exchanges its lane's chunk with other nodes, and then the node's ranks gather the chunks of the answer. A node
+   thus sends as many bytes as one rank of the inner policy would, over the links of all its ranks at once.
+3. A lane is a local rank number that exists on every node. Ranks with higher numbers take part in all collectives, but
+   no result contains what they send.
+4. Memory: beside the inner policy's memory, one chunk of each message, and a buffer for the joined answer if the
+   request's ``out`` does not fit.
+5. All ranks return the inner flow's result, computed from equal bits.
 """
 
 from __future__ import annotations
@@ -30,19 +32,25 @@ from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadca
 
 @dataclass(frozen=True)
 class Hierarchical(Policy):
-    """A dense sum inside each node, the inner policy across nodes, and the result on all ranks.
+    """Weighted mean within each node, then the inner policy across nodes; all ranks get the result.
 
-    ``hierarchical(powersgd(rank=4))``: the slow links between nodes carry what the inner policy sends, the fast ones
-    inside carry the gradient once (an all-reduce) and the inner policy's answers. State of the inner policy belongs to
-    the node: its ranks hold the same. Feedback stands inside, too: ``hierarchical(ef(bf16))``.
+    Example: ``hierarchical(powersgd(rank=4))``. The links between nodes carry the inner policy's messages. The links
+    within a node carry the gradient once (an all-reduce) and the answers to the inner policy's messages. Put error
+    feedback inside: ``hierarchical(ef(bf16))``.
 
-    With N ranks on K nodes of L ranks one rank sends ``2 (L-1)/L`` of the gradient inside its node, and between nodes
-    1/L of what the inner policy sends at K ranks. Nodes may be of unequal size.
+    State: that of the inner policy, equal on all ranks of a node. The weight of a node is the sum of its ranks' weights
+    (without weights: its number of ranks), so nodes of unequal size have unequal weights.
+
+    On the wire, with K nodes of L ranks: one rank sends ``2 (L-1)/L`` of the gradient within its node, and between
+    nodes 1/L of what the inner policy sends among K ranks. Nodes may be of unequal size.
+
+    Attributes:
+        inner: the policy across nodes.
 
     Raises:
-        Unsupported: it is not known which ranks share a node, or the inner policy asks for groups of its own.
-        ConfigurationError: the inner policy is none for so many nodes.
-        WeightError: the inner policy refuses unequal weights, and those of the nodes are unequal.
+        Unsupported: it is not known which ranks share a node, or the inner policy names groups of its own.
+        ConfigurationError: the inner policy is not defined for this number of nodes.
+        WeightError: the inner policy refuses unequal weights, and the nodes' weights are unequal.
     """
 
     inner: Policy = MEAN
@@ -67,69 +75,78 @@ class Hierarchical(Policy):
         return (yield from self._across(bucket.with_buffer(flat), state, self.inner.aggregate))
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
-        # Within a node gradients were the same, and so are parameters.
+        # Ranks of a node had equal updates, so their parameters are equal: no collective within the node is needed.
         return self._across(bucket, state, self.inner.after_step)
 
     def _across(self, bucket: Bucket, state: State, start: Callable[[Bucket, State], Flow]) -> Flow:
-        at = bucket.ranks.nodes
-        nodes = list(dict.fromkeys(at))
+        node_of = bucket.ranks.nodes
+        nodes = list(dict.fromkeys(node_of))
         weights = None
-        if bucket.weights is not None or len({at.count(node) for node in nodes}) > 1:
-            given = bucket.weights or (1.0,) * bucket.size
-            weights = tuple(sum(w for w, its in zip(given, at, strict=True) if its == node) for node in nodes)
+        given = bucket.decide(lambda _, weights: weights)
+        if given is not None or len({node_of.count(node) for node in nodes}) > 1:
+            rank_weights = given or (1.0,) * bucket.size
+            weights = tuple(sum(w for w, n in zip(rank_weights, node_of, strict=True) if n == node) for node in nodes)
             check_weights(self.inner, weights, len(nodes))
-        inner = replace(bucket, ranks=Ranks(nodes.index(at[bucket.rank]), len(nodes), weights))
-        lanes = Lanes(bucket, len(nodes), min(map(at.count, nodes)))
-        result = yield from rewrite(start(inner, state["inner"]), lanes.carry)
+        inner = replace(bucket, ranks=Ranks(nodes.index(node_of[bucket.rank]), len(nodes), weights))
+        lanes = Lanes(bucket, len(nodes), min(map(node_of.count, nodes)))
+        result = yield from rewrite(start(inner, state["inner"]), lanes.exchange)
         return Aggregated(result.update, state={"inner": result.state})
 
 
 class Lanes:
-    """How a request among nodes travels: in ``count`` pieces, one per local rank."""
+    """Exchange of requests between nodes in ``count`` chunks, one per lane.
+
+    Args:
+        nodes: number of nodes.
+        count: number of lanes, the size of the smallest node.
+    """
 
     def __init__(self, bucket: Bucket, nodes: int, count: int) -> None:
         self.nodes, self.count, self.pool = nodes, count, bucket.pool
-        self.lane, self.local = bucket.place("node")
-        self.shared = nodes < bucket.size  # on no node alone, or all ranks would not ask for the same
-        _, self.reached = bucket.place("cross")
+        self.lane, self.local_size = bucket.place("node")
+        self.several_per_node = nodes < bucket.size  # equal on all ranks, so that their requests are equal
+        _, self.cross_size = bucket.place("cross")
 
-    def carry(self, request: Collective) -> Exchange:
-        """Answer ``request`` as the group of the nodes would.
+    def exchange(self, request: Collective) -> Exchange:
+        """Answer ``request`` of the inner flow as a group with one rank per node would.
 
         Raises:
-            Unsupported: it names a group.
+            Unsupported: ``request`` names another group than the default, ``"world"``.
         """
         if request.group != "world":
             raise Unsupported(f"{request.signature()}: between nodes there is one group, the nodes")
         tensor = request.tensor
         rows = self.nodes if isinstance(request, AllToAll | ReduceScatter) else 1
         width = tensor.numel() // rows
-        length = -(-width // self.count)
+        chunk_length = -(-width // self.count)
         flat = tensor.reshape(rows, width)
-        if self.count * length != width:
-            flat = torch.cat([flat, flat.new_zeros(rows, self.count * length - width)], 1)
-        piece = flat.view(rows, self.count, length)[:, self.lane % self.count]
-        answer = yield self._send(request, piece)
-        outer = self.nodes if isinstance(request, AllToAll | AllGather) else 1
+        if self.count * chunk_length != width:
+            flat = torch.cat([flat, flat.new_zeros(rows, self.count * chunk_length - width)], 1)
+        chunk = flat.view(rows, self.count, chunk_length)[:, self.lane % self.count]
+        answer = yield self._send(request, chunk)
+        answer_rows = self.nodes if isinstance(request, AllToAll | AllGather) else 1
         shape = request.answer_shape(self.nodes)
-        if not self.shared:
+        if not self.several_per_node:
             return answer.reshape(shape)
-        mine = answer if self.lane < self.count else answer.new_zeros(outer * length)
-        parts = yield AllGather(
-            mine.reshape(-1), "node", self.pool.take(self.local * mine.numel(), mine.dtype, mine.device)
+        own = answer if self.lane < self.count else answer.new_zeros(answer_rows * chunk_length)
+        chunks = yield AllGather(
+            own.reshape(-1), "node", self.pool.take(self.local_size * own.numel(), own.dtype, own.device)
         )
-        whole = output_of(request, outer * width) if isinstance(request, AllToAll | AllGather) else None
-        whole = tensor.new_empty(outer * width) if whole is None else whole
-        for lane, part in enumerate(parts[: self.count].view(self.count, outer, length)):
-            here = whole.view(outer, width)[:, lane * length : (lane + 1) * length]
-            here.copy_(part[:, : here.shape[1]])
-        self.pool.give(parts, but=[mine])
-        return whole.view(shape)
+        output = output_of(request, answer_rows * width) if isinstance(request, AllToAll | AllGather) else None
+        output = tensor.new_empty(answer_rows * width) if output is None else output
+        for lane, part in enumerate(chunks[: self.count].view(self.count, answer_rows, chunk_length)):
+            target = output.view(answer_rows, width)[:, lane * chunk_length : (lane + 1) * chunk_length]
+            target.copy_(part[:, : target.shape[1]])
+        self.pool.give(chunks, but=[own])
+        return output.view(shape)
 
-    def _send(self, request: Collective, piece: Tensor) -> Collective:
-        """This rank's piece. A rank without a lane sends it to the few others without one, which ignore it."""
+    def _send(self, request: Collective, chunk: Tensor) -> Collective:
+        """Return the request between nodes for this rank's chunk.
+
+        The cross group of a rank without a lane consists of ranks without a lane, which ignore the answer.
+        """
         if isinstance(request, Broadcast):
-            return Broadcast(piece.contiguous(), request.root if self.lane < self.count else 0, group="cross")
+            return Broadcast(chunk.contiguous(), request.root if self.lane < self.count else 0, group="cross")
         if isinstance(request, AllToAll | ReduceScatter) and self.lane >= self.count:
-            piece = piece[: self.reached]
-        return replace(request, tensor=piece.contiguous(), group="cross")  # type: ignore[call-arg]
+            chunk = chunk[: self.cross_size]
+        return replace(request, tensor=chunk.contiguous(), group="cross")  # type: ignore[call-arg]

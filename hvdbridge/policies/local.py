@@ -1,12 +1,12 @@
-"""Local steps: ranks train alone and average their parameters now and then.
+"""Local steps: ranks train independently and average their parameters at intervals.
 
 Rules:
 
-1. Between averages an update is this rank's own gradient (zeros where its weight is 0), and replicas drift.
-2. Averages are weighted by the weights of the step that they follow; a rank of weight 0 gets the others' average.
-3. What the inner policy aggregates are parameters, or their differences from an anchor that all ranks share: a lossy
-   inner policy then loses parts of the differences, not of the parameters.
-4. Arithmetic is in float32 (float64 for float64 parameters); parameters are rounded to their type at the end.
+1. Between averages the update is this rank's own gradient (zeros if its weight is 0), and replicas drift.
+2. Averages use the weights of the step that they follow. A rank of weight 0 receives the other ranks' average.
+3. The inner policy aggregates parameters, or their differences from an anchor that is equal on all ranks. With an
+   anchor a lossy inner policy loses parts of the differences, not of the parameters.
+4. Arithmetic is in float32 (float64 for float64 parameters); the final parameters are rounded to their own type.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies.delayed import has_delay
-from hvdbridge.policies.dense import MEAN, Mean, own
+from hvdbridge.policies.dense import MEAN, Mean, local_gradient
 from hvdbridge.policy.base import SWITCH, Aggregated, Branch, Flow, Policy, Slot, State, anchored, finish, start_from
 from hvdbridge.policy.bucket import Bucket, Views, flatten, scale
 from hvdbridge.policy.collectives import AllReduce
@@ -29,7 +29,11 @@ from hvdbridge.policy.options import option
 
 @dataclass(frozen=True)
 class _Local(Policy):
-    """Base of the policies that aggregate parameters through ``inner``."""
+    """Base of the policies that aggregate parameters through ``inner``.
+
+    Raises:
+        ConfigurationError: replicas drift under ``inner``, or ``inner`` contains :class:`~.delayed.Delayed`.
+    """
 
     inner: Policy = MEAN
     replicas = "drift"
@@ -49,27 +53,31 @@ class _Local(Policy):
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         yield from ()
-        return Aggregated(own(bucket))
+        return Aggregated(local_gradient(bucket))
 
 
 def copies(params: Mapping[str, Tensor], wide: bool = True) -> dict[str, Tensor]:
-    """Copies of the parameters' values, in float32 or wider."""
-    kinds = {name: torch.promote_types(p.dtype, torch.float32) if wide else p.dtype for name, p in params.items()}
-    return {name: p.detach().to(kinds[name], copy=True) for name, p in params.items()}
+    """Return copies of the parameters' values, in float32 or wider (``wide``) or in their own type."""
+    dtypes = {name: torch.promote_types(p.dtype, torch.float32) if wide else p.dtype for name, p in params.items()}
+    return {name: p.detach().to(dtypes[name], copy=True) for name, p in params.items()}
 
 
 @dataclass(frozen=True)
 class LocalSgd(_Local):
-    """Local SGD: every ``every`` steps parameters become their weighted mean over ranks (Stich 2019, algorithm 1).
+    """Local SGD: parameters become their weighted mean over ranks every ``every`` steps (Stich 2019, algorithm 1).
 
-    One average travels as ``inner`` sends it: 1/every of the bytes of gradients. With an inner policy other than
-    ``mean``, ``theta = a + inner(theta_r - a)`` where the anchor a (state, the size of the parameters) is the last
-    average: ``local_sgd(every=8, inner=bf16)``, ``local_sgd(every=8, inner=ef(bf16))``. The first anchor are the
-    parameters with which local steps begin: those before the first step (in a Simulation, those that ``params`` gives
-    as tensors), or after another policy's turn (:class:`~.wrappers.Warmup`). Load the same weights on every rank.
+    With ``inner=mean``, ``theta = sum_r w_r theta_r / sum(w)``. With another inner policy,
+    ``theta = a + inner(theta_r - a)``, where the anchor a is the last average: ``local_sgd(every=8, inner=bf16)``,
+    ``local_sgd(every=8, inner=ef(bf16))``. The first anchor is the parameters with which local steps begin: those
+    before the first step (in a Simulation, the tensors in ``params``), or those after another policy's phase
+    (:class:`~.wrappers.Warmup`). Load the same model weights on every rank.
+
+    State: ``anchor``, the size of the parameters in float32 (float64 for float64), equal on all ranks; none with
+    ``inner=mean``. On the wire: the bytes of ``inner``, once every ``every`` steps.
 
     Attributes:
-        every: local steps between two averages; the first comes after step ``every - 1``.
+        every: number of local steps between two averages; the first average follows step ``every - 1``.
+        inner: the policy that averages the parameters or their differences from the anchor.
     """
 
     every: int = option(8, at_least=1)
@@ -100,14 +108,19 @@ class LocalSgd(_Local):
 class PostLocalSgd(LocalSgd):
     """Post-local SGD (Lin 2020, section 3): the mean of gradients for ``start`` steps, then local SGD.
 
-    What PyTorch does with ``post_localSGD_hook(start_localSGD_iter=start)`` and
-    ``PeriodicModelAverager(warmup_steps=start, period=every)`` together: parameters are averaged over all ranks after
-    steps start, start + every, and so on. Where ``inner`` is not ``mean``, the first anchor are the parameters when
-    local steps begin, after step start - 1.
+    Parameters are averaged over all ranks after steps start, start + every, and so on. PyTorch does the same with
+    ``post_localSGD_hook(start_localSGD_iter=start)`` and ``PeriodicModelAverager(warmup_steps=start, period=every)``.
+    If ``inner`` is not ``mean``, the first anchor is the parameters after step start - 1. State: as
+    :class:`LocalSgd`.
 
     Attributes:
-        start: steps in which gradients are averaged over all ranks.
-        group: over whom gradients are averaged afterwards: ``node`` (as PyTorch's ``subgroup``), ``none`` or ``world``.
+        start: number of steps in which gradients are averaged over all ranks.
+        group: the ranks over which gradients are averaged afterwards: those of a ``node`` (PyTorch's ``subgroup``),
+            ``none``, or ``world``.
+        every, inner: as in :class:`LocalSgd`.
+
+    Raises:
+        Unsupported: ``group="node"``, and it is not known which ranks share a node.
     """
 
     start: int = option(100, at_least=0)
@@ -119,15 +132,15 @@ class PostLocalSgd(LocalSgd):
         return step >= self.start and (step - self.start) % self.every == 0
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
-        if bucket.step < self.start:  # local steps begin here, and so does what they are compared to
+        if bucket.step < self.start:  # local steps begin: set the first anchor
             return Aggregated(bucket.buffer, state=start_from(self, bucket, state))
         return (yield from super().after_step(bucket, state))
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        if bucket.step < self.start or self.group == "world":
+        if bucket.decide(lambda step, _: step < self.start) or self.group == "world":
             return (yield from MEAN.aggregate(bucket, {}))
         if self.group == "none":
-            return Aggregated(own(bucket))
+            return Aggregated(local_gradient(bucket))
         return Aggregated((yield AllReduce(scale(bucket.buffer, share_in_node(bucket)), group="node")))
 
 
@@ -135,17 +148,19 @@ class PostLocalSgd(LocalSgd):
 class DiLoCo(_Local):
     """DiLoCo (Douillard 2023, algorithm 1): an outer optimizer steps along the averaged change of the parameters.
 
-    ``d = inner(a - theta_r)``, ``m' = momentum m + d``, ``theta = a - lr (d + momentum m')``, ``a' = theta``: SGD with
-    Nesterov momentum, as ``torch.optim.SGD(nesterov=True)``. With ``lr=1, momentum=0`` it is local SGD.
+    ``d = inner(a - theta_r)``, ``m' = momentum m + d``, ``theta = a - lr (d + momentum m')``, ``a' = theta``. The outer
+    optimizer is SGD with Nesterov momentum, as ``torch.optim.SGD(nesterov=True)``. With ``lr=1, momentum=0`` the policy
+    is local SGD.
 
-    State: ``anchor`` (a) and ``momentum`` (m), each the size of the parameters in float32, replicated. The first
-    anchor are the parameters before the first step (in a Simulation, those that ``params`` gives as tensors), or after
-    another policy's turn (:class:`~.wrappers.Warmup`). Load the same weights on every rank.
+    State: ``anchor`` (a) and ``momentum`` (m), each the size of the parameters in float32 (float64 for float64), equal
+    on all ranks. The first anchor is the parameters before the first step (in a Simulation, the tensors in ``params``),
+    or those after another policy's phase (:class:`~.wrappers.Warmup`). Load the same model weights on every rank.
+    On the wire: the bytes of ``inner``, once every ``every`` steps.
 
     Attributes:
-        every: local steps between two outer steps; the first comes after step ``every - 1``.
-        lr, momentum: of the outer optimizer.
-        inner: how differences travel.
+        every: number of local steps between two outer steps; the first outer step follows step ``every - 1``.
+        lr, momentum: learning rate and momentum of the outer optimizer.
+        inner: the policy that averages the differences ``a - theta_r``.
     """
 
     every: int = option(500, at_least=1)
@@ -171,14 +186,15 @@ class DiLoCo(_Local):
 
 
 def share_in_node(bucket: Bucket) -> float:
-    """This rank's part of its node's weight; equal ones where no weights were set.
+    """Return this rank's share of its node's weight, from 0 to 1; equal shares if no weights were set.
 
     Raises:
         Unsupported: it is not known which ranks share a node.
     """
     _, size = bucket.place("node")
-    if bucket.weights is None:
+    weights = bucket.decide(lambda _, weights: weights)
+    if weights is None:
         return 1.0 / size
     nodes = bucket.ranks.nodes
-    total = sum(w for w, node in zip(bucket.weights, nodes, strict=True) if node == nodes[bucket.rank])
-    return bucket.weight / total if total else 0.0
+    total = sum(w for w, node in zip(weights, nodes, strict=True) if node == nodes[bucket.rank])
+    return weights[bucket.rank] / total if total else 0.0

@@ -1,10 +1,11 @@
-"""Low rank: the gradient of a matrix travels as two thin factors.
+"""PowerSGD: each rank sends the gradient of a matrix as two factors of low rank.
 
 Rules:
 
-1. What is a matrix, where it lies and how it is multiplied is :mod:`.matrices`' affair.
-2. What every rank must compute alike (the basis) is made of exact sums (:mod:`hvdbridge.kernels.orthogonal`). The
-   last product, of the two factors, is element-wise but for sums of ``rank`` terms, added in order by us, or by a BLAS.
+1. :mod:`.matrices` decides which parameters are matrices, finds them in the bucket, and multiplies them.
+2. All ranks must compute an orthonormal basis with equal bits, so it uses exact sums
+   (:mod:`hvdbridge.kernels.orthogonal`). The final product of the two factors adds ``rank`` terms per element, in fixed
+   order or by a BLAS.
 3. float16 and bfloat16 gradients are computed in float32.
 """
 
@@ -32,26 +33,30 @@ from hvdbridge.policy.options import option
 
 @dataclass(frozen=True)
 class PowerSGD(WithFeedback):
-    """One step of power iteration per step of training (Vogels, Karimireddy and Jaggi 2019, algorithm 1).
+    """Low-rank gradients by one power iteration per step (Vogels, Karimireddy and Jaggi 2019, algorithm 1).
 
-    A parameter of two or more dimensions is a matrix M of ``n = shape[0]`` rows and m columns. With ``M = sum_r M_r``
-    of the weighted gradients and Q of the step before::
+    A parameter of two or more dimensions is a matrix M of ``n = shape[0]`` rows and m columns. With M_i the weighted
+    gradient of rank i, error feedback included, and Q of the previous step::
 
-        P = sum_r M_r Q;  orthonormalise P;  Q = sum_r M_r' P;  update = P Q'
+        P = sum_i M_i Q;  orthonormalise P;  Q = sum_i M_i' P;  update = P Q'
 
-    It is compressed where that pays: ``(n + m) r min_rate < n m`` with ``r = min(rank, n, m)``. All other parameters
-    travel dense.
+    A matrix is compressed if ``(n + m) r min_rate < n m`` with ``r = min(rank, n, m)``. All other parameters are
+    sent dense. A column of P in the span of the columns before it is dropped for this step, and the state keeps its
+    column of Q. (A zero gradient has only such columns.)
 
-    On the wire: two all-reduces per bucket, of all P and all dense parameters, then of all Q; with ``alternate``
-    one. A column of P that lies in the span of others (a zero gradient has only such) is dropped for that step,
-    and its column of Q stays.
+    State: with ``warm_start`` ``q``, ``[r, m]`` per compressed parameter (with ``alternate`` also ``p``, ``[r, n]``;
+    with ``batched`` ``[rank, side]`` for every parameter), in float32 or wider, equal on all ranks; with ``ef`` also
+    the residual, the size of the parameters, local to the rank. Weights: any.
 
-    Memory: beside gradients, state and factors, the new residual; and for a moment copies of the matrices that are
-    not aligned in the bucket, of small ones at unequal distances, and of what is ``batched``. On GPUs and above rank 4
-    also a product of the largest matrices of one shape.
+    On the wire: two all-reduces per bucket, of all P and all dense parameters, then of all Q; one with ``alternate``,
+    or if no parameter of the bucket is compressed.
 
-    Ranks end with equal bits on CPUs up to rank 4; beyond, as far as the matrix products do that add ``rank`` terms:
-    those of one BLAS do.
+    Memory: beside gradients, state and factors, the new residual. During the products also copies of the matrices that
+    are not aligned in the bucket, of small matrices of one shape at unequal distances, and of the bucket if
+    ``batched``. On GPUs, and above rank 4, also the product of the factors of one group of matrices.
+
+    All ranks have equal bits on CPUs up to rank 4. On GPUs and above rank 4 this needs a BLAS that multiplies equal
+    factors with equal bits on all ranks, as the same BLAS does.
 
     PyTorch's ``PowerSGDState`` in these terms::
 
@@ -60,28 +65,31 @@ class PowerSGD(WithFeedback):
         min_compression_rate                  min_rate
         use_error_feedback                    ef
         warm_start                            warm_start
-        orthogonalization_epsilon             epsilon; it is not needed for zero gradients
+        orthogonalization_epsilon             epsilon; not needed for zero gradients
         random_seed                           seed
         compression_stats_logging_frequency   sync.stats(), at any time; see compression_rate()
-        batch_tensors_with_same_shape         always, where it is faster; the result is the same
+        batch_tensors_with_same_shape         always, where it is faster; the result is equal
         process_group                         group= of the synchronizer
         batched_powerSGD_hook                 batched=true
 
-    Its error feedback compares with the aggregated update, ours with what was decoded of this rank's gradient, as
-    algorithm 2 of the paper does; on one rank that is the same.
+    The error feedback subtracts what was decoded of this rank's own gradient, as algorithm 2 of the paper does;
+    PyTorch's subtracts the aggregated update. On one rank both are equal.
 
     Attributes:
-        rank: columns of P and Q.
-        min_rate: the least rate that makes compression worth its while.
-        warm_start: begin with the Q of the step before. If not, with random numbers in each step.
-        epsilon: added to the length that a column of P is divided by.
-        alternate: compute P in even steps and Q in odd ones, against the orthonormalised other factor of the step
-            before (ACP-SGD, Zhang 2023, algorithm 2): half the bytes and the arithmetic.
-        batched: the whole bucket is one square matrix, padded with zeros. Fast, and less accurate. Its result depends
-            on bucket boundaries; so does the meaning of its state, which is still a good start for other ones. Of the
-            padding no error is kept. Where any of the factors is not finite, all parameters keep the old ones.
-        seed: of the first Q.
+        rank: number of columns of P and Q.
+        min_rate: a matrix is compressed if its compression rate ``n m / ((n + m) r)`` is above this.
+        warm_start: begin each step with the Q of the previous step. False: with new random numbers in each step.
+        epsilon: added to the length by which each column of P is divided.
+        alternate: compute P in even steps and Q in odd steps, each against the orthonormalised other factor of the
+            previous step (ACP-SGD, Zhang 2023, algorithm 2). This halves bytes and arithmetic. Needs ``warm_start``.
+        batched: treat the whole bucket as one square matrix, padded with zeros: faster and less accurate. The result
+            depends on bucket boundaries. State from other boundaries is a valid start. No error is kept for the
+            padding. If any element of a factor is not finite, all parameters keep their old factor.
+        seed: seed of the first Q (of every Q without ``warm_start``).
         ef: error feedback.
+
+    Raises:
+        ConfigurationError: ``alternate`` without ``warm_start``.
     """
 
     rank: int = option(4, at_least=1)
@@ -113,26 +121,26 @@ class PowerSGD(WithFeedback):
         sides = {"q": COLS, "p": ROWS} if self.alternate else {"q": COLS}
         state: dict[str, dict[str, Tensor]] = {}
         for slot, side in sides.items():
-            first = ((name, self._first(slot, side, name, p)) for name, p in params.items())
+            first = ((name, self._initial_factor(slot, side, name, p)) for name, p in params.items())
             state[slot] = {name: factor for name, factor in first if factor is not None}
         return state
 
-    def _first(self, slot: str, side: int, name: str, param: Tensor) -> Tensor | None:
-        """The first factor of a parameter: standard normal numbers, ``[rank, length]``."""
+    def _initial_factor(self, slot: str, side: int, name: str, param: Tensor) -> Tensor | None:
+        """Return the initial factor of a parameter, ``[rank, length]`` normal numbers; None for a dense parameter."""
         rank, length = self.rank, side_of(param.numel())
         if not self.batched:
             matrix = as_matrix(param.shape, self.rank, self.min_rate)
             if matrix is None:
                 return None
             rank, length = matrix[2], matrix[side]
-        draw = generator(self.seed, "powersgd", slot, name)
-        drawn = torch.randn((rank, length), generator=draw, dtype=torch.float32, device="cpu")
-        return drawn.to(param.device, torch.promote_types(param.dtype, torch.float32))
+        rng = generator(self.seed, "powersgd", slot, name)
+        normal = torch.randn((rank, length), generator=rng, dtype=torch.float32, device="cpu")
+        return normal.to(param.device, torch.promote_types(param.dtype, torch.float32))
 
     def compression_rate(self, params: Mapping[str, Tensor]) -> float:
-        """Elements of the gradient over elements that a rank contributes to the all-reduces of a step.
+        """Return the number of the gradient's elements over that of the elements a rank sends to the all-reduces.
 
-        ``batched``: as if all parameters were one bucket.
+        The value is an average over two steps with ``alternate``. With ``batched`` it is that of a single bucket.
 
         >>> PowerSGD(rank=1).compression_rate({"w": torch.empty(100, 100), "b": torch.empty(100)})
         33.66...
@@ -152,74 +160,77 @@ class PowerSGD(WithFeedback):
         if not plan.groups:
             return (yield from MEAN.aggregate(bucket.with_buffer(wide), {}))
         matrices, dense = plan.matrices(wide), plan.dense(wide)
-        steps = self._alternating if self.alternate else self._both
-        flow = steps(bucket, plan, matrices, dense, state)
-        del matrices  # they may be copies: not held longer than their products need them
-        summed, mine, total, new = yield from flow
+        iterate = self._alternating if self.alternate else self._p_then_q
+        flow = iterate(bucket, plan, matrices, dense, state)
+        del matrices  # they may be copies: only the flow holds them, until its last product
+        factors, own_factors, dense_sum, new_state = yield from flow
         del flow
-        rest = plan.take_off(mine, wide) if bucket.needs_sent else None
+        rest = plan.subtract(own_factors, wide) if bucket.needs_sent else None
         out = bucket.output(wide.dtype) if bucket.needs_sent else wide
-        return Aggregated(plan.build(summed, total, out), state=new, rest=rest)
+        return Aggregated(plan.write_update(factors, dense_sum, out), state=new_state, rest=rest)
 
     def _plan(self, layout: Layout) -> Matrices:
         if self.batched:
             return layout.derive(("square", self.rank), lambda: Square(layout, self.rank))
         return layout.derive(("matrices", self.rank, self.min_rate), lambda: Matrices(layout, self.rank, self.min_rate))
 
-    def _both(self, bucket: Bucket, plan: Matrices, matrices: list[Tensor], dense: Tensor, state: State) -> Factors:
-        """P, then Q."""
-        old = plan.load(state["q"], COLS, dense.dtype) if self.warm_start else self._drawn(plan, bucket, dense.dtype)
-        # The span of P is that of any basis of Q; only an epsilon asks for its length.
-        start = self._basis(old) if self.epsilon else [aligned(_scaled(q)) for q in old]
-        p = [project(q, m, ROWS) for q, m in zip(start, matrices, strict=True)]
-        p, total = plan.unpack((yield AllReduce(plan.pack(p, dense))), ROWS)
-        p = self._basis(p)
-        mine = [project(basis, m, COLS) for basis, m in zip(p, matrices, strict=True)]
-        q, _ = plan.unpack((yield AllReduce(plan.pack(mine))), COLS)
-        kept = {"q": plan.store(state["q"], _revived(q, old))} if self.warm_start else None
-        return (p, q), (p, mine), total, kept
+    def _p_then_q(self, bucket: Bucket, plan: Matrices, matrices: list[Tensor], dense: Tensor, state: State) -> Factors:
+        """Compute P, then Q, by one all-reduce each."""
+        old_q = plan.load(state["q"], COLS, dense.dtype) if self.warm_start else self._random(plan, bucket, dense.dtype)
+        # The span of P does not depend on the basis of Q; only with an epsilon its length matters.
+        directions = self._bases(old_q) if self.epsilon else [aligned(_normalized(q)) for q in old_q]
+        p = [project(q, m, ROWS) for q, m in zip(directions, matrices, strict=True)]
+        p, dense_sum = plan.unpack((yield AllReduce(plan.pack(p, dense))), ROWS)
+        p = self._bases(p)
+        own_q = [project(basis, m, COLS) for basis, m in zip(p, matrices, strict=True)]
+        q, _ = plan.unpack((yield AllReduce(plan.pack(own_q))), COLS)
+        new_state = {"q": plan.store(state["q"], _restored(q, old_q))} if self.warm_start else None
+        return (p, q), (p, own_q), dense_sum, new_state
 
     def _alternating(
         self, bucket: Bucket, plan: Matrices, matrices: list[Tensor], dense: Tensor, state: State
     ) -> Factors:
-        """P in even steps, Q in odd ones."""
-        even = bucket.step % 2 == 0
-        (known, given), (wanted, side) = (("q", COLS), ("p", ROWS)) if even else (("p", ROWS), ("q", COLS))
-        basis = self._basis(plan.load(state[known], given, dense.dtype))
-        mine = [project(b, m, side) for b, m in zip(basis, matrices, strict=True)]
-        new, total = plan.unpack((yield AllReduce(plan.pack(mine, dense))), side)
-        kept = {wanted: plan.store(state[wanted], _revived(new, plan.load(state[wanted], side, dense.dtype)))}
+        """Compute P in even steps and Q in odd steps, by one all-reduce."""
+        even = bucket.decide(lambda step, _: step % 2 == 0)
+        (old_slot, old_side), (new_slot, side) = (("q", COLS), ("p", ROWS)) if even else (("p", ROWS), ("q", COLS))
+        basis = self._bases(plan.load(state[old_slot], old_side, dense.dtype))
+        own = [project(b, m, side) for b, m in zip(basis, matrices, strict=True)]
+        new, dense_sum = plan.unpack((yield AllReduce(plan.pack(own, dense))), side)
+        stored = {new_slot: plan.store(state[new_slot], _restored(new, plan.load(state[new_slot], side, dense.dtype)))}
         if even:
-            return (new, basis), (mine, basis), total, kept
-        return (basis, new), (basis, mine), total, kept
+            return (new, basis), (own, basis), dense_sum, stored
+        return (basis, new), (basis, own), dense_sum, stored
 
-    def _basis(self, factors: list[Tensor]) -> list[Tensor]:
-        """Orthonormal rows, aligned."""
-        made: dict[int, Tensor] = {}
+    def _bases(self, factors: list[Tensor]) -> list[Tensor]:
+        """Return orthonormal bases of the factors' rows, ``[batch, rank, length]`` each, at aligned addresses."""
+        bases: dict[int, Tensor] = {}
         for rank in {f.shape[1] for f in factors}:
-            where = [i for i, f in enumerate(factors) if f.shape[1] == rank]
-            made.update(zip(where, orthonormal([factors[i] for i in where], self.epsilon), strict=True))
-        return [aligned(made[i]) for i in range(len(factors))]
+            indices = [i for i, f in enumerate(factors) if f.shape[1] == rank]
+            bases.update(zip(indices, orthonormal([factors[i] for i in indices], self.epsilon), strict=True))
+        return [aligned(bases[i]) for i in range(len(factors))]
 
-    def _drawn(self, plan: Matrices, bucket: Bucket, dtype: torch.dtype) -> list[Tensor]:
-        """Standard normal numbers by (seed, step, name), equal on all ranks; by Box and Muller."""
-        numbers = plan.numbers(bucket.buffer.device)
-        seeds = (key(bucket.seed, bucket.step, self.seed, "powersgd", half) for half in (0, 1))
+    def _random(self, plan: Matrices, bucket: Bucket, dtype: torch.dtype) -> list[Tensor]:
+        """Return factors of standard normal numbers (Box and Muller), a function of both seeds, step and element
+        alone."""
+        numbers = plan.element_numbers(bucket.buffer.device)
+        seed, own_seed = bucket.seed, self.seed
+        seeds = bucket.integers(lambda step: [key(seed, step, own_seed, "powersgd", half) for half in (0, 1)])
         radius, angle = (hashed(numbers, seed) for seed in seeds)
         normal = (1 - radius).log_().mul_(-2).sqrt_().mul_(angle.mul_(2 * math.pi).cos_())
         return plan.unpack(normal.to(dtype), COLS)[0]
 
 
 Factors = Generator[Collective, Tensor, tuple[Pair, Pair, Tensor, "State | None"]]
-"""A part of a flow that ends in: the factors of the update, those of what was sent, the dense sum, the new state."""
+"""Part of a flow; returns the factors of the update, those of this rank's contribution, the sum of the dense
+parameters, and the new state."""
 
 
-def _scaled(q: Tensor) -> Tensor:
-    """Rows of about unit length: only their direction matters, and a product of two gradients may overflow."""
+def _normalized(q: Tensor) -> Tensor:
+    """Scale rows to about unit length. Only their direction matters, and a product of two gradients may overflow."""
     largest = q.abs().amax(dim=-1, keepdim=True)
     return q / torch.where(largest == 0, 1.0, largest).mul_(math.sqrt(q.shape[-1]))
 
 
-def _revived(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-    """``new``, but a row of zeros, which would remain one for ever, is the old one."""
+def _restored(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+    """Return ``new`` with each row of zeros replaced by the old row: power iteration would keep zeros forever."""
     return [torch.where(n.abs().amax(dim=-1, keepdim=True) == 0, o, n) for n, o in zip(new, old, strict=True)]

@@ -1,11 +1,11 @@
-"""Differential privacy: what the aggregate tells about any one rank is bounded.
+"""Differential privacy: a bound on the information about any one rank in the aggregate.
 
 Rules:
 
-1. The unit of privacy is the rank, with all of its data; nothing is promised for a single sample of a rank.
-2. Noise is drawn from entropy of the operating system, in every step anew: nothing is kept that could be shared,
-   saved, copied to another process or guessed.
-3. Arithmetic before the sum is local; the sum itself is one plain all-reduce.
+1. The unit of privacy is the rank, with all of its data. There is no guarantee for a single sample of a rank.
+2. Each step seeds its noise from the operating system's entropy. No seed is kept, so none can be shared, saved,
+   copied to another process or guessed.
+3. All arithmetic before the sum is local. The sum is one plain all-reduce.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.norm import global_norm
 from hvdbridge.kernels.random import uniform
-from hvdbridge.policies.combining import participants, raw
+from hvdbridge.policies.combining import participants, raw_gradient
 from hvdbridge.policy.base import Aggregated, Flow, Policy, State
 from hvdbridge.policy.bucket import Bucket
 from hvdbridge.policy.collectives import AllReduce
@@ -31,42 +31,39 @@ from hvdbridge.policy.options import option
 
 @dataclass(frozen=True)
 class DifferentiallyPrivate(Policy):
-    """Clip each rank's whole gradient, add Gaussian noise, take the mean (DP-FedSGD; McMahan 2018, algorithm 1, with
-    the noise made by the ranks, as in Dwork 2006, "Our data, ourselves").
+    """Mean of clipped gradients with Gaussian noise (DP-FedSGD; McMahan 2018, algorithm 1).
 
-    With k ranks of positive weight each adds noise of standard deviation ``noise * norm / sqrt(k)`` to its
-    ``g min(1, norm / |g|)``. The noise in the sum then has ``noise * norm`` in every element, whatever k is, and the
-    update is the sum over k. A rank of weight 0 adds nothing, and the others add more.
+    ``u = sum_r (g_r min(1, norm / |g_r|) + n_r) / k`` over the k ranks of positive weight. Each of them adds its own
+    noise n_r of standard deviation ``noise * norm / sqrt(k)`` (as in Dwork 2006, "Our data, ourselves"). Each element
+    of the sum then has noise of standard deviation ``noise * norm``, for any k. A rank of weight 0 adds nothing.
 
-    What is protected, and from whom:
+    Scope of the guarantee:
 
-    - The unit of privacy is the rank: with or without all that one rank ever contributes (its gradients replaced by
-      zeros), what is seen has nearly the same distribution. Single samples of a rank have no guarantee of their own.
-      Which ranks take part in a step, and k, are public.
-    - The guarantee is for those who see updates or the model. Ranks among themselves see more: partial sums travel
-      with a part of the noise, and c ranks that lie about theirs or tell it to others leave ``(k-c)/k`` of the
-      variance.
-    - Noise is made of floating-point numbers by a statistical generator (Philox), with a key from the operating system
-      for every step: not by a cryptographic one, and without Mironov's (2012) snapping.
+    - The unit of privacy is the rank. Updates have nearly the same distribution with and without all contributions of
+      one rank (its gradients replaced by zeros). Single samples of a rank have no guarantee of their own. It is public
+      which ranks, and how many, take part in a step.
+    - The guarantee holds towards observers of the updates or the model. Ranks observe more of each other, since partial
+      sums contain a part of the noise. If c ranks omit or disclose their noise, ``(k-c)/k`` of its variance remains.
+    - The noise is floating-point numbers from a statistical generator (Philox), with a new key from the operating
+      system in each step. The generator is not cryptographic, and Mironov's (2012) snapping is not applied.
+    - Other policies have no guarantee: the steps of a ``warmup`` before dp are not private. Neither would be the other
+      parts of the model within a ``partition``, so dp for a part of the gradient raises an error.
 
-    - Nothing is promised about what others aggregate: the steps of a ``warmup`` before dp are not private. Nor would be
-      the parts of a model that the other rules of a ``partition`` take, and so dp for a part is refused.
+    A gradient that is not finite makes the update not finite on all ranks, which discloses that it occurred. Unequal
+    positive weights raise :class:`~hvdbridge.WeightError`, as one rank's contribution would exceed its bound. Gradients
+    are clipped as they arrive, so under a GradScaler ``norm`` is in units of the scaled gradient.
 
-    A gradient that is not finite makes the update not finite on every rank, which tells that there was one. Unequal
-    positive weights are refused: the bound on one rank's contribution would not hold. Gradients count as they arrive,
-    so under a GradScaler ``norm`` is in units of its scale.
-
-    On the wire: an all-reduce of the gradient, in its own type. It needs the whole gradient, so nothing travels while
-    backward runs. Memory: its noise for a moment, the size of the whole gradient.
+    State: none. On the wire: an all-reduce of the gradient, in its own type. Aggregation needs the whole gradient, so
+    nothing is sent during backward. Memory: temporarily noise of the size of the whole gradient.
 
     Attributes:
-        norm: the largest L2 norm of a rank's gradient, all parameters together.
-        noise: the noise multiplier, the standard deviation of the sum's noise over ``norm``. 0: clips only.
-        test_seed: for tests alone: noise that is a function of this number, the rank and the step, and so protects
-            nothing. None: secret.
+        norm: largest L2 norm of a rank's gradient, over all parameters together.
+        noise: noise multiplier: standard deviation of the sum's noise divided by ``norm``. 0: clip only.
+        test_seed: for tests only: makes the noise a function of this number, the rank and the step, and so gives no
+            privacy. None: secret noise.
 
     Raises:
-        ConfigurationError: it is to aggregate a part of the gradient, as within ``partition``.
+        ConfigurationError: a bucket holds a part of the gradient, as within ``partition``; or an option is not finite.
     """
 
     norm: float = option(1.0, above=0)
@@ -88,21 +85,22 @@ class DifferentiallyPrivate(Policy):
                 f"dp bounds the whole gradient; this bucket holds a part of it ({held} of {all_names} parameters). "
                 "It cannot stand within partition(...): the other parts would tell what it hides."
             )
-        count, flat = len(participants(bucket)), raw(bucket)
-        mine = flat
-        if bucket.weight > 0:
+        count, flat = len(participants(bucket)), raw_gradient(bucket)
+        contribution = flat
+        if not bucket.excluded:
             norm = global_norm(flat, bucket.layout)
-            private = flat.to(torch.promote_types(flat.dtype, torch.float32))
-            # in the type of the gradient: a tensor without dimensions does not widen it
-            private.mul_((self.norm / norm).clamp(max=1.0))
+            clipped = flat.to(torch.promote_types(flat.dtype, torch.float32))
+            # The factor is float64, but a tensor without dimensions does not widen the type of the gradient.
+            clipped.mul_((self.norm / norm).clamp(max=1.0))
             if self.noise:
-                private.add_(self._normal(bucket, private), alpha=self.noise * self.norm / math.sqrt(count))
-            # Rounding to a half type comes after the noise, so it cannot tell more than the noise lets through.
-            mine = private.div_(count).to(flat.dtype)
-        return Aggregated((yield AllReduce(mine)))
+                bucket.decide(lambda step, _: int(step))  # each step has noise of its own: a replay would repeat it
+                clipped.add_(self._normal(bucket, clipped), alpha=self.noise * self.norm / math.sqrt(count))
+            # Rounding to a half type comes after the noise, so it discloses nothing that the noise hides.
+            contribution = clipped.div_(count).to(flat.dtype)
+        return Aggregated((yield AllReduce(contribution)))
 
     def _normal(self, bucket: Bucket, like: Tensor) -> Tensor:
-        """Standard normal numbers, those of this rank and step alone."""
+        """Return standard normal numbers of the shape of ``like``, drawn for this rank and step only."""
         if self.test_seed is not None:
             keyed = replace(bucket, seed=self.test_seed)
             radius = uniform(keyed, "dp radius", private=True).neg_().log1p_().mul_(-2).sqrt_()
@@ -112,20 +110,20 @@ class DifferentiallyPrivate(Policy):
             return torch.empty_like(like).normal_(generator=torch.Generator(like.device).manual_seed(seed))
         if like.is_meta:
             return torch.empty_like(like)
-        # torch's CPU generator takes 32 bits of a seed, few enough to try them all; Philox takes 128.
+        # torch's CPU generator uses 32 bits of a seed, few enough to try them all; Philox uses 128.
         source = np.random.Generator(np.random.Philox(key=int.from_bytes(os.urandom(16), "little")))
         dtype = np.float64 if like.dtype == torch.float64 else np.float32
         return torch.from_numpy(source.standard_normal(like.numel(), dtype=dtype)).to(like.device)
 
     def epsilon(self, steps: int, delta: float) -> float:
-        """The epsilon of ``steps`` steps at this ``delta``, for adding or removing one rank that takes part in each.
+        """Return the epsilon of ``steps`` steps at ``delta``, for adding or removing one rank that takes part in all.
 
-        A rank that is replaced by another instead has at most what twice the norm gives: half the ``noise``.
-        Needs an accountant: dp-accounting (preferred) or Opacus.
+        For replacing one rank by another, the bound is the epsilon of twice the norm, that is of half the ``noise``.
+        An accountant computes the value: dp-accounting (preferred) or Opacus.
 
         Raises:
-            ImportError: neither is installed.
-            ConfigurationError: steps < 0, or delta outside of (0, 1).
+            ImportError: neither accountant is installed.
+            ConfigurationError: ``steps`` < 0, or ``delta`` outside of (0, 1).
         """
         if steps < 0 or not 0 < delta < 1:
             raise ConfigurationError(f"epsilon needs steps >= 0 and 0 < delta < 1, got steps={steps}, delta={delta}")

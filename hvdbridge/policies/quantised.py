@@ -1,13 +1,14 @@
-"""int8, int4, fp8: quantised in blocks, each with a scale of its own (Dettmers 2022, section 2.1).
+"""int8, int4, fp8: values quantised in blocks, each with its own scale (Dettmers 2022, section 2.1).
 
 Rules:
 
-1. By the sharded scheme (:func:`~hvdbridge.policies.sharded.sharded_code`): every rank's shares travel quantised to
-   their owners, who add them in float32 in rank order, quantise the sum, and send it to all.
-2. Blocks start anew at each parameter, so the result does not depend on bucket boundaries.
-3. A block with NaN or inf in it comes back non-finite, whole, on every rank.
-4. ``rounding="nearest"`` errs least per step, but errs alike every time; ``"stochastic"`` is unbiased: private noise
-   towards the owner, the owner's own on the way back.
+1. The policies use the sharded scheme (:func:`~hvdbridge.policies.sharded.sharded_code`): every rank sends its
+   quantised shares to their owners. These add them in float32 in rank order, quantise the sum, and send it to all
+   ranks.
+2. Blocks start at each parameter, so the result does not depend on bucket boundaries.
+3. A block that contains NaN or inf becomes non-finite as a whole, on every rank.
+4. ``rounding="nearest"`` has the smallest error per step, but repeats it in every step; ``"stochastic"`` is unbiased.
+   Its noise is private to each rank in the first stage, and the owner's in the second.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hvdbridge.policy.bucket import Bucket
 
 
 class _Quantised(WithFeedback):
-    """What the policies here share: a code for blocks, in both stages."""
+    """Base of these policies: one code for blocks, in both stages."""
 
     block: int
     rounds = 2
@@ -35,7 +36,7 @@ class _Quantised(WithFeedback):
 
     @property
     def code(self) -> Code:
-        """How blocks are written."""
+        """The code of the blocks."""
         raise NotImplementedError
 
     @property
@@ -50,14 +51,14 @@ class _Quantised(WithFeedback):
 class Int8(_Quantised):
     """Integers -127 to 127 times ``scale = max|block| / 127``.
 
-    An element errs by at most half a step, ``max|block| / 254``, in either stage (a step if stochastic).
+    The error of an element is at most half a step, ``max|block| / 254``, in either stage (a step if stochastic).
     On the wire: 8 bits per element and 4 bytes per block, 1.004 bytes per element at the default.
 
     Attributes:
-        block: elements that share a scale; a power of two from 16 to 1024.
+        block: number of elements that share a scale; a power of two from 16 to 1024.
         rounding: to the nearest, or stochastic and so unbiased.
-        ef: error feedback. Off by default: 8 bits train like 32 without (Dettmers 2016, section 3;
-            Peng 2023, section 2.1, does so in 8-bit floats).
+        ef: error feedback. Off by default, as training with 8 bits matches 32 bits without it (Dettmers 2016, section
+            3; in 8-bit floats Peng 2023, section 2.1).
     """
 
     block: int = 1024
@@ -74,15 +75,15 @@ class Int8(_Quantised):
 class Int4(_Quantised):
     """Integers -7 to 7 times ``scale = max|block| / 7``; two share a byte.
 
-    An element errs by at most half a step, ``max|block| / 14``, in either stage (a step if stochastic).
+    The error of an element is at most half a step, ``max|block| / 14``, in either stage (a step if stochastic).
     On the wire: 4 bits per element and 4 bytes per block, 0.52 bytes per element at the default.
 
     Attributes:
-        block: elements that share a scale; a power of two from 16 to 1024. Fewer than with 8 bits, as one large
-            element costs its neighbours more.
+        block: number of elements that share a scale; a power of two from 16 to 1024. Blocks are shorter than with 8
+            bits, as one large element costs the others more precision.
         rounding: to the nearest, or stochastic and so unbiased.
-        ef: error feedback. On by default: most elements of a block fall below half a step, are rounded to zero and
-            would be so for ever (Seide 2014, section 2; Xie 2024, LoCo, section 3, for 4 bits).
+        ef: error feedback. On by default: most elements of a block are below half a step, and without it would be
+            rounded to zero in every step (Seide 2014, section 2; Xie 2024, LoCo, section 3, for 4 bits).
     """
 
     block: int = 256
@@ -98,14 +99,14 @@ class Int4(_Quantised):
 class Fp8(_Quantised):
     """8-bit floats (Micikevicius 2022, table 1) times a scale that maps ``max|block|`` to the largest of them.
 
-    ``e4m3``: 3 bits of fraction, so an element errs by 2**-4 of itself at most, down to 2**-15 of the block's
-    largest; below, in even steps. ``e5m2``: 2 bits, 2**-3, down to 2**-30. (Twice that if stochastic.)
+    ``e4m3``: 3 bits of fraction, so the error is at most 2**-4 of an element, down to 2**-15 of the block's largest.
+    Below that, steps are even. ``e5m2``: 2 bits, 2**-3, down to 2**-30. (Twice the error if stochastic.)
     On the wire: 8 bits per element and 4 bytes per block, 1.004 bytes per element at the default.
 
     Attributes:
-        format: The paper gives gradients the range of ``e5m2``, with one scale per tensor; with one per block the
-            range is there, and ``e4m3`` errs half as much.
-        block: elements that share a scale; a power of two from 16 to 1024.
+        format: The paper uses ``e5m2`` for gradients, for its range, with one scale per tensor. One scale per block
+            provides the range, and ``e4m3`` has half the error.
+        block: number of elements that share a scale; a power of two from 16 to 1024.
         rounding: to the nearest, or stochastic and so unbiased.
         ef: error feedback. Off by default, as with :class:`Int8`.
     """

@@ -1,15 +1,16 @@
-"""Robust policies, for ranks that are not equally trusted: up to f of them may send anything.
+"""Robust policies: aggregates that tolerate up to f faulty ranks, which may send any values.
 
 Rules:
 
-1. ``f`` is checked against the number of ranks at construction of whatever trains with it, and against the ranks of
-   positive weight in every step, before anything is sent.
-2. A rank that sends NaN or inf counts as faulty and is left out: per element in ``median`` and ``trimmed_mean``,
-   the whole rank in the others. Where more than f are faulty in this way the update is NaN on every rank.
-3. Raw gradients travel, in their own type; arithmetic is in float32 (float64 for float64), dot products in float64.
-4. Memory: the ranks' gradients of a shard, N times 1/N of the bucket, are held as they came and as they are worked on,
-   beside update and messages: up to two buckets, where the whole gradient may be one.
-5. The owner of a shard aggregates it and sends the result, so all ranks end with the same bits.
+1. ``f`` is checked against the number of ranks when training is set up, and in each step against the number of ranks of
+   positive weight, before anything is sent.
+2. A rank that sends NaN or inf counts as faulty and is left out: per element in ``median`` and ``trimmed_mean``, as a
+   whole in the others. If more than f ranks are faulty in this way, the update is NaN on all ranks.
+3. Unweighted gradients are sent in their own type. Arithmetic is in float32 (float64 for float64), dot products are in
+   float64.
+4. Memory: an owner holds all ranks' gradients of its shard (N times 1/N of the bucket) as received and as computed on,
+   beside update and messages: up to two buckets. The whole gradient may be one bucket.
+5. The owner of a shard aggregates it and sends the result, so all ranks have equal bits.
 """
 
 from __future__ import annotations
@@ -25,29 +26,30 @@ from torch import Tensor
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.cells import combine
 from hvdbridge.kernels.order import median, trimmed_mean
-from hvdbridge.policies.combining import collect, divide, gram, plan, raw, weights_of
+from hvdbridge.policies.combining import exchange_shards, gather_shards, gram, raw_gradient, shard_cells, weights_of
 from hvdbridge.policies.feedback import residuals
 from hvdbridge.policies.shards import FlatShards
 from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, Slot, State
 from hvdbridge.policy.bucket import Bucket, Views, flatten
 from hvdbridge.policy.options import option
 
-TINY = 1e-300
-"""Stands for the distance zero where it divides."""
+MIN_DIVISOR = 1e-300
+"""Divisors are clamped to this, so that a distance of zero divides."""
 
-HUGE = 1e300
-"""A squared norm from here on counts as inf: products of such vectors could overflow."""
+MAX_SQUARE = 1e300
+"""Rows with a squared norm from this on count as not finite: dot products of such rows could overflow."""
 
 
 class _Robust(Policy):
-    """Base of a rule that survives ``f`` faulty ranks; None: as many as it can."""
+    """Base of a rule that tolerates ``f`` faulty ranks; None: as many as the rule can."""
 
     f: Any
 
     def check_ranks(self, weights: Sequence[float]) -> None:
-        """
+        """Check that the rule tolerates ``f`` faulty ranks among ranks of these positive weights.
+
         Raises:
-            ConfigurationError: ranks of these (positive) weights cannot outvote f of them.
+            ConfigurationError: there are too few ranks, or f ranks can have half of the weight or more.
         """
         if self.f is None:
             return
@@ -64,37 +66,41 @@ class _Robust(Policy):
 
 @dataclass(frozen=True)
 class _Elementwise(_Robust):
-    """A rule that looks at one element of all ranks at a time, by the sharded scheme."""
+    """Base of a rule that aggregates each element on its own: all-to-all, reduction by the owners, all-gather."""
 
     rounds = 2
     bytewise = True
 
     def reduce(self, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """One result of all rows, in float32 or wider; may be made in the memory of the first."""
+        """Return the aggregate of ``rows`` ``[shard length]`` in float32 or wider; it may overwrite the first row."""
         raise NotImplementedError
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         weights = weights_of(bucket)
         self.check_ranks(weights)
-        flat = raw(bucket)
+        flat = raw_gradient(bucket)
         shards = FlatShards(flat.numel(), bucket.size)
-        rows = yield from divide(flat, shards, bucket)
-        return Aggregated((yield from collect(rows, self.reduce(rows, weights), shards, flat.dtype, bucket)))
+        rows = yield from exchange_shards(flat, shards, bucket)
+        return Aggregated((yield from gather_shards(rows, self.reduce(rows, weights), shards, flat.dtype, bucket)))
 
 
 @dataclass(frozen=True)
 class Median(_Elementwise):
-    """The median of each element over the ranks (Yin 2018, definition 1); of an even number the mean of the middle two.
+    """Element-wise median over the ranks (Yin 2018, definition 1).
 
-    With unequal weights the weighted median: the value at which the weights of the smaller ones reach half of the sum.
-    It survives every set of faulty ranks with less than half of the weight: at equal weights (N-1)/2 of N, rounded
-    down. Up to so many values of one element may be NaN or inf; the median is that of the others.
+    For an even number of ranks it is the mean of the middle two values. With unequal weights it is the weighted median:
+    the value at which the weights of all values up to it reach half of the sum. The median tolerates any faulty ranks
+    with less than half of the weight: with equal weights (N-1)/2 of N, rounded down. As many values of an element may
+    be NaN or inf; the result is the median of the others.
 
-    On the wire: ``2 (N-1)/N`` of the gradient, in its own type.
+    State: none. On the wire: ``2 (N-1)/N`` of the gradient, in its own type.
 
     Attributes:
-        f: faulty ranks that it must survive, for a check: N > 2 f, and any f ranks have less than half of the
-            weight. None: as many as it can.
+        f: number of faulty ranks to tolerate; needs N > 2 f, and any f ranks must have less than half of the weight.
+            None: as many as possible.
+
+    Raises:
+        ConfigurationError: the ranks of positive weight do not tolerate ``f`` faulty ones.
     """
 
     f: int | None = option(None, at_least=0)
@@ -105,14 +111,19 @@ class Median(_Elementwise):
 
 @dataclass(frozen=True)
 class TrimmedMean(_Elementwise):
-    """The mean of each element over the ranks, without its ``f`` largest and its ``f`` smallest values
-    (Yin 2018, definition 2, with beta = f/N).
+    """Element-wise mean over the ranks without the ``f`` largest and ``f`` smallest values (Yin 2018, definition 2).
 
-    It survives f faulty ranks of N > 2 f. Weights are those of the mean of what is left; what is left out is decided
-    by rank, so each value that counts lies between those of two honest ranks, whatever the weights. A value that is
-    NaN or inf is one of the f: it is left out, and of the others one fewer on either side.
+    The paper's beta is f/N. The rule tolerates f faulty ranks of N > 2 f. The remaining values are averaged with their
+    weights. Weights do not affect which values are left out, so each remaining value is between the values of two
+    honest ranks. Each NaN or inf is left out, and counts as one of the f values on both sides.
 
-    On the wire: ``2 (N-1)/N`` of the gradient, in its own type.
+    State: none. On the wire: ``2 (N-1)/N`` of the gradient, in its own type.
+
+    Attributes:
+        f: number of faulty ranks to tolerate.
+
+    Raises:
+        ConfigurationError: fewer than 2 f + 1 ranks have a positive weight.
     """
 
     f: int = option(1, at_least=0)
@@ -126,22 +137,21 @@ class TrimmedMean(_Elementwise):
 
 @dataclass(frozen=True)
 class _Whole(_Robust):
-    """A rule that looks at the ranks' whole gradients: a combination of them whose coefficients come from their
-    dot products.
+    """Base of a rule that combines whole gradients linearly, with coefficients that depend on their dot products.
 
-    Dot products are exact to some 2**-50 of the norms' product, so two gradients that differ by less than 2**-24 of
-    their norm are not told apart.
+    Dot products have an error of about 2**-50 of the product of the norms. Gradients that differ by less than 2**-24
+    of their norm therefore count as equal.
     """
 
     scope = "step"
 
-    def coefficients(self, products: Tensor, good: Tensor, weights: Sequence[float]) -> Tensor:
-        """Float64, one per row; NaN where too many rows are not good.
+    def coefficients(self, products: Tensor, finite: Tensor, weights: Sequence[float]) -> Tensor:
+        """Return the coefficients, float64 ``[rows]``; NaN if too many rows are not finite.
 
         Args:
-            products: dot products of the rows, float64; zeros for rows that are not good.
-            good: bool per row; the row is finite.
-            weights: of the ranks.
+            products: dot products of the rows, float64 ``[rows, rows]``; zeros for rows that are not finite.
+            finite: whether each row is finite, bool ``[rows]``.
+            weights: weights of the ranks.
         """
         raise NotImplementedError
 
@@ -149,35 +159,40 @@ class _Whole(_Robust):
         return Aggregated((yield from self._combine(bucket)))
 
     def _combine(self, bucket: Bucket, centre: Tensor | None = None) -> Exchange:
-        """``centre``: a vector that all ranks have, as one more row, behind those of the ranks."""
+        """Return the combination of the ranks' gradients, and of ``centre`` (equal on all ranks) as an additional last
+        row."""
         weights = weights_of(bucket)
         self.check_ranks(weights)
-        flat = raw(bucket)
-        shards, cells = plan(bucket)
-        rows = yield from divide(flat, shards, bucket)
+        flat = raw_gradient(bucket)
+        shards, cells = shard_cells(bucket)
+        rows = yield from exchange_shards(flat, shards, bucket)
         if centre is not None:
             rows.append(shards.owned(centre, bucket.rank))
         products = yield from gram(rows, cells)
-        good = products.diagonal() < HUGE
-        products = torch.where(good & good[:, None], products, torch.zeros_like(products))
-        mine = combine(rows, self.coefficients(products, good, weights), good, rows[0])
-        return (yield from collect(rows, mine, shards, flat.dtype, bucket))
+        finite = products.diagonal() < MAX_SQUARE
+        products = torch.where(finite & finite[:, None], products, torch.zeros_like(products))
+        combined = combine(rows, self.coefficients(products, finite, weights), finite, rows[0])
+        return (yield from gather_shards(rows, combined, shards, flat.dtype, bucket))
 
 
 @dataclass(frozen=True)
 class MultiKrum(_Whole):
-    """The mean of the ``m`` gradients of the lowest scores; a score is the sum of the squared distances to the
-    N - f - 2 nearest others (Blanchard 2017).
+    """Mean of the ``m`` gradients with the lowest Krum scores (Blanchard 2017).
 
-    It survives f faulty ranks of N >= 2 f + 3. Ties go to the lower rank. A rank with NaN or inf anywhere is infinitely
-    far from the others. Unequal weights are refused: the score has no weighted definition.
+    The score of a gradient is the sum of the squared distances to its N - f - 2 nearest other gradients. The rule
+    tolerates f faulty ranks of N >= 2 f + 3. Ties go to the lower rank. A gradient with NaN or inf has an infinite
+    distance to all others. Unequal positive weights raise :class:`~hvdbridge.WeightError`, since the score has no
+    weighted definition.
 
-    On the wire: ``2 (N-1)/N`` of the gradient, in its own type, and an all-reduce of N (N+1)/2 doubles. It needs the
-    whole gradient, so nothing travels while backward runs.
+    State: none. On the wire: ``2 (N-1)/N`` of the gradient, in its own type, and an all-reduce of N (N+1)/2 doubles.
+    Aggregation needs the whole gradient, so nothing is sent during backward.
 
     Attributes:
-        f: faulty ranks that it must survive.
-        m: gradients in the mean, at most N - f. None: N - f - 2, up to which the rule is proved (El Mhamdi 2018).
+        f: number of faulty ranks to tolerate.
+        m: number of gradients in the mean, at most N - f. None: N - f - 2, the largest m with a proof (El Mhamdi 2018).
+
+    Raises:
+        ConfigurationError: fewer than 2 f + 3 ranks have a positive weight, or ``m`` is larger than N - f.
     """
 
     f: int = option(1, at_least=0)
@@ -193,28 +208,27 @@ class MultiKrum(_Whole):
                 f"{count} ranks have a positive weight, and f={self.f} of them may be faulty"
             )
 
-    def coefficients(self, products: Tensor, good: Tensor, weights: Sequence[float]) -> Tensor:
+    def coefficients(self, products: Tensor, finite: Tensor, weights: Sequence[float]) -> Tensor:
         count = len(weights)
         chosen = self.m if self.m is not None else count - self.f - 2
         norms = products.diagonal()
-        # Two orders of adding, so that the matrix is symmetric to the bit.
+        # This order of additions makes the matrix symmetric to the bit.
         distances = ((norms + norms[:, None]) - 2 * products).clamp(min=0)
-        distances = torch.where(good & good[:, None], distances, torch.full_like(distances, math.inf))
+        distances = torch.where(finite & finite[:, None], distances, torch.full_like(distances, math.inf))
         distances = distances + torch.where(
             torch.eye(count, dtype=torch.bool, device=norms.device), torch.inf, torch.zeros_like(distances)
         )
         scores = distances.sort(dim=1).values[:, : count - self.f - 2].sum(1)
         best = torch.argsort(scores, stable=True)[:chosen]
-        picked = torch.zeros_like(norms).scatter(0, best, 1 / chosen)
-        return _unless((~good).sum() > self.f, picked)
+        coefficients = torch.zeros_like(norms).scatter(0, best, 1 / chosen)
+        return _nan_if((~finite).sum() > self.f, coefficients)
 
 
 @dataclass(frozen=True)
 class Krum(MultiKrum):
-    """The one gradient of the lowest score; a score is the sum of the squared distances to the N - f - 2 nearest
-    others (Blanchard 2017).
+    """The one gradient with the lowest Krum score (Blanchard 2017): :class:`MultiKrum` with ``m=1``.
 
-    ``multi_krum`` with m = 1; see there.
+    The score of a gradient is the sum of the squared distances to its N - f - 2 nearest other gradients.
     """
 
     m: int | None = option(1, at_least=1, at_most=1)
@@ -222,70 +236,75 @@ class Krum(MultiKrum):
 
 @dataclass(frozen=True)
 class GeometricMedian(_Whole):
-    """The point with the least weighted sum of distances to the ranks' gradients, by the smoothed Weiszfeld algorithm
-    (Pillutla 2019, "RFA").
+    """Geometric median of the gradients, by the smoothed Weiszfeld algorithm (Pillutla 2019, "RFA").
 
-    ``v <- sum_i b_i g_i / sum_i b_i`` with ``b_i = w_i / max(nu, |v - g_i|)``. It survives every set of faulty ranks
-    with less than half of the weight. The first ``b_i`` take, in the place of ``|v - g_i|``, the distance from
-    g_i within which more than half of the weight lies: from the mean, where the paper starts, it would take as many
-    iterations to leave a gradient of 1e30 as that number has digits. ``nu`` is ``smoothing`` times the least of these
-    distances, so the rule does not change with the gradients' scale.
+    The geometric median is the point v with the smallest weighted sum of distances to the gradients. Each iteration
+    computes ``v <- sum_i b_i g_i / sum_i b_i`` with ``b_i = w_i / max(nu, |v - g_i|)``. The rule tolerates any faulty
+    ranks with less than half of the weight.
 
-    On the wire: ``2 (N-1)/N`` of the gradient, in its own type, and an all-reduce of N (N+1)/2 doubles: points on the
-    way are combinations of the gradients, so iterations cost no communication. It needs the whole gradient, so
-    nothing travels while backward runs.
+    The first iteration replaces ``|v - g_i|`` by the radius around g_i that holds more than half of the weight. The
+    paper starts from the mean; from there the number of iterations would grow with the logarithm of a huge gradient.
+    ``nu`` is ``smoothing`` times the smallest of these radii, so the rule does not depend on the gradients' scale.
+
+    State: none. On the wire: ``2 (N-1)/N`` of the gradient, in its own type, and an all-reduce of N (N+1)/2 doubles.
+    All v are combinations of the gradients, so iterations need no communication. Aggregation needs the whole gradient,
+    so nothing is sent during backward.
 
     Attributes:
-        f: faulty ranks that it must survive, for a check: N > 2 f, and any f ranks have less than half of the
-            weight. None: as many as it can.
-        iterations: of Weiszfeld.
-        smoothing: nu, relative.
+        f: number of faulty ranks to tolerate; needs N > 2 f, and any f ranks must have less than half of the weight.
+            None: as many as possible.
+        iterations: number of Weiszfeld iterations.
+        smoothing: nu relative to the smallest radius.
+
+    Raises:
+        ConfigurationError: the ranks of positive weight do not tolerate ``f`` faulty ones.
     """
 
     f: int | None = option(None, at_least=0)
     iterations: int = option(8, at_least=1)
     smoothing: float = option(1e-6, above=0, at_most=1)
 
-    def coefficients(self, products: Tensor, good: Tensor, weights: Sequence[float]) -> Tensor:
-        share, lost = _shares(good, weights, self.f)
+    def coefficients(self, products: Tensor, finite: Tensor, weights: Sequence[float]) -> Tensor:
+        share, failed = _shares(finite, weights, self.f)
         norms = products.diagonal()
-        apart = ((norms + norms[:, None]) - 2 * products).clamp(min=0).sqrt()
-        apart = torch.where(torch.eye(len(weights), dtype=torch.bool, device=norms.device), 0.0, apart)
-        near, order = torch.where(good, apart, torch.inf).sort(dim=1)
-        inside = (share[order].cumsum(1) <= 0.5).sum(1, keepdim=True).clamp(max=len(weights) - 1)
-        distance = near.gather(1, inside)[:, 0]
-        floor = self.smoothing * torch.where(good, distance, torch.inf).min()
+        distances = ((norms + norms[:, None]) - 2 * products).clamp(min=0).sqrt()
+        distances = torch.where(torch.eye(len(weights), dtype=torch.bool, device=norms.device), 0.0, distances)
+        ordered, order = torch.where(finite, distances, torch.inf).sort(dim=1)
+        majority = (share[order].cumsum(1) <= 0.5).sum(1, keepdim=True).clamp(max=len(weights) - 1)
+        distance = ordered.gather(1, majority)[:, 0]
+        nu = self.smoothing * torch.where(finite, distance, torch.inf).min()
         point = share
         for i in range(self.iterations):
             if i:
                 distance = _distances(products, point)
-            pull = share / torch.maximum(distance, floor).clamp(min=TINY)
-            point = pull / pull.sum()
-        return _unless(lost, point)
+            factors = share / torch.maximum(distance, nu).clamp(min=MIN_DIVISOR)
+            point = factors / factors.sum()
+        return _nan_if(failed, point)
 
 
 @dataclass(frozen=True)
 class ClippedMean(_Whole):
-    """Centred clipping: the mean of the gradients' differences from a centre, each clipped to a radius
-    (Karimireddy 2021, "Learning from history").
+    """Centred clipping: the mean of the gradients, each clipped to a radius around a centre (Karimireddy 2021).
 
-    ``v <- v + sum_i w_i (g_i - v) min(1, radius / |g_i - v|) / sum(w)``, ``iterations`` times, from the update of the
-    step before. No rank moves the update by more than its share of the radius, so it survives up to half of the
-    weight in the sense that nobody can move it far, and is proved to converge for up to a tenth of the ranks.
-    It was made for gradients with momentum taken on each rank.
+    ``v <- v + sum_i w_i (g_i - v) min(1, radius / |g_i - v|) / sum(w)``, ``iterations`` times, starting from the
+    previous update. In each iteration no rank moves v by more than its share of the radius. Faulty ranks with less than
+    half of the weight thus have a bounded influence; convergence is proved for up to a tenth of the ranks ("Learning
+    from history for Byzantine robust optimization"). The paper applies the rule to momenta of the ranks.
 
-    On the wire: ``2 (N-1)/N`` of the gradient, in its own type, and an all-reduce of (N+1)(N+2)/2 doubles, however
-    many iterations. It needs the whole gradient, so nothing travels while backward runs.
-
-    State: ``centre``, the last update, the same on all ranks, in float32 or wider.
+    State: ``centre``, the previous update, the size of the parameters in float32 (float64 for float64), equal on all
+    ranks. On the wire: ``2 (N-1)/N`` of the gradient, in its own type, and one all-reduce of (N+1)(N+2)/2 doubles for
+    any number of iterations. Aggregation needs the whole gradient, so nothing is sent during backward.
 
     Attributes:
-        f: faulty ranks that it must survive, for a check: N > 2 f, and any f ranks have less than half of the
-            weight. None: as many as it can.
-        radius: the paper's tau, a norm of the whole gradient; in the units in which gradients arrive, so a
-            GradScaler's scale is in it.
-        iterations: the paper's l, there 1 where gradients hardly change from step to step. They cost no
-            communication, and plain gradients need some to come away from the last update.
+        f: number of faulty ranks to tolerate; needs N > 2 f, and any f ranks must have less than half of the weight.
+            None: as many as possible.
+        radius: the paper's tau, an L2 norm over all parameters, in units of the gradients as they arrive (multiplied by
+            a GradScaler's scale).
+        iterations: the paper's l. The paper uses 1, for vectors that hardly change between steps. Plain gradients
+            need several to move away from the previous update. Iterations need no communication.
+
+    Raises:
+        ConfigurationError: the ranks of positive weight do not tolerate ``f`` faulty ones.
     """
 
     f: int | None = option(None, at_least=0)
@@ -299,39 +318,44 @@ class ClippedMean(_Whole):
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         centre = flatten(state["centre"], bucket.layout)
         update = yield from self._combine(bucket, centre)
-        kept = update.clone() if update is bucket.buffer else update
-        return Aggregated(update, state={"centre": Views(bucket.layout, kept)})
+        stored = update.clone() if update is bucket.buffer else update
+        return Aggregated(update, state={"centre": Views(bucket.layout, stored)})
 
-    def coefficients(self, products: Tensor, good: Tensor, weights: Sequence[float]) -> Tensor:
-        share, lost = _shares(good[:-1], weights, self.f)
+    def coefficients(self, products: Tensor, finite: Tensor, weights: Sequence[float]) -> Tensor:
+        share, failed = _shares(finite[:-1], weights, self.f)
         point = torch.zeros_like(products[0])
         point[-1:] = 1.0
         for _ in range(self.iterations):
             distance = _distances(products, point)[:-1]
-            pull = share * (self.radius / distance.clamp(min=TINY)).clamp(max=1.0)
-            point = point * (1 - pull.sum())
-            point[:-1] += pull
-        return _unless(lost, point)
+            factors = share * (self.radius / distance.clamp(min=MIN_DIVISOR)).clamp(max=1.0)
+            point = point * (1 - factors.sum())
+            point[:-1] += factors
+        return _nan_if(failed, point)
 
 
 def _distances(products: Tensor, point: Tensor) -> Tensor:
-    """From each row to the combination ``point`` of all rows."""
+    """Return the distance of each row to the combination of all rows with coefficients ``point``, ``[rows]``."""
     images = products @ point
     return ((products.diagonal() - 2 * images) + (images * point).sum()).clamp(min=0).sqrt()
 
 
-def _shares(good: Tensor, weights: Sequence[float], f: int | None) -> tuple[Tensor, Tensor]:
-    """The good rows' shares of their weight, float64, and whether the others are too many."""
-    given = torch.tensor(weights, dtype=torch.float64, device="cpu", pin_memory=good.is_cuda)
-    given = given.to(good.device, non_blocking=True)  # a GPU's stream is not waited for
-    share = torch.where(good, given, 0.0)
-    bad = (~good).sum()
-    lost = bad > f if f is not None else share.sum() <= sum(weights) / 2
-    return share / share.sum().clamp(min=TINY), lost
+def _shares(finite: Tensor, weights: Sequence[float], f: int | None) -> tuple[Tensor, Tensor]:
+    """Return the finite rows' shares of their total weight, float64 ``[rows]``, and whether the other rows are too many
+    or too heavy."""
+    # Filled, because a copy from the host waits for the GPU's stream, and cannot be captured in a CUDA graph
+    like: dict[str, Any] = {"dtype": torch.float64, "device": finite.device}
+    if len(set(weights)) == 1:
+        all_weights = torch.full((len(weights),), weights[0], **like)
+    else:
+        all_weights = torch.stack([torch.full((), weight, **like) for weight in weights])
+    share = torch.where(finite, all_weights, 0.0)
+    faulty = (~finite).sum()
+    failed = faulty > f if f is not None else share.sum() <= sum(weights) / 2
+    return share / share.sum().clamp(min=MIN_DIVISOR), failed
 
 
-def _unless(lost: Tensor, coefficients: Tensor) -> Tensor:
-    return torch.where(lost, math.nan, coefficients)
+def _nan_if(failed: Tensor, coefficients: Tensor) -> Tensor:
+    return torch.where(failed, math.nan, coefficients)
 
 
 def _check_count(policy: Policy, f: int, count: int, least: int, formula: str) -> None:

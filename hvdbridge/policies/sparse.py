@@ -1,13 +1,14 @@
-"""Sparse policies: few elements travel, the rest waits in the residual of error feedback.
+"""Sparse policies: each rank sends few elements; error feedback keeps the others in the residual.
 
 Rules:
 
-1. How many elements travel is decided by parameter name: ``ceil(ratio * numel)`` of each, at least one.
-   For parameters that should travel whole write ``partition(<1024=mean, rest=topk)``.
-2. Messages have a fixed capacity; an empty slot is (index 0, value 0).
-3. What ranks sent is added in rank order: equal bits everywhere.
-4. Memory: an all-gather brings ``8 k N`` bytes to a rank.
-5. NaN and inf are chosen first, or, where nothing is chosen by size, poison what their parameter sends.
+1. Each parameter sends ``ceil(ratio * numel)`` elements, at least one. To send small parameters completely, write
+   ``partition(<1024=mean, rest=topk)``.
+2. Messages have a fixed capacity. An empty slot is (index 0, value 0).
+3. The ranks' messages are added in rank order, so all ranks have equal bits.
+4. Memory: a rank receives ``8 k N`` bytes from an all-gather.
+5. NaN and inf count as the largest magnitudes. If elements are not chosen by magnitude, NaN and inf make all values
+   that their parameter sends NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.random import key
-from hvdbridge.kernels.select import Plan, add_up, count_of, largest, owners, pack_pairs, poison, shuffled, unpack_pairs
+from hvdbridge.kernels.select import Plan, add_up, count_of, largest, owners, pack_pairs, poison, unpack_pairs
+from hvdbridge.kernels.shuffle import round_keys, shuffled
 from hvdbridge.policies.combining import participants
 from hvdbridge.policies.feedback import WithFeedback
 from hvdbridge.policies.shards import accumulator
@@ -31,16 +33,18 @@ from hvdbridge.policy.options import option
 
 
 def plan_of(bucket: Bucket, ratio: float, exact: bool = False) -> Plan:
-    """The plan that chooses ``ceil(ratio * numel)`` elements of each parameter."""
+    """Return the plan that chooses ``ceil(ratio * numel)`` elements of each parameter; ``exact``: without a sample."""
     counts = {name: count_of(ratio, size) for name, size in bucket.layout.sizes.items()}
     return Plan.of(bucket.layout, counts, bucket.buffer.device, exact)
 
 
 def gathered_sum(bucket: Bucket, indices: Tensor, values: Tensor) -> Exchange:
-    """The sum over ranks of sparse vectors like the bucket: one all-gather of 8 bytes per element. It goes to the
-    bucket's :meth:`~hvdbridge.Bucket.output`."""
+    """Return the sum over ranks of sparse vectors of the bucket's size, in :meth:`~hvdbridge.Bucket.output`.
+
+    The flow is one all-gather of 8 bytes per element (12 for float64). ``indices`` and ``values`` are ``[k]``.
+    """
     dtype = values.dtype
-    if not indices.numel():  # so it is on every rank
+    if not indices.numel():  # equal on all ranks
         return bucket.output(dtype).zero_()
     request = AllGather(pack_pairs(indices, values))
     del indices, values
@@ -49,8 +53,8 @@ def gathered_sum(bucket: Bucket, indices: Tensor, values: Tensor) -> Exchange:
     return add_up((unpack_pairs(message, dtype) for message in messages), bucket.output(dtype))
 
 
-def rest_of(bucket: Bucket, indices: Tensor, values: Tensor) -> Tensor | None:
-    """The bucket's buffer, less ``values`` at ``indices``, where the caller needs it."""
+def subtract_sent(bucket: Bucket, indices: Tensor, values: Tensor) -> Tensor | None:
+    """Subtract ``values`` at ``indices`` from the bucket's buffer and return it; None unless ``bucket.needs_sent``."""
     if not bucket.needs_sent:
         return None
     return bucket.buffer.index_add_(0, indices, values.to(bucket.buffer.dtype), alpha=-1)
@@ -61,15 +65,18 @@ class TopK(WithFeedback):
     """The elements of largest magnitude of each parameter (Aji and Heafield 2017; Stich 2018, definition 2.1).
 
     ``topk_k(p)`` keeps the ``k = ceil(ratio n)`` largest of n elements, so ``|p - topk_k(p)|^2 <= (1 - k/n) |p|^2``.
-    On the wire: one all-gather of k values (float32, or float64) and k int32 indices, so ``8 k (N-1)`` bytes per
-    rank, which grow with N. Both are one message of integers, so ``fp16(topk)`` finds nothing to cast.
+    The update is ``sum_r topk_k(p_r)`` of the weighted gradients p_r, error feedback included.
+
+    State: with ``ef`` the residual, the size of the parameters in float32 (float64 for float64), local to the rank.
+    Weights: any. On the wire: one all-gather of k values (float32, or float64) and k int32 indices, so ``8 k (N-1)``
+    bytes per rank, growing with N. Both form one integer message, which ``fp16(topk)`` does not cast.
 
     Attributes:
-        ratio: share of the elements that travel.
-        select: ``"sampled"`` (fast): the threshold that a sample of the parameter gives leaves about 1.2 k to 3 k
-            candidates, of which the k largest are kept: what ``"exact"`` keeps, save in one case of 100 000, when it
-            is a few less than k. ``"exact"``: all elements are compared. Parameters of up to 32768 elements are
-            searched exactly by both; on CUDA those of less than a million, too, of float64, and without Triton all.
+        ratio: share of the elements that are sent.
+        select: ``"exact"`` compares all elements. ``"sampled"`` (faster) compares about 1.2 k to 3 k candidates above a
+            threshold from a sample of the parameter. It chooses the same elements, except that with a probability
+            below 1e-5 it chooses slightly fewer than k. Parameters of up to 32768 elements are always compared
+            completely; on CUDA also those of fewer than 2**24 elements, those of float64, and all without Triton.
         ef: error feedback.
     """
 
@@ -81,22 +88,24 @@ class TopK(WithFeedback):
     def compress(self, bucket: Bucket, state: State) -> Flow:
         flat = bucket.weighted().buffer
         indices, values = largest(flat, plan_of(bucket, self.ratio, self.select == "exact"))
-        rest = rest_of(bucket, indices, values)
+        rest = subtract_sent(bucket, indices, values)
         return Aggregated((yield from gathered_sum(bucket, indices, values)), rest=rest)
 
 
 @dataclass(frozen=True)
 class Threshold(WithFeedback):
-    """The elements whose magnitude reaches a fixed value (Strom 2015; here they travel with their own values).
+    """The elements whose magnitude reaches a fixed value (Strom 2015, but with the elements' own values).
 
-    An element of ``p = g w/sum(w) + e`` travels where ``N |p| >= value``, N ranks having a weight: the value is in
-    units of one rank's gradient, whatever the number of ranks. The capacity is ``ceil(ratio n)`` of each parameter;
-    where more reach the value the largest travel and the rest waits in the residual.
-    On the wire: as ``topk`` of the same ratio, however many reach the value.
+    An element of ``p = g w/sum(w) + e`` is sent if ``N |p| >= value``, where N counts the ranks of positive weight: the
+    value is in units of one rank's gradient, for any number of ranks. A message holds at most ``ceil(ratio n)``
+    elements of each parameter, the largest first; further elements stay in the residual.
+
+    State: with ``ef`` the residual, as in :class:`TopK`. Weights: any. On the wire: as ``topk`` of the same ratio,
+    however many elements reach the value.
 
     Attributes:
-        value: what a magnitude must reach; it is not rescaled with a loss scale.
-        ratio: capacity.
+        value: smallest magnitude that is sent, in units of the gradient; it is not rescaled with a loss scale.
+        ratio: capacity of a message, as a share of the elements.
         ef: error feedback.
     """
 
@@ -111,7 +120,7 @@ class Threshold(WithFeedback):
         low = values.abs() < self.value / len(participants(bucket))  # False for NaN
         indices.masked_fill_(low, 0)
         values.masked_fill_(low, 0)
-        rest = rest_of(bucket, indices, values)
+        rest = subtract_sent(bucket, indices, values)
         return Aggregated((yield from gathered_sum(bucket, indices, values)), rest=rest)
 
 
@@ -119,14 +128,20 @@ class Threshold(WithFeedback):
 class RandomK(WithFeedback):
     """Random elements of each parameter, the same on all ranks (Stich 2018, definition 2.1; Wangni 2018).
 
-    Every element has the probability k/n to be one of the ``k = ceil(ratio n)``; which are is known from
-    (seed, step, name). On the wire: one all-reduce of k values, no indices.
+    Each of a parameter's n elements is one of the ``k = ceil(ratio n)`` chosen with probability k/n. The choice is a
+    function of (seed, step, name). The update is the weighted mean at the chosen elements, and 0 elsewhere.
+
+    State: with ``ef`` the residual, as in :class:`TopK`. Weights: any. On the wire: one all-reduce of k values, without
+    indices.
 
     Attributes:
-        ratio: share of the elements that travel.
-        unbiased: multiply by n/k, so that the expectation is the mean. It needs ``ef=false``: what is multiplied
-            is no contraction, and its residual would grow without bounds.
+        ratio: share of the elements that are sent.
+        unbiased: multiply by n/k, so that the expectation is the mean. It needs ``ef=false``: the multiplied elements
+            are no contraction, so the residual would grow without bounds.
         ef: error feedback.
+
+    Raises:
+        ConfigurationError: ``unbiased`` together with ``ef``.
     """
 
     ratio: float = option(0.01, above=0, at_most=1)
@@ -149,19 +164,26 @@ class RandomK(WithFeedback):
         dtype = accumulator(flat.dtype)
         if not plan.total:
             return Aggregated(bucket.output(dtype).zero_(), rest=flat if bucket.needs_sent else None)
-        indices = shuffled(plan, key(bucket.seed, bucket.step, "randomk"), flat.device)
+        seed = bucket.seed
+        keys = bucket.integers(lambda step: round_keys(key(seed, step, "randomk")))
+        indices = shuffled(plan, keys, flat.device)
         values = flat.index_select(0, indices).to(dtype)
-        numbers, slots, counts, scale = layout.derive(("randomk", plan), lambda: _slots(plan, flat.device))
-        values.index_add_(0, slots, poison(flat, layout)[numbers].to(dtype))
+        numbers, first_slots, counts, scales = layout.derive(("randomk", plan), lambda: _tables(plan, flat.device))
+        values.index_add_(0, first_slots, poison(flat, layout)[numbers].to(dtype))
         if self.unbiased:
-            values.mul_(scale.index_select(0, owners(counts, plan.total)))
-        rest = rest_of(bucket, indices, values)
-        total = yield AllReduce(values)
-        return Aggregated(bucket.output(dtype).zero_().index_copy_(0, indices, total), rest=rest)
+            values.mul_(scales.index_select(0, owners(counts, plan.total)))
+        rest = subtract_sent(bucket, indices, values)
+        summed = yield AllReduce(values)
+        return Aggregated(bucket.output(dtype).zero_().index_copy_(0, indices, summed), rest=rest)
 
 
-def _slots(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The numbers of the parameters that have elements, and the first slot of each; k and n/k of all parameters."""
+def _tables(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tables of a plan, on ``device``.
+
+    Returns:
+        ``(numbers, first, counts, scale)``: the index and the first slot of each parameter that has elements, int64;
+        k (int64) and n/k (float32) of all parameters.
+    """
     sizes = torch.tensor([plan.layout.sizes[name] for name in plan.layout.names], dtype=torch.int64, device="cpu")
     counts = torch.tensor(list(plan.counts.values()), dtype=torch.int64, device="cpu")
     chosen = [i for i, count in enumerate(plan.counts.values()) if count]

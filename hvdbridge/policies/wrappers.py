@@ -1,10 +1,11 @@
-"""Policies made of policies. They know one invariant of their inners (``sent``), not what these do.
+"""Wrappers: policies around other policies, of which they use only the public interface.
 
 Rules:
 
-1. Requests of an inner flow pass unchanged; inner flows run one after the other.
-2. State mirrors the tree of policies: an inner's state stands under its key in :meth:`Policy.inners`.
-3. A wrapper is what its inners are (scope, additive, deterministic, unequal weights, bytewise) unless it says not.
+1. The requests of an inner flow pass unchanged. Inner flows run one after the other.
+2. State mirrors the tree of policies: the state of an inner policy is under its key in :meth:`Policy.inners`.
+3. A wrapper takes its properties (scope, additive, deterministic, unequal_weights, bytewise) from its inner policies
+   unless it defines them.
 """
 
 from __future__ import annotations
@@ -34,15 +35,24 @@ from hvdbridge.policy.options import option
 
 @dataclass(frozen=True)
 class ErrorFeedback(Policy):
-    """What the inner policy did not send is added to the next gradient; the rule is :mod:`.feedback`'s.
+    """Error feedback: the part of a gradient that the inner policy did not send is added to the next gradient.
+
+    ``p = g w/sum(w) + e``, ``u = inner(p)``, ``e' = p - sent(p)`` (Seide 2014, section 2; Karimireddy 2019,
+    algorithm 2; see :mod:`.feedback`). A rank of weight 0 contributes zeros and keeps its residual.
+
+    State: ``residual`` (e), the size of the parameters in float32 (float64 for float64), local to the rank.
+    On the wire: the bytes of ``inner``.
+
+    Attributes:
+        inner: an additive policy: its update is the sum over ranks of what each rank sent.
 
     Raises:
-        ConfigurationError: the inner policy is not additive (one whose update is the sum of what each rank sent).
+        ConfigurationError: ``inner`` is not additive.
     """
 
     inner: Policy
     slots: ClassVar[Mapping[str, Slot]] = RESIDUAL
-    # Nothing is lost by it, so a second feedback around it would add every error twice.
+    # A second feedback around this one would add each error twice.
     additive = False
 
     def __post_init__(self) -> None:
@@ -67,12 +77,19 @@ class ErrorFeedback(Policy):
 
 @dataclass(frozen=True)
 class Warmup(Policy):
-    """``first`` for ``steps`` steps, ``then`` from there on. The state of both is kept.
+    """Aggregate by ``first`` for ``steps`` steps, and by ``then`` from there on.
 
-    After the last of these steps ``then`` is told the parameters with which its turn begins, if it remembers any
-    (:func:`~hvdbridge.policy.base.anchored`). Where ranks have drifted apart under ``first``
-    (``local_sgd``, ``noop``), parameters become their weighted mean then, once: an all-reduce of the model. Momenta of
-    the optimizer are its own: where these differ, replicas under ``then=mean`` differ by what is left of them.
+    After the last step of ``first``, ``then`` copies the parameters into its anchors if it has any
+    (:func:`~hvdbridge.policy.base.anchored`). If replicas drift under ``first`` (``local_sgd``, ``noop``), parameters
+    become their weighted mean before that, by one all-reduce of the model. The optimizer's momenta are not averaged: if
+    they differ between ranks, replicas drift further under ``then=mean`` while these momenta decay.
+
+    State: that of both policies, for the whole training.
+
+    Attributes:
+        then: the policy from step ``steps`` on.
+        steps: number of steps with ``first``.
+        first: the policy of the steps before ``steps``.
     """
 
     then: Policy
@@ -89,12 +106,12 @@ class Warmup(Policy):
         return self.then.bytewise
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        key, inner = self.turn(bucket.step)
+        key, inner = bucket.decide(lambda step, _: self.turn(step))
         result = yield from inner.aggregate(bucket, state[key])
         return replace(result, state={key: result.state})
 
     def turn(self, step: int) -> tuple[str, Policy]:
-        """The policy whose turn it is in a step, and its key."""
+        """Return the key of the policy that aggregates in a step, and the policy."""
         return ("first", self.first) if step < self.steps else ("then", self.then)
 
     @property
@@ -121,12 +138,19 @@ class Warmup(Policy):
 
 @dataclass(frozen=True)
 class Clip(Policy):
-    """This rank's whole local gradient is scaled down to an L2 norm, before the inner policy gets it.
+    """Clip each rank's whole gradient to an L2 norm before the inner policy aggregates it (Pascanu 2013, section 3.2).
 
-    ``g min(1, norm / |g|)`` over all parameters together (Pascanu 2013, section 3.2), on each rank for itself and
-    before weights. It is not ``clip_grad_norm_`` after backward, which clips the aggregate. The norm is added in
-    float64; where it is not finite the gradient passes as it is, so NaN and inf travel. Feedback belongs inside
-    (``clip(ef(bf16))``): around it, it would bring back what was clipped.
+    ``inner(g min(1, norm / |g|))``, with one norm over all parameters. Each rank clips its own gradient before weights
+    apply; ``clip_grad_norm_`` after backward clips the aggregate instead. The norm is computed in float64. A gradient
+    whose norm is not finite stays unchanged, so NaN and inf reach the other ranks. Put error feedback inside,
+    ``clip(ef(bf16))``: outside, it would add the clipped part to the next gradient.
+
+    Aggregation needs the whole gradient, so nothing is sent during backward. State, weights and bytes on the wire are
+    those of ``inner``.
+
+    Attributes:
+        inner: the policy that aggregates the clipped gradients.
+        norm: largest L2 norm, in units of the gradients as they arrive (multiplied by a GradScaler's scale).
     """
 
     inner: Policy = MEAN
@@ -141,21 +165,29 @@ class Clip(Policy):
 
 
 Plan = dict[str, tuple[Layout, Runs]]
-"""The layout of each rule's part, and its offsets in the bucket."""
+"""By rule: the layout of the rule's part of a bucket, and the part's offsets in the bucket."""
 
 
 @dataclass(frozen=True)
 class Partition(Policy):
-    """A policy per parameter: the first rule that matches decides, ``rest`` takes what no rule matches.
+    """A policy per parameter: that of the first rule that matches, or ``rest`` if none matches.
 
     ``partition(*.bias=mean, <1024=mean, 1d=fp16, bfloat16=mean, rest=ef(bf16))``. A rule is
 
     - a number of elements: ``<1024``, ``<=1024``, ``>1024``, ``>=1024``;
-    - a number of dimensions: ``1d``, or compared, ``>=2d``;
+    - a number of dimensions: ``1d``, or a comparison, ``>=2d``;
     - the type of the parameter's gradient: ``float16``, ``bfloat16``, ``float32``, ``float64``;
-    - else a pattern of the parameter's name, as in :mod:`fnmatch`: ``*.bias``, ``layers.[0-3].*``.
+    - otherwise a pattern of the parameter's name, as in :mod:`fnmatch`: ``*.bias``, ``layers.[0-3].*``.
 
-    Each part of a bucket is a bucket of its own. State is keyed by the text of the rule.
+    The parameters of a bucket that share a rule form a bucket of their own. State: that of each policy, keyed by the
+    text of its rule. Weights and bytes on the wire are those of the policies.
+
+    Attributes:
+        rules: pairs of a rule and a policy, in order; the constructor also takes a mapping.
+        rest: the policy of all other parameters.
+
+    Raises:
+        ConfigurationError: a rule does not parse, is given twice or is ``rest``, or has no policy.
     """
 
     rules: tuple[tuple[str, Policy], ...] = field(default=(), metadata={"collects": True})
@@ -182,7 +214,7 @@ class Partition(Policy):
         return None if None in rounds else sum(filter(None, rounds))
 
     def rule_of(self, name: str, shape: torch.Size, dtype: torch.dtype) -> str:
-        """The text of the rule that a parameter falls under."""
+        """Return the text of the first rule that a parameter matches, or ``"rest"``."""
         return next((text for text, _ in self.rules if _matcher(text)(name, shape, dtype)), "rest")
 
     def init(self, params: Mapping[str, Tensor]) -> State:
@@ -190,58 +222,62 @@ class Partition(Policy):
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         inners = self.inners()
-        return self._each(bucket, state, lambda key: inners[key].aggregate)
+        return self._run(bucket, state, lambda key: inners[key].aggregate)
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
         inners = self.inners()
-        return self._each(bucket, state, lambda key: inners[key].after_step if inners[key].due(bucket.step) else keep)
+        return self._run(bucket, state, lambda key: inners[key].after_step if inners[key].due(bucket.step) else skip)
 
     def start_from(self, bucket: Bucket, state: State) -> State:
-        """Each inner policy starts from its part; see :func:`hvdbridge.policy.base.start_from`."""
+        """Set the anchors of each inner policy from its part; see :func:`hvdbridge.policy.base.start_from`."""
         inners, plan = self.inners(), self._plan(bucket)
         return {key: base.start_from(inners[key], _select(bucket, *part), state[key]) for key, part in plan.items()}
 
-    def _each(self, bucket: Bucket, state: State, start: Callable[[str], Callable[[Bucket, State], Flow]]) -> Flow:
-        """Run each part's flow, one after the other; where one is early, the rest of them after all have begun."""
+    def _run(self, bucket: Bucket, state: State, start: Callable[[str], Callable[[Bucket, State], Flow]]) -> Flow:
+        """Run the flows of all parts, one after the other, and join their updates.
+
+        If a flow yields Early, the joined update is yielded once every flow has reached its Early or its end. The early
+        flows are finished after that.
+        """
         plan = self._plan(bucket)
-        given: dict[str, Bucket] = {}
+        buckets: dict[str, Bucket] = {}
         flows: dict[str, Flow] = {}
-        ends: dict[str, Early | Aggregated] = {}
+        outcomes: dict[str, Early | Aggregated] = {}
         for key, part in plan.items():
-            given[key] = _select(bucket, *part)
-            flows[key] = start(key)(given[key], state[key])
-            ends[key] = yield from advance(flows[key])
-        early = any(isinstance(end, Early) for end in ends.values())
+            buckets[key] = _select(bucket, *part)
+            flows[key] = start(key)(buckets[key], state[key])
+            outcomes[key] = yield from advance(flows[key])
+        early = any(isinstance(outcome, Early) for outcome in outcomes.values())
         if early:
-            yield Early(_join({key: end.update for key, end in ends.items()}, bucket, plan))
+            yield Early(_join({key: outcome.update for key, outcome in outcomes.items()}, bucket, plan))
         results: dict[str, Aggregated] = {}
-        for key, end in ends.items():
-            results[key] = (yield from finish(flows[key])) if isinstance(end, Early) else end
+        for key, outcome in outcomes.items():
+            results[key] = (yield from finish(flows[key])) if isinstance(outcome, Early) else outcome
         update = _join({key: result.update for key, result in results.items()}, bucket, plan, output=not early)
-        left = {key: results[key].left_of(part) for key, part in given.items()} if bucket.needs_sent else {}
+        rests = {key: results[key].left_of(part) for key, part in buckets.items()} if bucket.needs_sent else {}
         state = {key: result.state for key, result in results.items()}
-        return Aggregated(update, state=state, rest=_join(left, bucket, plan) if left else None)
+        return Aggregated(update, state=state, rest=_join(rests, bucket, plan) if rests else None)
 
     def _plan(self, bucket: Bucket) -> Plan:
         layout = bucket.layout
         dtypes = tuple(layout.dtypes.get(name, bucket.buffer.dtype) for name in layout.names)
-        return layout.derive((self, dtypes), lambda: self._divide(layout, dtypes))
+        return layout.derive((self, dtypes), lambda: self._make_plan(layout, dtypes))
 
-    def _divide(self, layout: Layout, dtypes: Sequence[torch.dtype]) -> Plan:
-        kinds = zip(layout.shapes.items(), dtypes, strict=True)
-        rules = {name: self.rule_of(name, shape, dtype) for (name, shape), dtype in kinds}
+    def _make_plan(self, layout: Layout, dtypes: Sequence[torch.dtype]) -> Plan:
+        params = zip(layout.shapes.items(), dtypes, strict=True)
+        rules = {name: self.rule_of(name, shape, dtype) for (name, shape), dtype in params}
         keys = [key for key in self.inners() if key in rules.values()] or ["rest"]
         parts = {key: layout.part(name for name, rule in rules.items() if rule == key) for key in keys}
-        at = layout.offsets
+        offsets = layout.offsets
         return {
-            key: (part, Runs((at[name], part.offsets[name], part.sizes[name]) for name in part.names))
+            key: (part, Runs((offsets[name], part.offsets[name], part.sizes[name]) for name in part.names))
             for key, part in parts.items()
         }
 
 
 @own_member_first()
 def parameters_of(policy: Policy, key: str, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Those of ``params`` that the inner policy at ``key`` aggregates."""
+    """Return the ``params`` that the inner policy under ``key`` aggregates."""
     if not isinstance(policy, Partition):
         return params
     return {name: p for name, p in params.items() if policy.rule_of(name, p.shape, p.dtype) == key}
@@ -249,22 +285,25 @@ def parameters_of(policy: Policy, key: str, params: Mapping[str, Tensor]) -> Map
 
 @own_member_first(warn=False)
 def statistics(policy: Policy, params: Mapping[str, Tensor], state: State) -> dict[str, float]:
-    """Figures of this rank for ``sync.stats()``, which a policy's class may define as a method of this name; those of
-    an inner policy other than ``inner`` bear its key.
+    """Return this rank's statistics of ``policy`` for ``sync.stats()``, by name.
+
+    A policy class may define a method of this name instead. Names from an inner policy under a key other than
+    ``inner`` have the key as prefix: ``then.compression_rate``.
 
     Args:
-        params: those that the policy aggregates, on the device ``meta``.
+        params: the parameters that the policy aggregates, on the device ``meta``.
+        state: the state of ``policy``.
     """
-    found: dict[str, float] = {}
+    merged: dict[str, float] = {}
     for key, inner in policy.inners().items():
-        figures = statistics(inner, parameters_of(policy, key, params), state[key])
-        found |= {name if key == "inner" else f"{key}.{name}": figure for name, figure in figures.items()}
-    return found
+        values = statistics(inner, parameters_of(policy, key, params), state[key])
+        merged |= {name if key == "inner" else f"{key}.{name}": value for name, value in values.items()}
+    return merged
 
 
 @own_member_first()
 def averaged(policy: Policy, step: int) -> bool:
-    """Whether a job may stop after this step: replicas are equal then, or nothing will make them so."""
+    """Return whether a job may stop after this step: replicas are equal, or no later step makes them equal."""
     if isinstance(policy, Warmup):
         return base.switches(policy, step) or averaged(policy.turn(step)[1], step)
     if policy.replicas == "drift" and type(policy).due is not Policy.due:
@@ -273,46 +312,50 @@ def averaged(policy: Policy, step: int) -> bool:
 
 
 def _select(bucket: Bucket, part: Layout, runs: Runs) -> Bucket:
-    """The part of a bucket, a copy; the bucket itself if it is all of it."""
+    """Return one part of a bucket as a bucket with a copy of its gradients; the bucket itself if it is all of it."""
     if part is bucket.layout:
         return bucket
-    chosen = runs.to(bucket.buffer, part.empty(bucket.buffer.dtype, bucket.buffer.device))
-    return replace(bucket, buffer=chosen, layout=part, spare=None)
+    selected = runs.to(bucket.buffer, part.empty(bucket.buffer.dtype, bucket.buffer.device))
+    return replace(bucket, buffer=selected, layout=part, spare=None)
 
 
 def _join(tensors: Mapping[str, Tensor], bucket: Bucket, plan: Plan, output: bool = False) -> Tensor:
-    """The bucket's vector, made of its parts' vectors; ``output``: in the bucket's output buffer."""
+    """Join the parts' flat vectors into one of the bucket; ``output``: in the bucket's output buffer."""
     if len(tensors) == 1:
         (only,) = tensors.values()
         return only
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
-    whole = bucket.output(dtype) if output else bucket.layout.empty(dtype, bucket.buffer.device)
+    joined = bucket.output(dtype) if output else bucket.layout.empty(dtype, bucket.buffer.device)
     for key, (_, runs) in plan.items():
-        runs.back(whole, tensors[key])
-    return whole
+        runs.back(joined, tensors[key])
+    return joined
 
 
-def keep(bucket: Bucket, state: State) -> Flow:
-    """The flow that changes nothing."""
+def skip(bucket: Bucket, state: State) -> Flow:
+    """Return the bucket's buffer as the update, without communication: the flow of a policy that is not due."""
     yield from ()
     return Aggregated(bucket.buffer)
 
 
 Matcher = Callable[[str, torch.Size, torch.dtype], bool]
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "": operator.eq}
-_TYPES = ("float16", "bfloat16", "float32", "float64")
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def _matcher(rule: str) -> Matcher:
-    """The predicate that a rule's text stands for."""
-    if rule in _TYPES:
+    """Return the predicate of name, shape and dtype for the text of a rule.
+
+    Raises:
+        ConfigurationError: the text is empty or an incomplete comparison.
+    """
+    if rule in _DTYPES:
         return lambda name, shape, dtype: dtype is getattr(torch, rule)
-    number = re.fullmatch(r"(<=?|>=?|)([0-9]+)(d?)", rule)
-    if number is None:
+    match = re.fullmatch(r"(<=?|>=?|)([0-9]+)(d?)", rule)
+    if match is None:
         if not rule or rule[0] in "<>":
             raise ConfigurationError(f"Partition: rule {rule!r} compares with nothing; write <1024, >=1024, 1d or >=2d")
         return lambda name, shape, dtype: fnmatchcase(name, rule)
-    compare, limit, dims = _COMPARE[number[1]], int(number[2]), bool(number[3])
-    if not number[1] and not dims:  # a bare number can only be meant as a name
+    compare, limit, of_dims = _COMPARE[match[1]], int(match[2]), bool(match[3])
+    if not match[1] and not of_dims:  # a number alone is a name
         return lambda name, shape, dtype: fnmatchcase(name, rule)
-    return lambda name, shape, dtype: compare(len(shape) if dims else shape.numel(), limit)
+    return lambda name, shape, dtype: compare(len(shape) if of_dims else shape.numel(), limit)

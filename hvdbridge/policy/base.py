@@ -1,22 +1,26 @@
-"""What an aggregation policy is: a coroutine over collectives that does not depend on what executes them.
+"""Base class of aggregation policies: generators that yield collectives, independent of the backend that executes them.
 
-Rules:
+Rules for authors of policies (``examples/custom_policy.py`` is a complete one):
 
-1. ``aggregate`` yields :class:`~hvdbridge.policy.collectives.Collective` requests, is sent back one tensor for
-   each, and returns :class:`Aggregated`. What it yields depends only on what all ranks know alike.
-2. It does not change ``state`` in place: the scheduler keeps the old state of each parameter whose
-   update is not finite.
-3. Every rank returns the same bits. Arithmetic after the last collective is element-wise, or is done by
-   one owner and sent. Shared randomness is keyed, never drawn in sequence.
-4. State is a tree of dicts that mirrors the tree of policies; its leaves map parameter names to tensors.
-5. No ``.item()`` and no synchronize on CUDA tensors.
-6. A policy may also act on the parameters after the optimizer stepped (:meth:`Policy.due`,
-   :meth:`Policy.after_step`), and may hand out an update before its flow has ended (:class:`Early`).
+1. ``aggregate`` is a generator, and one run of it is a flow. It yields
+   :class:`~hvdbridge.policy.collectives.Collective` requests, receives one tensor for each, and returns
+   :class:`Aggregated`. All ranks yield the same sequence of requests: it may depend only on values that are equal on
+   all ranks.
+2. ``aggregate`` does not change ``state`` in place. The state store keeps the old state of each parameter whose
+   update is not finite, unless the leaf's :attr:`Slot.guarded` is False.
+3. All ranks return the same bits, unless :attr:`Policy.replicas` is ``"drift"``. After the last collective a flow
+   computes element-wise only, or one owner rank computes and sends its result. Random numbers that ranks share are
+   functions of a key (:mod:`hvdbridge.kernels.random`), not draws from a sequence.
+4. State is a tree of dicts that mirrors the tree of policies. Each leaf maps parameter names to tensors.
+5. A policy never waits for a CUDA device: no ``.item()``, no ``synchronize()``.
+6. A policy may also change the parameters after the optimizer's step (:meth:`Policy.due`, :meth:`Policy.after_step`).
+   A flow may deliver its update before it ends (:class:`Early`).
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -25,26 +29,27 @@ import torch
 from torch import Tensor
 
 from hvdbridge.deprecated import former_members, own_member, own_member_first
-from hvdbridge.errors import ConfigurationError, WeightError
+from hvdbridge.errors import ConfigurationError, Unsupported, WeightError
 from hvdbridge.policy.bucket import Bucket
 from hvdbridge.policy.collectives import Collective, relay
 from hvdbridge.policy.options import check
 
 State = Mapping[str, Any]
-"""A tree of dicts: ``{"residual": {name: tensor}, "inner": {...}}``."""
+"""A policy's state, as a tree of dicts: ``{"residual": {name: tensor}, "inner": {...}}``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Aggregated:
-    """What a policy made of a bucket.
+    """Result of a flow. Tensors are flat, ``[layout.numel]``, in the order of the bucket's layout.
 
     Attributes:
-        update: flat, in the bucket's layout, equal bits on all ranks. Becomes ``p.grad``.
-        sent: flat; what the other ranks decoded of this rank's contribution (the sum over ranks of
-            ``sent`` is ``update``). None where ``bucket.needs_sent`` is False.
-        rest: in the place of ``sent``, and with less memory: what was not sent, flat, mostly ``bucket.buffer`` from
-            which the flow took off what it sent as soon as it knew.
-        state: the new state of this bucket's parameters, same tree as was passed in; None = unchanged.
+        update: the aggregated gradient, which becomes ``p.grad``; the same bits on all ranks (rule 3).
+        sent: this rank's contribution as the other ranks decoded it: the sum of ``sent`` over ranks is ``update``.
+            May be None unless ``bucket.needs_sent``.
+        rest: the part of the bucket that this rank did not send, as an alternative to ``sent`` that needs less memory.
+            It is usually ``bucket.buffer``, from which the flow has subtracted the part that it sent.
+        state: the new state of the bucket's parameters, in the tree that ``aggregate`` received. None, for the whole
+            or for a branch, leaves it unchanged.
     """
 
     update: Tensor
@@ -53,10 +58,10 @@ class Aggregated:
     rest: Tensor | None = None
 
     def left_of(self, bucket: Bucket) -> Tensor:
-        """What of ``bucket``, as it was given to the flow, was not sent; may be its buffer, overwritten.
+        """Return the part of ``bucket``, which the flow received, that was not sent. May overwrite ``bucket.buffer``.
 
         Raises:
-            ConfigurationError: the flow did not say.
+            ConfigurationError: the flow returned neither ``sent`` nor ``rest``.
         """
         if self.rest is not None:
             return self.rest
@@ -69,35 +74,43 @@ class Aggregated:
 
 @dataclass(frozen=True, eq=False)
 class Early:
-    """What a flow may yield once, beside requests: the bucket's update stands now, and is delivered.
+    """An update that a flow delivers before it ends. A flow may yield one, beside its requests.
 
-    The rest of the flow runs on in the background while the caller goes on, after the last bucket of the step
-    was handed in and before the next step's first. From here on the flow must not touch ``bucket.buffer``, which
-    the caller has taken back. The ``update`` of the flow's :class:`Aggregated` is not delivered; it decides
-    which parameters keep their old state (see :attr:`Slot.guarded`).
+    The caller then continues with ``update`` and reuses ``bucket.buffer``, which the flow must not access any more.
+    The remainder of the flow runs in the background, after the step's last bucket was submitted and before the next
+    step's first. The ``update`` of its :class:`Aggregated` is not delivered: it only decides which parameters keep
+    their old state (:attr:`Slot.guarded`).
     """
 
     update: Tensor
 
 
 Flow = Generator[Collective | Early, Tensor, Aggregated]
-"""``tensor = yield request`` until ``return Aggregated(...)``. (``yield Early(...)`` is answered by None.)"""
+"""A generator of ``tensor = yield request``, which ends in ``return Aggregated(...)``. ``yield Early(...)`` evaluates
+to None."""
 
 Exchange = Generator[Collective, Tensor, Tensor]
-"""A part of a flow that ends in one tensor."""
+"""A part of a flow that returns one tensor."""
 
 
 def advance(flow: Flow) -> Generator[Collective, Tensor, Early | Aggregated]:
-    """Pass on a flow's requests up to its :class:`Early` or its end, and return that; call again after an Early."""
+    """Yield a flow's requests up to its :class:`Early` or its end, and return the Early or the :class:`Aggregated`.
 
-    def ask(request: Any) -> Generator[Any, Any, Any]:
+    Call it again after an Early for the remainder of the flow.
+    """
+
+    def forward(request: Any) -> Generator[Any, Any, Any]:
         return (yield request)
 
-    return relay(flow, ask, Early)  # type: ignore[no-any-return, arg-type]
+    return relay(flow, forward, Early)  # type: ignore[no-any-return, arg-type]
 
 
 def finish(flow: Flow) -> Generator[Collective, Tensor, Aggregated]:
-    """Pass on a flow's requests up to its end, where it may not say :class:`Early` (any more)."""
+    """Yield a flow's requests up to its end, and return its :class:`Aggregated`.
+
+    Raises:
+        ConfigurationError: the flow yields an :class:`Early`, which is not allowed here.
+    """
     end = yield from advance(flow)
     if isinstance(end, Early):
         raise too_early(flow)
@@ -105,7 +118,7 @@ def finish(flow: Flow) -> Generator[Collective, Tensor, Aggregated]:
 
 
 def too_early(flow: Flow) -> ConfigurationError:
-    """The error about an :class:`Early` where none may be."""
+    """Return the error for a flow that yields :class:`Early` where it must not."""
     return ConfigurationError(
         f"{getattr(flow, '__qualname__', flow)} yields Early, which a flow may do once, and only where it aggregates "
         "gradients: this policy cannot stand here"
@@ -113,7 +126,7 @@ def too_early(flow: Flow) -> ConfigurationError:
 
 
 def rewrite(flow: Flow, exchange: Callable[[Collective], Exchange]) -> Flow:
-    """``flow`` with ``exchange(request)`` in the place of each request: how a wrapper changes what travels."""
+    """Run ``exchange(request)`` instead of each request of ``flow``. A wrapper changes messages this way."""
 
     def answer(request: Any) -> Generator[Any, Any, Any]:
         return (yield from exchange(request)) if isinstance(request, Collective) else (yield request)
@@ -122,27 +135,28 @@ def rewrite(flow: Flow, exchange: Callable[[Collective], Exchange]) -> Flow:
 
 
 CODED_MB, BYTEWISE_MB = 10.0, 5.0
-"""The size of a bucket whose messages take computing, or a network's time, and of one whose messages are a byte or more
-for each element and take a network's time: the best of those measured, over policies and slow links."""
+"""Default bucket sizes in MiB. ``CODED_MB`` is for messages that are encoded, and for messages between nodes.
+``BYTEWISE_MB`` is for messages between nodes that have a byte or more per element (:attr:`Policy.bytewise`)."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """What a leaf of a policy's state is.
+    """Properties of one leaf (a dict of tensors) of a policy's state.
 
     Attributes:
-        local: differs between ranks (an error-feedback residual) instead of being replicated.
-        gradient_units: scales with the loss, so it is rescaled when ``sync.loss_scale`` changes.
-        owned: local, and each element belongs to one rank, which depends on the number of ranks. When that number
-            changes, the sum of the leaf goes to the ``residual`` of the feedback around this policy.
-        by_node: local to the node instead of the rank: the node's ranks hold the same. :attr:`Branch.nodes` sets it.
-        guarded: a parameter keeps its old value where the flow's update is not finite. False: the flow's value always
-            replaces it.
-        reused: the flow makes its values in memory of :meth:`Bucket.fresh` and keeps no other reference. On a CPU the
-            next value takes the memory of the replaced one, because a C library would fragment by once or twice the
-            state.
-        held: an update that a later step delivers; :func:`flush` hands it out.
-        anchor: parameters to which later ones are compared; :func:`start_from` sets them.
+        local: the leaf differs between ranks, as a residual does. Otherwise it is replicated.
+        gradient_units: the leaf scales with the loss. It is rescaled when ``sync.loss_scale`` changes.
+        owned: the leaf is local, and one rank owns each of its elements. The owner depends on the number of ranks. When
+            that number changes, the sum of the leaf is added to the ``residual`` of the error feedback directly around
+            this policy, which must exist.
+        by_node: the leaf is local to a node, whose ranks hold the same values. The state store sets this for local
+            leaves below a :attr:`Branch.nodes`; a policy does not declare it.
+        guarded: a parameter whose update is not finite keeps its old value in this leaf. False: the flow's value always
+            replaces the old one.
+        reused: the flow allocates the leaf's values with :meth:`Bucket.fresh` and keeps no other reference to them. On
+            a CPU the memory of a replaced value is then reused, since new allocations would fragment C's heap.
+        held: the leaf is an update that a later step delivers. :func:`flush` delivers the last one.
+        anchor: the leaf is a copy of parameters to which later ones are compared. :func:`start_from` sets it.
     """
 
     local: bool = False
@@ -157,11 +171,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Branch:
-    """What the state of an inner policy is.
+    """Properties of the state of an inner policy.
 
     Attributes:
-        parameters: the inner policy aggregates parameters, so nothing in its state has the gradient's units.
-        nodes: the inner policy's ranks are the nodes, so what is local to one of them belongs to a node.
+        parameters: the inner policy aggregates parameters, so no leaf of its state has the gradient's units.
+        nodes: the inner policy aggregates between nodes, so its local leaves belong to nodes instead of ranks.
     """
 
     parameters: bool = False
@@ -169,65 +183,71 @@ class Branch:
 
 
 SWITCH = 2
-"""What :meth:`Policy.due` returns where a phase begins after the step."""
+"""Value of :meth:`Policy.due` for the last step before a new phase of training, as where warmup's ``then`` takes
+over."""
 
 
 class Policy:
-    """Base class: a frozen dataclass with :meth:`aggregate`. Its fields are the options of its spec string.
+    """Base class of policies. A policy is a frozen dataclass whose fields are the options of its spec string.
 
-    A leaf states its properties as plain class attributes (``additive = True``). A wrapper takes them from its inner
-    policies. A class may also define ``statistics(params, state)``, see :func:`hvdbridge.policies.wrappers.statistics`.
+    A policy implements :meth:`aggregate` and, if it has state, :meth:`init`. A policy without inner policies declares
+    its properties as plain class attributes (``additive = True``). A wrapper, which has policies as fields, derives
+    them from these inner policies, except for :attr:`rounds`. A class may also define ``statistics(params, state)``,
+    see :func:`hvdbridge.policies.wrappers.statistics`.
     """
 
     slots: ClassVar[Mapping[str, Slot | Branch]] = {}
-    """The leaves of the policy's own state, and what the state of its inner policies is, by key."""
+    """Properties of the state, by key: a :class:`Slot` for an own leaf, a :class:`Branch` for an inner policy. Absent
+    keys mean ``Slot()`` or ``Branch()``."""
 
     def __post_init__(self) -> None:
         check(self)
 
     @property
     def scope(self) -> Literal["bucket", "step"]:
-        """``"bucket"``: ``aggregate`` runs per bucket while backward goes on; ``"step"``: once, with one
-        bucket of all gradients. A wrapper takes the wider scope of its inners."""
+        """``"bucket"``: ``aggregate`` runs per bucket, during backward. ``"step"``: it runs once per step, with one
+        bucket of all gradients. A wrapper's scope is ``"step"`` if that of any inner policy is."""
         return "step" if any(p.scope == "step" for p in self.inners().values()) else "bucket"
 
     @property
     def additive(self) -> bool:
-        """The update is the sum over ranks of ``sent``, and a lossless policy sends its weighted input
-        (what :class:`~hvdbridge.policies.wrappers.ErrorFeedback` needs)."""
+        """True if the update is the sum over ranks of ``sent``, which approximates the weighted bucket.
+        :class:`~hvdbridge.policies.wrappers.ErrorFeedback` requires this."""
         inners = self.inners().values()
         return bool(inners) and all(p.additive for p in inners)
 
     @property
     def deterministic(self) -> bool:
-        """The same inputs give the same bits, whatever the seed."""
+        """True if the same inputs give the same bits with every seed."""
         return all(p.deterministic for p in self.inners().values())
 
     @property
     def unequal_weights(self) -> bool:
-        """Whether positive weights may differ between ranks."""
+        """True if positive weights may differ between ranks."""
         return all(p.unequal_weights for p in self.inners().values())
 
     @property
     def replicas(self) -> Literal["same", "drift"]:
-        """``"drift"``: updates differ between ranks, and so do parameters between the policy's own averages. A
-        wrapper takes the wider of its inners."""
+        """``"same"``: all ranks have the same parameters. ``"drift"``: updates differ between ranks, and parameters do
+        until the policy averages them. A wrapper drifts if any inner policy does."""
         return "drift" if any(p.replicas == "drift" for p in self.inners().values()) else "same"
 
     @property
     def rounds(self) -> int | None:
-        """The most collectives that a flow of :meth:`aggregate` asks for; None: not stated.
+        """Maximum number of collectives that one flow of :meth:`aggregate` yields; None: not declared.
 
-        A policy that states a number also states that a flow reads nothing that another flow of the step changes: it
-        has its bucket's part of the state. The scheduler then lets flows encode and decode as soon as they can, at
-        moments that differ between ranks. Otherwise all of it happens in one order on all ranks.
+        A policy that declares a number also declares that its flows are independent. A flow then reads only its bucket
+        and its part of the state, never data that another flow of the step changes. Several flows may be in flight, and
+        encode and decode at moments that differ between ranks. Without a number, flows run one after another.
         """
         return None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A subclass's ``slots`` are added to those of its base."""
+        """Add the ``slots`` of a subclass to those of its base class."""
         super().__init_subclass__(**kwargs)
         inherited: Any = super(cls, cls).slots  # type: ignore[misc]
+        for name in {"in_place", "takes_shares"} & cls.__dict__.keys():
+            warnings.warn(f"{cls.__name__}.{name} has no effect any more", DeprecationWarning, stacklevel=3)
         own = cls.__dict__.get("slots")
         if not isinstance(own, Mapping):
             return
@@ -238,44 +258,49 @@ class Policy:
 
     @property
     def bytewise(self) -> bool:
-        """A byte or more travels for each element, by several collectives. On a slow network a step waits for these
-        bytes, so such buckets are smaller there. A wrapper is bytewise where all its inners are; inners that aggregate
-        parameters are not, since these travel in no bucket."""
+        """True if a flow sends a byte or more per element, by several collectives. Such buckets are smaller between
+        nodes, where a step waits for these bytes. A wrapper is bytewise if all its inner policies are, and none of them
+        aggregates parameters, which are not sent in buckets."""
         inners = self.inners()
         parameters = any(isinstance(slot, Branch) and slot.parameters for slot in self.slots.values())
         return bool(inners) and not parameters and all(p.bytewise for p in inners.values())
 
     def inners(self) -> Mapping[str, Policy]:
-        """The inner policies of a wrapper, by the key of their state; empty for a leaf."""
+        """Return the inner policies of a wrapper, by the key of their state; empty for a leaf."""
         if not is_dataclass(self):
             return {}
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: value for name, value in values if isinstance(value, Policy)}
 
     def init(self, params: Mapping[str, Tensor]) -> State:
-        """Fresh state for these parameters. Their values are those at the start, equal on all ranks; most policies
-        read only shape, dtype and device. What is kept of them is a copy."""
+        """Return the initial state for ``params`` (name -> parameter, with its initial value, equal on all ranks). Most
+        policies read only shape, dtype and device. A policy that keeps values clones them."""
         return {key: inner.init(params) for key, inner in self.inners().items()}
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        """Combine the ranks' gradients of one bucket."""
+        """Combine the ranks' gradients of one bucket; see the rules at the top of this module.
+
+        Args:
+            bucket: this rank's local gradients, not yet weighted. Weighted sums begin with :meth:`Bucket.weighted`.
+            state: the part of the state that belongs to the bucket's parameters.
+        """
         raise NotImplementedError
 
     def due(self, step: int) -> int:
-        """Whether :meth:`after_step` runs after this step; a wrapper's is due when one of its inners' is.
+        """Return whether :meth:`after_step` runs after this step. A wrapper's runs when that of an inner policy does.
 
         Returns:
-            False, True, or :data:`SWITCH` where a phase begins after this step. Then :meth:`after_step` runs even
-            if the weights add up to zero, and they count as equal.
+            False, True, or :data:`SWITCH` if a new phase of training begins after this step. With SWITCH,
+            :meth:`after_step` runs even if the weights add up to zero. They then count as equal.
         """
         return max((inner.due(step) for inner in self.inners().values()), default=False)
 
     def after_step(self, bucket: Bucket, state: State) -> Flow:
-        """Change the parameters after the optimizer made the step ``bucket.step``; runs where that is :meth:`due`.
+        """Change the parameters after the optimizer's step ``bucket.step``. Runs only if :meth:`due` for that step.
 
-        ``bucket.buffer`` is a copy, in float32 or wider, of all parameters of this rank that the optimizer holds;
-        the update becomes their new values. Weights are those of the step. A wrapper passes the bucket to those of its
-        inners for which it is due.
+        ``bucket.buffer`` is a copy, in float32 or wider, of all parameters of this rank that the optimizer holds. The
+        returned update becomes their new values. Weights are those of the step. A wrapper runs ``after_step`` of its
+        inner policies that are due, one after another.
         """
         states: dict[str, State | None] = {}
         for key, inner in self.inners().items():
@@ -285,14 +310,14 @@ class Policy:
         return Aggregated(bucket.buffer, state=states)
 
     def check_size(self, size: int, nodes: int | None = None) -> None:
-        """Refuse numbers of ranks for which the policy is not defined, before anything is trained.
+        """Check that the policy is defined for this number of ranks. Runs before training.
 
         Args:
-            size: number of ranks, all of positive weight.
-            nodes: number of their nodes; None: not known.
+            size: number of ranks. Each is assumed to have a positive weight.
+            nodes: number of nodes that they run on; None: unknown.
 
         Raises:
-            ConfigurationError: names the limits.
+            ConfigurationError: the policy is not defined for so many ranks. The message names the limits.
         """
         for inner in self.inners().values():
             inner.check_size(size, nodes)
@@ -303,6 +328,8 @@ former_members(
     on_parameters=False,
     between_nodes=False,
     rehearses=True,
+    in_place=False,
+    takes_shares=False,
     bucket_mb="policies.dense:bucket_mb",
     acts_after_step="policy.base:acts_after_step",
     anchored="policy.base:anchored",
@@ -317,19 +344,21 @@ former_members(
 
 
 class Foreign(Policy):
-    """Base of a policy around a user's object that may remember what it is given, so no rehearsal may call it."""
+    """Base of policies around a user's object. Dry runs must not call it, because the object may have state."""
 
 
 @own_member_first(warn=False)
 def acts_after_step(policy: Policy) -> bool:
-    """Whether the policy is ever :meth:`Policy.due`: its class overrides that method, or an inner policy acts. A class
-    whose ``due`` is that of its inners has an attribute of this name instead."""
+    """Return whether the policy can ever be :meth:`Policy.due`: its class overrides ``due``, or an inner policy can be.
+
+    A class that overrides ``due`` only to select an inner policy's defines an attribute of this name, which decides.
+    """
     return type(policy).due is not Policy.due or any(map(acts_after_step, policy.inners().values()))
 
 
 @own_member_first()
 def switches(policy: Policy, step: int) -> bool:
-    """Whether a phase begins after this step."""
+    """Return whether a new phase of training begins after this step (:data:`SWITCH`)."""
     if policy.due(step) == SWITCH:
         return True
     return any(own_member(inner, "switches") and switches(inner, step) for inner in policy.inners().values())
@@ -337,17 +366,18 @@ def switches(policy: Policy, step: int) -> bool:
 
 @own_member_first()
 def anchored(policy: Policy) -> bool:
-    """Whether the policy has state that :func:`start_from` sets."""
+    """Return whether the policy, or an inner one, has state that :func:`start_from` sets (:attr:`Slot.anchor`)."""
     own = any(isinstance(slot, Slot) and slot.anchor for slot in policy.slots.values())
     return own or any(map(anchored, policy.inners().values()))
 
 
 @own_member_first(warn=False)
 def start_from(policy: Policy, bucket: Bucket, state: State) -> State:
-    """What changes of the state where a phase begins with these parameters, equal on all ranks: copies.
+    """Return the anchors (:attr:`Slot.anchor`) for a phase of training that begins with the parameters in ``bucket``.
 
-    ``bucket.buffer`` holds them as in :meth:`Policy.after_step`. The synchronizer calls this before the first step,
-    and a wrapper before a policy takes its turn.
+    ``bucket.buffer`` holds parameters as in :meth:`Policy.after_step`, equal on all ranks; the anchors are copies of
+    them. The result has only the leaves that change. The synchronizer calls this before the first step, and a wrapper
+    before the first step of an inner policy.
     """
     values = bucket.grads
     slots = {key for key, slot in policy.slots.items() if isinstance(slot, Slot) and slot.anchor}
@@ -357,7 +387,11 @@ def start_from(policy: Policy, bucket: Bucket, state: State) -> State:
 
 @own_member_first()
 def flush(policy: Policy, state: State) -> tuple[Mapping[str, Tensor], State]:
-    """What is held back for a later step, as updates by name, and the whole state without it. May wait for a device."""
+    """Take the updates that are held for a later step (:attr:`Slot.held`) out of the state. May wait for a device.
+
+    Returns:
+        The updates, by parameter name, and the whole state, in which zeros replace them.
+    """
     updates: dict[str, Tensor] = {}
     new: dict[str, Any] = dict(state)
     for key, slot in policy.slots.items():
@@ -370,11 +404,26 @@ def flush(policy: Policy, state: State) -> tuple[Mapping[str, Tensor], State]:
     return updates, new
 
 
-def check_weights(policy: Policy, weights: Sequence[float], size: int) -> tuple[float, ...]:
-    """The ranks' weights as doubles; a total of zero is not an error (the step is skipped).
+def refuse_complex(params: Mapping[str, Tensor]) -> None:
+    """Check that no parameter is complex: policies aggregate real numbers.
 
     Raises:
-        WeightError: not one per rank, negative, not finite, or unequal where ``policy`` refuses that.
+        Unsupported: one of ``params`` is complex. The message names it.
+    """
+    for name, p in params.items():
+        if p.is_complex():
+            raise Unsupported(
+                f"parameter {name!r} is {str(p.dtype).removeprefix('torch.')}: gradients are real numbers. Hold it as "
+                "pairs of these, torch.view_as_real(...), and use torch.view_as_complex() of it in forward."
+            )
+
+
+def check_weights(policy: Policy, weights: Sequence[float], size: int) -> tuple[float, ...]:
+    """Check the ranks' weights and return them as floats. A sum of zero is valid: that step is skipped.
+
+    Raises:
+        WeightError: there is not one weight per rank, a weight or the sum is negative or not finite, or weights differ
+            although ``policy`` requires equal ones (:attr:`Policy.unequal_weights`).
 
     >>> check_weights(Policy(), [3, 1], 2)
     (3.0, 1.0)

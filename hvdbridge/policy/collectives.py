@@ -1,14 +1,14 @@
-"""Requests: what a policy may ask of the other ranks, whatever communicator answers.
+"""Collectives that a policy may request. A communicator of any backend answers them.
 
 Rules:
 
-1. One request, one tensor back.
-2. The tensor of a request is given away: the communicator may reduce into it and return it. So is ``out``, memory
-   for the answer, which need not be used: only where the answer fits there exactly may it stand there.
-3. ``group`` names the ranks that take part: ``"world"`` (the synchronizer's ranks), ``"node"`` (those on this
-   host), ``"cross"`` (the same local rank on every host), a division of all ranks, ``"ranks:0,1|2,3"``, of which this
-   rank's part is meant, or a name that the communicator was given.
-   A wrapper may re-label the requests of its inner policy with :func:`dataclasses.replace`.
+1. The answer to each request is one tensor.
+2. The flow gives the tensor of a request away: the communicator may reduce into it and return it. The same holds for
+   ``out``, an optional output buffer. The communicator may ignore ``out``, and uses it only if the answer fits exactly.
+3. ``group`` names the ranks that take part: ``"world"`` (the synchronizer's ranks), ``"node"`` (the ranks on this
+   host), ``"cross"`` (the ranks with this local rank on all hosts), or a name that was given to the communicator.
+   ``"ranks:0,1|2,3"`` divides all ranks into groups, and names the one that has this rank.
+   A wrapper may change the group of its inner policy's requests with :func:`dataclasses.replace`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,17 @@ from torch import Tensor
 
 from hvdbridge.errors import Unsupported
 
-OPS = ("sum", "product", "min", "max")
+REDUCTIONS = ("sum", "product", "min", "max")
+
+
+def groups_of(name: str) -> list[list[int]]:
+    """Return the groups of a name ``"ranks:..."`` (rule 3); none for other names.
+
+    >>> groups_of("ranks:0,1|2,3"), groups_of("node")
+    ([[0, 1], [2, 3]], [])
+    """
+    prefix, _, groups = name.partition(":")
+    return [[int(rank) for rank in group.split(",")] for group in groups.split("|")] if prefix == "ranks" else []
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,19 +43,21 @@ class Collective:
 
     @property
     def group(self) -> str:
+        """Name of the group of ranks that take part (rule 3)."""
         raise NotImplementedError
 
     @property
     def kind(self) -> str:
+        """Name of the collective, as in ``AllReduce``."""
         return type(self).__name__
 
     def signature(self) -> str:
-        """What must be equal on all ranks of the group, as one short text.
+        """Return a short text that must be equal on all ranks of the group.
 
         >>> AllReduce(torch.zeros(2, 3)).signature()
         'AllReduce[2, 3] float32 op=sum group=world'
 
-        Groups of one name may differ in size, so the rows for their ranks are not counted:
+        Groups of the same name may differ in size, so their first dimension is not compared:
 
         >>> AllToAll(torch.zeros(2, 3), group="cross").signature()
         'AllToAll[N, 3] float32 group=cross'
@@ -59,7 +71,7 @@ class Collective:
     __str__ = signature
 
     def answer_shape(self, size: int) -> tuple[int, ...]:
-        """The shape of the answer among ``size`` ranks.
+        """Return the shape of the answer in a group of ``size`` ranks.
 
         >>> AllGather(torch.zeros(3)).answer_shape(4), ReduceScatter(torch.zeros(4, 3)).answer_shape(4)
         ((4, 3), (3,))
@@ -67,7 +79,7 @@ class Collective:
         return tuple(self.tensor.shape)
 
     def bytes_sent(self, size: int) -> int:
-        """Bytes that one rank sends in a bandwidth-optimal schedule among ``size`` ranks, rounded down.
+        """Return the bytes that one rank sends in a bandwidth-optimal schedule among ``size`` ranks, rounded down.
 
         AllReduce sends ``2 (N-1)/N`` of its tensor (ring; Patarasu and Yuan 2009), AllToAll,
         ReduceScatter and Broadcast ``(N-1)/N``, AllGather ``N-1`` times its tensor.
@@ -75,28 +87,31 @@ class Collective:
         >>> AllReduce(torch.zeros(1000)).bytes_sent(2), AllGather(torch.zeros(1000)).bytes_sent(4)
         (4000, 12000)
         """
-        whole = self.tensor.numel() * self.tensor.element_size() * (size - 1)
-        return self._share(whole, size)
+        nbytes = self.tensor.numel() * self.tensor.element_size() * (size - 1)
+        return self._share(nbytes, size)
 
-    def _share(self, whole: int, size: int) -> int:
-        return whole // size
+    def _share(self, nbytes: int, size: int) -> int:
+        """Bytes that one rank sends, where ``nbytes`` is N-1 times the size of the tensor."""
+        return nbytes // size
 
 
 def _check_op(op: str, tensor: Tensor) -> None:
-    if op not in OPS:
-        raise Unsupported(f"op={op!r} is not a reduction; use one of {', '.join(OPS)}")
+    """Raise Unsupported unless ``op`` is a reduction that is defined for the tensor's dtype."""
+    if op not in REDUCTIONS:
+        raise Unsupported(f"op={op!r} is not a reduction; use one of {', '.join(REDUCTIONS)}")
     if tensor.dtype == torch.bool and op not in ("min", "max"):
         raise Unsupported(f"op={op!r} has no meaning for bool tensors; use 'max' (any) or 'min' (all)")
 
 
 def _check_rows(kind: str, tensor: Tensor) -> None:
+    """Raise Unsupported if ``tensor`` has no first dimension."""
     if tensor.dim() == 0:
         raise Unsupported(f"{kind} needs a tensor of shape [size, ...], one row per rank; got a scalar")
 
 
 @dataclass(frozen=True, eq=False)
 class AllReduce(Collective):
-    """Element-wise ``op`` over ranks. Answer: shape and dtype of ``tensor``, equal bits on all ranks."""
+    """Element-wise ``op`` over ranks. Answer: shape and dtype of ``tensor``, the same bits on all ranks."""
 
     op: str = "sum"
     group: str = "world"
@@ -104,13 +119,13 @@ class AllReduce(Collective):
     def __post_init__(self) -> None:
         _check_op(self.op, self.tensor)
 
-    def _share(self, whole: int, size: int) -> int:
-        return 2 * whole // size
+    def _share(self, nbytes: int, size: int) -> int:
+        return 2 * nbytes // size
 
 
 @dataclass(frozen=True, eq=False)
 class AllGather(Collective):
-    """Every rank's tensor (same shape everywhere). Answer: stacked in rank order, ``[N, *shape]``."""
+    """Every rank's tensor, all of one shape. Answer: the tensors stacked in rank order, ``[N, *shape]``."""
 
     group: str = "world"
     out: Tensor | None = None
@@ -118,13 +133,13 @@ class AllGather(Collective):
     def answer_shape(self, size: int) -> tuple[int, ...]:
         return (size, *self.tensor.shape)
 
-    def _share(self, whole: int, size: int) -> int:
-        return whole
+    def _share(self, nbytes: int, size: int) -> int:
+        return nbytes
 
 
 @dataclass(frozen=True, eq=False)
 class AllToAll(Collective):
-    """``tensor`` is ``[N, ...]``, row i goes to rank i. Answer: ``[N, ...]``, row i came from rank i."""
+    """Row i of ``tensor``, ``[N, ...]``, goes to rank i. Answer: ``[N, ...]``, where row i came from rank i."""
 
     group: str = "world"
     out: Tensor | None = None
@@ -135,7 +150,7 @@ class AllToAll(Collective):
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatter(Collective):
-    """``tensor`` is ``[N, ...]``. Answer ``[...]``: row ``rank`` of the element-wise ``op`` over ranks."""
+    """Element-wise ``op`` over ranks of ``tensor``, ``[N, ...]``. Answer: ``[...]``, this rank's row of the result."""
 
     op: str = "sum"
     group: str = "world"
@@ -150,14 +165,14 @@ class ReduceScatter(Collective):
 
 @dataclass(frozen=True, eq=False)
 class Broadcast(Collective):
-    """The tensor of rank ``root`` (a rank of the group). Answer: its shape and dtype, on all ranks."""
+    """The tensor of rank ``root``, counted in the group. Answer: shape and dtype of ``tensor``, on all ranks."""
 
     root: int = 0
     group: str = "world"
 
 
 def output_of(request: AllGather | AllToAll, numel: int) -> Tensor | None:
-    """``request.out``, flat, if it is memory for an answer of ``numel`` elements."""
+    """Return ``request.out``, flat, if an answer of ``numel`` elements fits exactly; else None."""
     out, like = request.out, request.tensor
     if out is None or (out.dtype, out.device, out.numel()) != (like.dtype, like.device, numel):
         return None
@@ -172,11 +187,11 @@ def relay(
     answer: Callable[[Collective], Generator[Any, Any, Tensor]],
     until: type | tuple[()] = (),
 ) -> Any:
-    """``flow`` with ``answer(request)`` in the place of each request: a generator of what the answers yield.
+    """Run ``flow``, and the generator ``answer(request)`` for each of its requests. Yields what the answers yield.
 
-    It ends with the flow, or with a request of the type ``until``, and returns that. An error of an answer is thrown
-    into ``flow``, so the traceback shows the line that asked. Neither a request nor an answer is held when the flow has
-    gone on: these are messages.
+    Returns what the flow returns, or its first request of the type ``until``. An error in an answer is thrown into
+    ``flow``, so that the traceback shows the line of the request. This generator keeps no reference to a message once
+    the flow has continued, so that its memory can be reused.
     """
     try:
         request = next(flow)
@@ -195,6 +210,6 @@ def relay(
 
 
 def used_here(tensor: Tensor) -> None:
-    """Tell CUDA's allocator that the current stream uses memory of another one, so that it is not given out before."""
+    """Record that the current CUDA stream uses ``tensor``: its memory is not reused while the stream reads it."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))

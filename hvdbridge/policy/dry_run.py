@@ -1,4 +1,4 @@
-"""What a policy asks for in one step, without other ranks: flows run on tensors whose answers are made up."""
+"""Runs a policy's step without other ranks: the answers to its collectives have the right shape, but are not sums."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from hvdbridge.policy.collectives import AllGather, AllToAll, Collective, Reduce
 
 @dataclass(frozen=True)
 class Asked:
-    """A collective that rank 0 asked for.
+    """A collective that rank 0 requested.
 
     Attributes:
-        bucket: number of its bucket.
-        size: how many ranks take part in it.
-        seconds: what the policy computed before it, since the collective before.
-        behind: the bucket's update is delivered, and this goes on behind the step
-            (:class:`~hvdbridge.Early`).
+        bucket: index of the bucket.
+        size: number of ranks that take part.
+        seconds: time that the policy computed since its previous collective.
+        behind: the flow has delivered its update already (:class:`~hvdbridge.Early`), so that the collective runs
+            behind the step.
     """
 
     bucket: int
@@ -40,7 +40,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Ended:
-    """A bucket's flow came to its end; ``seconds`` as in :class:`Asked`, ``numel`` elements."""
+    """The end of a bucket's flow. The bucket has ``numel`` elements; ``seconds`` is as in :class:`Asked`."""
 
     bucket: int
     numel: int
@@ -58,17 +58,17 @@ def dry_run(
     buckets: Sequence[Sequence[str]] | None = None,
     pool: BufferPool | None = None,
 ) -> Iterator[Asked | Ended]:
-    """What rank 0 does in one step, in order; arguments as for :func:`hvdbridge.policies.bytes_per_step`.
+    """Yield rank 0's collectives of one step, and the ends of its flows, in order.
 
-    Buckets follow each other, as they would on a network that takes no time; under DDP they are cut a little
-    differently.
+    Flows run one after another, as on a network that takes no time. DDP divides parameters slightly differently into
+    buckets. Arguments not listed here are those of :func:`hvdbridge.policies.bytes_per_step`.
 
     Args:
-        device: ``meta``, whose tensors have no values and take no memory and no time; or a real one, where gradients
-            are random and ``seconds`` is what the policy's arithmetic takes. There an all-reduce answers with the
-            rank's own tensor, and the others as if every rank had sent what this one did.
-        buckets: instead of ``bucket_mb``: the names of each bucket's parameters.
-        pool: for new state and messages, from one call to the next.
+        device: ``meta``, whose tensors have no values and cost no memory or time; or a real device, where gradients
+            are random and ``seconds`` is the time of the policy's arithmetic. There an all-reduce returns the rank's
+            own tensor. Other collectives behave as if every rank had sent the same tensor.
+        buckets: names of each bucket's parameters, instead of ``bucket_mb``.
+        pool: buffer pool for new state and messages, shared by several calls.
 
     Raises:
         ConfigurationError: an argument is not positive, or the policy is not defined for so many ranks.
@@ -105,7 +105,7 @@ def dry_run(
         flat = torch.empty(layout.numel, dtype=dtype, device=device)
         if start == policy.after_step:
             flat = flat.to(torch.promote_types(dtype, torch.float32))
-        if not flat.is_meta:  # a generator of its own: the user's random numbers stay as they were
+        if not flat.is_meta:  # an own generator leaves the user's random numbers as they are
             flat.normal_(generator=torch.Generator(flat.device).manual_seed(index))
         layout.of_model(blocks, dtypes)
         bucket = Bucket(flat, layout, index, step, ranks=ranks, pool=pool or BufferPool())
@@ -113,7 +113,7 @@ def dry_run(
 
 
 def _run(start: Callable[[Bucket, State], Flow], bucket: Bucket, state: State) -> Iterator[Asked | Ended]:
-    """Run one flow, and answer what it asks for."""
+    """Run one flow, and answer its requests."""
 
     def clock() -> float:
         if bucket.buffer.is_cuda:
@@ -121,7 +121,7 @@ def _run(start: Callable[[Bucket, State], Flow], bucket: Bucket, state: State) -
         return time.perf_counter()
 
     index, numel = bucket.index, bucket.layout.numel
-    answer, spent, behind, since = None, 0.0, False, clock()
+    answer, seconds, behind, since = None, 0.0, False, clock()
     flow = start(bucket, state)
     try:
         while True:
@@ -130,18 +130,18 @@ def _run(start: Callable[[Bucket, State], Flow], bucket: Bucket, state: State) -
             if not isinstance(request, Collective):
                 behind = True
                 continue
-            spent += clock() - since
+            seconds += clock() - since
             _, size = bucket.place(request.group)
-            yield Asked(index, request, size, spent, behind)
-            answer, spent, since = _answer(request, size), 0.0, clock()
+            yield Asked(index, request, size, seconds, behind)
+            answer, seconds, since = _answer(request, size), 0.0, clock()
     except StopIteration as end:
-        yield Ended(index, numel, spent + clock() - since)
+        yield Ended(index, numel, seconds + clock() - since)
         if isinstance(end.value, Aggregated):
-            bucket.pool.give(*_laid_flat(end.value.state))
+            bucket.pool.give(*_flat_leaves(end.value.state))
 
 
 def _part(state: State, layout: Layout) -> State:
-    """The part of a tree of state for one bucket, as :class:`~hvdbridge.execution.state_store.StateStore` lays it."""
+    """Return one bucket's part of a state, as :meth:`~hvdbridge.execution.state_store.StateStore.part` does."""
     if not isinstance(next(iter(state.values()), None), Tensor):
         return {key: _part(child, layout) for key, child in state.items()}
     leaf = {name: state[name] for name in layout.names if name in state}
@@ -151,23 +151,23 @@ def _part(state: State, layout: Layout) -> State:
     return Views(own, flatten(leaf, own))
 
 
-def _laid_flat(state: Any) -> Iterator[Tensor]:
-    """The tensors of a tree whose leaves are laid flat."""
+def _flat_leaves(state: Any) -> Iterator[Tensor]:
+    """Yield the flat tensors of a state's leaves that are :class:`Views`."""
     if isinstance(state, Views):
         yield state.flat
     elif isinstance(state, Mapping):
         for child in state.values():
-            yield from _laid_flat(child)
+            yield from _flat_leaves(child)
 
 
 def _answer(request: Collective, size: int) -> Tensor:
-    """What ranks that all sent the same would receive; an all-reduce's sum is not done."""
+    """Return the answer as if all ranks had sent the same tensor. An all-reduce returns the tensor without the sum."""
     tensor = request.tensor
     match request:
         case AllGather():
             out = output_of(request, size * tensor.numel())
-            every = tensor.expand(size, *tensor.shape)
-            return every.clone() if out is None else out.view(every.shape).copy_(every)
+            rows = tensor.expand(size, *tensor.shape)
+            return rows.clone() if out is None else out.view(rows.shape).copy_(rows)
         case AllToAll():
             out = output_of(request, tensor.numel())
             return tensor.clone() if out is None else out.view(tensor.shape).copy_(tensor)

@@ -1,10 +1,10 @@
-"""Options of a policy: typed dataclass fields with limits, checked when it is made.
+"""Options of policies: typed dataclass fields with limits, which the constructor checks.
 
 Rules:
 
-1. An option is an int, float, bool, str, one of a ``Literal``, a policy, or one of these or None.
-2. A value of another type or beyond its limits raises at construction and names the limits.
-3. An int is a float; a bool is neither.
+1. The type of an option is int, float, bool, str, a ``Literal`` or a policy, or one of these or None.
+2. A value of another type or beyond its limits raises at construction. The error names the limits.
+3. An int is valid as a float. A bool is valid as neither.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdbridge.errors import ConfigurationError, nearest
 
 @dataclass(frozen=True)
 class Limits:
-    """The interval of a number; None = unlimited on that side. No interval holds NaN.
+    """The interval of a numeric option. None means no limit on that side. No interval contains NaN.
 
     >>> str(Limits(above=0, at_most=1)), Limits(above=0).allow(0.0)
     ('> 0 and <= 1', False)
@@ -33,6 +33,7 @@ class Limits:
     at_most: float | None = None
 
     def allow(self, value: float) -> bool:
+        """Return whether ``value`` is in the interval."""
         return not math.isnan(value) and all(holds(value, bound) for _, holds, bound in self._bounds())
 
     def __str__(self) -> str:
@@ -47,26 +48,26 @@ class Limits:
 
 
 def option(default: Any, **limits: float) -> Any:
-    """A dataclass field with :class:`Limits`: ``ratio: float = option(0.01, above=0, at_most=1)``."""
+    """Return a dataclass field with :class:`Limits`: ``ratio: float = option(0.01, above=0, at_most=1)``."""
     return field(default=default, metadata={"limits": Limits(**limits)})
 
 
 def options_of(cls: type[Any]) -> dict[str, Field[Any]]:
-    """The options of a policy class, in order; empty where it is no dataclass."""
+    """Return the options of a policy class by name, in order; empty if the class is not a dataclass."""
     return {f.name: f for f in fields(cls) if f.init} if is_dataclass(cls) else {}
 
 
 def types_of(cls: type[Any]) -> dict[str, Any]:
-    """The types of a policy class's options, resolved."""
+    """Return the resolved type of each option of a policy class, by name."""
     hints = get_type_hints(cls)
     return {name: hints[name] for name in options_of(cls)}
 
 
 def check(policy: Any) -> None:
-    """Compare the options of ``policy`` with their types and limits.
+    """Check the options of ``policy`` against their types and limits.
 
     Raises:
-        ConfigurationError: naming the policy, the option, the value and what it must be.
+        ConfigurationError: an option is not valid. The message names policy, option, value and the valid values.
     """
     for name, wanted in types_of(type(policy)).items():
         value = getattr(policy, name)
@@ -80,17 +81,18 @@ def check(policy: Any) -> None:
 
 
 def choices(wanted: Any) -> tuple[Any, ...]:
-    """What a ``Literal`` allows; empty for other types."""
+    """Return the values of a ``Literal``; empty for other types."""
     return get_args(wanted) if get_origin(wanted) is Literal else ()
 
 
 def alternatives(wanted: Any) -> tuple[Any, ...]:
-    """``X | None`` as ``(X, NoneType)``; other types alone."""
+    """Return the members of a union (``X | None`` -> ``(X, NoneType)``); another type gives a tuple of itself."""
     return get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
 
 
 def describe(wanted: Any) -> str:
-    """
+    """Return a type in words, for messages.
+
     >>> describe(float), describe(int | None), describe(Literal["a", "b"])
     ('a number', 'an integer or none', "one of 'a', 'b'")
     """
@@ -101,10 +103,11 @@ def describe(wanted: Any) -> str:
 
 
 def _fits(value: object, wanted: Any) -> bool:
+    """Return whether ``value`` is of the type ``wanted`` (rules 1 and 3)."""
     if choices(wanted):
         return value in choices(wanted)
     for kind in alternatives(wanted):
-        if not isinstance(kind, type):  # tuple[...] and the like: the policy checks these itself
+        if not isinstance(kind, type):  # tuple[...] and similar types, which the policy checks itself
             return True
         if isinstance(value, kind) and not (isinstance(value, bool) and kind is int):
             return True

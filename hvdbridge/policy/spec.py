@@ -2,19 +2,19 @@
 
 ::
 
-    mean                       a policy with its defaults
-    topk:ratio=0.01,seed=3     options after a colon; the plain form of the outermost policy
-    powersgd(rank=4)           options in parentheses; the form that nests
-    ef(topk(ratio=0.01))       an inner policy may stand without its name
+    mean                       a policy with default options
+    topk:ratio=0.01,seed=3     options after a colon: the short form, for the outermost policy
+    powersgd(rank=4)           options in parentheses: the form that nests
+    ef(topk(ratio=0.01))       an inner policy, whose option name (inner=) may be omitted
     warmup(steps=100, then=powersgd(rank=4))
     partition(*.bias=mean, <1024=mean, 1d=fp16, 'odd,name'=mean, rest=bf16)
 
 Rules:
 
-1. Nothing is evaluated. A value is read as the type that its option declares: ``true``, ``3``, ``1e-4``,
+1. The parser evaluates no code. It reads a value as the type that its option declares: ``true``, ``3``, ``1e-4``,
    ``word``, ``'any text'`` (backslash escapes a quote), ``none``, or a policy.
-2. Inside parentheses a colon takes one option (``ef(topk:ratio=0.01)``): the comma belongs to the outer one.
-3. Every failure is a :class:`SpecError` that marks the position; unknown names suggest the nearest.
+2. Inside parentheses, one option may follow a colon (``ef(topk:ratio=0.01)``): a comma belongs to the outer policy.
+3. Every error is a :class:`SpecError` that marks the position. For an unknown name it suggests the nearest known one.
 4. ``parse(unparse(policy)) == policy``.
 """
 
@@ -36,15 +36,15 @@ KEY = re.compile(r"[<>]=?[0-9]+d?(?=\s*=)|[^\s=,:()'\"]+(?=\s*=)")
 QUOTED = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
 QUOTED_KEY = re.compile(rf"(?:{QUOTED.pattern})(?=\s*=)", re.DOTALL)
 SPACE = re.compile(r"\s*")
-WORDS: dict[Any, dict[str, Any]] = {NoneType: {"none": None}, bool: {"true": True, "false": False}}
-DEEPEST = 32
+CONSTANTS: dict[Any, dict[str, Any]] = {NoneType: {"none": None}, bool: {"true": True, "false": False}}
+MAX_DEPTH = 32
 
 
 @dataclass
 class _Node:
-    """A word or a quoted text; with options where it is a policy: ``(key, key is quoted, position, value)``."""
+    """A word or a quoted text of the spec. A policy may have options: ``(key, key is quoted, position, value)``."""
 
-    at: int
+    position: int
     text: str
     quoted: bool = False
     options: list[tuple[str | None, bool, int, _Node]] | None = None
@@ -52,78 +52,86 @@ class _Node:
 
 @dataclass
 class _Reader:
-    text: str
-    at: int = field(default=0)
+    """Recursive-descent parser of ``text``, from ``position`` on."""
 
-    def fail(self, message: str, at: int | None = None) -> NoReturn:
-        raise _error(self.text, self.at if at is None else at, message)
+    text: str
+    position: int = field(default=0)
+
+    def fail(self, message: str, position: int | None = None) -> NoReturn:
+        raise _error(self.text, self.position if position is None else position, message)
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        self.at = SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
-        found = pattern.match(self.text, self.at)
-        if found:
-            self.at = found.end()
-        return found
+        """Skip spaces, and consume ``pattern`` if the text continues with it."""
+        self.position = SPACE.match(self.text, self.position).end()  # type: ignore[union-attr]
+        match = pattern.match(self.text, self.position)
+        if match:
+            self.position = match.end()
+        return match
 
-    def sign(self, sign: str) -> bool:
+    def accept(self, sign: str) -> bool:
+        """Consume ``sign`` if it comes next. Returns whether it did."""
         return self.match(re.compile(re.escape(sign))) is not None
 
-    def whole(self) -> _Node:
+    def spec(self) -> _Node:
+        """Read the whole text as one policy."""
         node = self.node(depth=0)
         if self.match(re.compile(r".", re.DOTALL)):
-            self.fail("this was not expected after the end of the policy", self.at - 1)
+            self.fail("this was not expected after the end of the policy", self.position - 1)
         return node
 
     def node(self, depth: int) -> _Node:
-        if depth > DEEPEST:
-            self.fail(f"nested deeper than {DEEPEST}")
+        """Read a value, or a policy with its options."""
+        if depth > MAX_DEPTH:
+            self.fail(f"nested deeper than {MAX_DEPTH}")
         if quoted := self.match(QUOTED):
             return _Node(quoted.start(), _unquote(quoted), quoted=True)
         word = self.match(WORD)
         if word is None:
             self.fail("a name or a value is missing here")
         node = _Node(word.start(), word.group())
-        if self.sign("("):
+        if self.accept("("):
             node.options = []
-            if not self.sign(")"):
-                node.options.extend(self.several(depth))
-                if not self.sign(")"):
+            if not self.accept(")"):
+                node.options.extend(self.options(depth))
+                if not self.accept(")"):
                     self.fail("',' or ')' is missing here")
-        elif self.sign(":"):
-            node.options = [self.option(depth)] if depth else list(self.several(depth))
+        elif self.accept(":"):
+            node.options = [self.option(depth)] if depth else list(self.options(depth))
         return node
 
-    def several(self, depth: int) -> Iterator[tuple[str | None, bool, int, _Node]]:
+    def options(self, depth: int) -> Iterator[tuple[str | None, bool, int, _Node]]:
+        """Read options that commas separate."""
         yield self.option(depth)
-        while self.sign(","):
+        while self.accept(","):
             yield self.option(depth)
 
     def option(self, depth: int) -> tuple[str | None, bool, int, _Node]:
+        """Read ``key=value``, or an inner policy without a key."""
         if quoted := self.match(QUOTED_KEY):
             key, start = _unquote(quoted), quoted.start()
         elif bare := self.match(KEY):
             key, start = bare.group(), bare.start()
         else:
             node = self.node(depth + 1)
-            return None, False, node.at, node
-        self.sign("=")
+            return None, False, node.position, node
+        self.accept("=")
         return key, quoted is not None, start, self.node(depth + 1)
 
 
 def parse(text: str, lookup: Callable[[str], type[Policy]]) -> Policy:
-    """The policy that ``text`` describes; ``lookup`` finds a policy class by its name.
+    """Return the policy that ``text`` describes. ``lookup(name)`` returns the policy class of that name.
 
     Raises:
-        SpecError: the text does not parse, or names an unknown policy or option, or an impossible value.
+        SpecError: the text does not parse, a policy or option is unknown, or a value is not valid.
     """
-    return _build(text, _Reader(text).whole(), lookup)
+    return _build(text, _Reader(text).spec(), lookup)
 
 
 def unparse(policy: Policy, name_of: Callable[[type[Policy]], str]) -> str:
-    """The shortest text that :func:`parse` reads as ``policy``; defaults are left out.
+    """Return the shortest text that :func:`parse` reads as ``policy``. Options with their default values are omitted.
 
     Raises:
-        ConfigurationError: a policy class has no registered name.
+        ConfigurationError: a policy class is not registered.
     """
     name, options = name_of(type(policy)), _options(policy, name_of)
     if options and not any(isinstance(getattr(policy, option), Policy) for option in options_of(type(policy))):
@@ -132,68 +140,70 @@ def unparse(policy: Policy, name_of: Callable[[type[Policy]], str]) -> str:
 
 
 def _build(text: str, node: _Node, lookup: Callable[[str], type[Policy]]) -> Policy:
+    """Return the policy of ``node``, which has been read from ``text``."""
     if node.quoted:
-        raise _error(text, node.at, "a policy is expected here; its name is not quoted")
+        raise _error(text, node.position, "a policy is expected here; its name is not quoted")
     try:
         cls = lookup(node.text)
     except ConfigurationError as error:
-        raise _error(text, node.at, str(error)) from error
+        raise _error(text, node.position, str(error)) from error
     options, types = options_of(cls), types_of(cls)
-    collecting = next((f.name for f in options.values() if "collects" in f.metadata), None)
-    named = [name for name in options if name != collecting]
+    collector = next((f.name for f in options.values() if "collects" in f.metadata), None)
+    named = [name for name in options if name != collector]
     given: dict[str, Any] = {}
     collected: list[tuple[str, Policy]] = []
-    for key, quoted, at, value in node.options or ():
+    for key, quoted, position, value in node.options or ():
         if key is None:
             key = next((n for n in named if n not in given and _takes_policy(types[n])), None)
             if key is None:
-                raise _error(text, at, f"{node.text} takes no further policy; write option=value")
-        elif collecting and (quoted or key not in named):
+                raise _error(text, position, f"{node.text} takes no further policy; write option=value")
+        elif collector and (quoted or key not in named):
             collected.append((key, _build(text, value, lookup)))
             continue
         elif key not in named or quoted:
             hint = nearest(key, named) if named else "It has none."
-            raise _error(text, at, f"{node.text} has no option {key!r}. {hint}")
+            raise _error(text, position, f"{node.text} has no option {key!r}. {hint}")
         if key in given:
-            raise _error(text, at, f"{key} is given twice")
+            raise _error(text, position, f"{key} is given twice")
         given[key] = _value(text, value, f"{node.text}: {key}", types[key], lookup)
-    if collecting:
-        given[collecting] = tuple(collected)
+    if collector:
+        given[collector] = tuple(collected)
     for name in named:
         required = options[name].default is MISSING and options[name].default_factory is MISSING
         if required and name not in given:
             example = f"{node.text}(mean)" if _takes_policy(types[name]) else f"{node.text}:{name}=..."
-            raise _error(text, node.at, f"{node.text} needs {name}, as in {example}")
+            raise _error(text, node.position, f"{node.text} needs {name}, as in {example}")
     try:
         return cls(**given)
     except ConfigurationError as error:
-        raise _error(text, node.at, str(error)) from error
+        raise _error(text, node.position, str(error)) from error
 
 
 def _value(text: str, node: _Node, where: str, wanted: Any, lookup: Callable[[str], type[Policy]]) -> Any:
-    """``node`` read as the type ``wanted``."""
+    """Return the value of ``node`` as the type ``wanted``. ``where`` names policy and option in errors."""
     if _takes_policy(wanted):
         if NoneType in alternatives(wanted) and node.text == "none":
             return None
         return _build(text, node, lookup)
     if node.options is not None:
-        raise _error(text, node.at, f"{where} is {describe(wanted)}, not a policy")
+        raise _error(text, node.position, f"{where} is {describe(wanted)}, not a policy")
     if choices(wanted):
         if node.text in choices(wanted):
             return node.text
-        raise _error(text, node.at, f"{where} must be {describe(wanted)}. {nearest(node.text, choices(wanted))}")
+        raise _error(text, node.position, f"{where} must be {describe(wanted)}. {nearest(node.text, choices(wanted))}")
     for kind in alternatives(wanted):
         if kind is str and (node.quoted or kind == wanted or node.text != "none"):
             return node.text
-        if not node.quoted and node.text in WORDS.get(kind, ()):
-            return WORDS[kind][node.text]
+        if not node.quoted and node.text in CONSTANTS.get(kind, ()):
+            return CONSTANTS[kind][node.text]
         if not node.quoted and kind in (int, float):
             with suppress(ValueError):
                 return kind(node.text)
-    raise _error(text, node.at, f"{where} must be {describe(wanted)}, got {node.text!r}")
+    raise _error(text, node.position, f"{where} must be {describe(wanted)}, got {node.text!r}")
 
 
 def _takes_policy(wanted: Any) -> bool:
+    """Return whether an option of type ``wanted`` accepts a policy."""
     return any(isinstance(kind, type) and issubclass(kind, Policy) for kind in alternatives(wanted))
 
 
@@ -202,23 +212,24 @@ def _join(name: str, options: list[str]) -> str:
 
 
 def _options(policy: Policy, name_of: Callable[[type[Policy]], str]) -> list[str]:
-    """The options that are no defaults, as they are written."""
+    """Return the text of each option that differs from its default."""
 
     def show(inner: Policy) -> str:
         return _join(name_of(type(inner)), _options(inner, name_of))
 
-    options, parts = options_of(type(policy)), []
+    options, texts = options_of(type(policy)), []
     for name, option in options.items():
         value = getattr(policy, name)
         if "collects" in option.metadata:
-            parts += [f"{_key(key, options)}={show(inner)}" for key, inner in value]
+            texts += [f"{_key(key, options)}={show(inner)}" for key, inner in value]
         elif option.default is MISSING or value != option.default:
-            shown = show(value) if isinstance(value, Policy) else _scalar(value)
-            parts.append(shown if name == "inner" else f"{name}={shown}")
-    return parts
+            value_text = show(value) if isinstance(value, Policy) else _scalar(value)
+            texts.append(value_text if name == "inner" else f"{name}={value_text}")
+    return texts
 
 
 def _scalar(value: Any) -> str:
+    """Return the text of a value that is not a policy."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str) and (value == "none" or not WORD.fullmatch(value)):
@@ -227,6 +238,7 @@ def _scalar(value: Any) -> str:
 
 
 def _key(key: str, options: dict[str, Any]) -> str:
+    """Return the text of a rule's key, quoted if it would be read as another token or an option."""
     bare = KEY.match(key + "=")
     return key if bare and bare.group() == key and key not in options else _quote(key)
 
@@ -235,13 +247,14 @@ def _quote(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _unquote(found: re.Match[str]) -> str:
-    inner = found[1] if found[1] is not None else found[2]
-    return re.sub(r"\\(.)", r"\1", inner, flags=re.DOTALL)
+def _unquote(match: re.Match[str]) -> str:
+    content = match[1] if match[1] is not None else match[2]
+    return re.sub(r"\\(.)", r"\1", content, flags=re.DOTALL)
 
 
-def _error(text: str, at: int, message: str) -> SpecError:
-    if message.endswith("^"):  # an inner policy's error is marked already
+def _error(text: str, position: int, message: str) -> SpecError:
+    """Return an error with ``message`` and a mark below ``text`` at ``position``."""
+    if message.endswith("^"):  # the error of an inner policy marks its position already
         return SpecError(message)
-    shown = "".join(c if c.isprintable() else " " for c in text)
-    return SpecError(f"{message}\n  {shown}\n  {' ' * at}^")
+    printable = "".join(c if c.isprintable() else " " for c in text)
+    return SpecError(f"{message}\n  {printable}\n  {' ' * position}^")

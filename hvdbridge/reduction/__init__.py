@@ -1,1 +1,1 @@
-"""One step of aggregation: gradients are collected into buckets, reduced by the policy, and delivered."""
+"""Gradient sources, the aggregator that runs their buckets through a policy, and the state of a session."""

@@ -1,16 +1,18 @@
-"""One step's buckets through a policy: weights are exchanged, flows run, state is kept.
+"""Aggregator: runs the buckets of one step through a policy, with the ranks' weights and the policy's state.
 
 Rules:
 
-1. A step is ``begin``, then ``submit`` per bucket in index order (the last one marked), then ``end``. All
-   ranks do the same. Flows see the weights because the scheduler runs the exchange first.
-2. Weights travel on the host-side control communicator. The first step always exchanges; if no rank set one,
-   none exchanges again, and a rank that sets one later is an error.
-3. A total weight of zero skips the step: updates are zeros, no state changes, nothing else travels.
-4. A policy of scope "step" gets one bucket of all gradients when the last is ready: the source's own where it has one,
-   else a copy.
-5. A flow that said :class:`~hvdbridge.Early` has delivered; the rest of it runs behind the step's last bucket,
-   in the order of the buckets, while the caller goes on. The next step's flows come after it.
+1. A step is ``begin``, then ``submit`` for each bucket in index order (the last one marked), then ``end``. All ranks
+   call them alike. Flows read the weights, because the scheduler runs the exchange of weights before them.
+2. Weights travel on the host-side control communicator: in every step if ``weighted`` is True or within ``join()``, in
+   none if it is False. None: in the first step, and in later ones if a rank has set a weight then. Otherwise a rank
+   that sets one later raises an error.
+3. A step whose weights add up to zero is skipped: updates are zeros, and the policy does not run. Buffers are sent, and
+   ``after_step`` runs if it is due as :data:`~hvdbridge.policy.base.SWITCH`.
+4. A policy of scope "step" gets one bucket of all gradients when the last is ready: the source's own bucket if it has
+   only one, else a copy.
+5. A flow that yields :class:`~hvdbridge.Early` has delivered its update. The scheduler runs the rest of it after the
+   step's last bucket, in bucket order and in the background. The next step's flows come after it.
 """
 
 from __future__ import annotations
@@ -41,93 +43,97 @@ if TYPE_CHECKING:
     from hvdbridge.reduction.post_step import AfterStep
 
 UNSET, SET, JOINED, FORWARD = 0.0, 1.0, 2.0, 3.0
-"""What a rank's weight is, or that it is none: a forward's flag."""
+"""Kinds of rows that ranks exchange: no weight set, a weight, the weight of a rank without data (``joined``), a
+forward's flag."""
 
-SMALL = 1 << 22
-"""Bytes of a step's only bucket up to which the thread that waits sees it through: threads keep memory of their own for
-what flows compute, and of more a hand-over is no large part."""
+SMALL_STEP_BYTES = 1 << 22
+"""Bytes up to which the waiting thread runs the flow of a step's only bucket. The allocator caches memory per thread,
+so larger flows run in the scheduler's thread alone; for these the time of the hand-over does not matter."""
 
-ABANDON_SECONDS = 1.0
+ABANDON_SECONDS = 1.0  # limit of the wait in Aggregator.abandon()
 
-def dropped(update: Tensor | None) -> None:
-    """Nobody takes it."""
+
+def discard_update(update: Tensor | None) -> None:
+    """Discard the update of a bucket."""
 
 
 @dataclass(eq=False)
-class Piece:
-    """A source's bucket: flat ``buffer`` in, its update out through ``deliver`` (None after a failure)."""
+class SourceBucket:
+    """A source's bucket: its flat gradients, and the callback that takes their update (None after a failure)."""
 
     layout: Layout
     buffer: Tensor
-    deliver: Callable[[Tensor | None], None] = dropped
+    deliver: Callable[[Tensor | None], None] = discard_update
 
 
 class Aggregator:
-    """Joins a policy, its state and a scheduler; knows nothing of where gradients come from."""
+    """Runs steps of a policy on a scheduler and keeps the policy's state; independent of the source of gradients."""
 
     def __init__(
         self, policy: Policy, params: Mapping[str, Tensor], context: ReductionContext, seed: int = 0,
         weighted: bool | None = None,
     ) -> None:  # fmt: skip
         self.communicator, self.control, self.scheduler = context.communicator, context.control, context.scheduler
-        self.ranks = context.ranks  # None: all
-        self._take_up(policy, params)
+        self.graphs = context.graphs
+        self.ranks = context.ranks  # ranks of the group; None: all
+        self._set_policy(policy, params)
         self.seed = seed
         self.step = 0
-        self.ended = 0  # steps of this process, where `step` goes on from a saved one
-        self.weight: float | None = None
-        self.weighted = weighted
-        self.joining = False  # within join(): exchange always
-        self.joined = False  # this rank has run out of data and shadows the others
-        self.joined_weight = 0.0  # what it then counts for; other than 0, its gradients are zeros
-        self.weights: tuple[float, ...] | None = None
-        self.loss_scale = self.state_scale = 1.0  # of the next backward, and of the state
+        self.completed_steps = 0  # of this process; `step` may continue from a checkpoint
+        self.weight: float | None = None  # of this rank in the next step
+        self.weighted = weighted  # exchange weights in every step; None: the first step decides
+        self.joining = False  # within join(): every step exchanges weights
+        self.joined = False  # within join(): this rank has no more data; it sends zeros in the others' steps
+        self.joined_weight = 0.0  # its weight then; its gradients are zeros
+        self.weights: tuple[float, ...] | None = None  # of all ranks in this step; None: equal
+        self.loss_scale = self.state_scale = 1.0  # scales of the next backward's gradients and of the state
         self.last_traffic = Traffic()
-        self.traffic_elsewhere: Callable[[], Traffic] | None = None  # where a step's gradients do not come here
-        self.after: AfterStep | None = None
+        self.external_traffic: Callable[[], Traffic] | None = None  # traffic if the backend itself aggregates
+        self.post_step: AfterStep | None = None
         self._blocks = number_blocks({name: tensor.shape for name, tensor in params.items()})
         self._dtypes = {name: tensor.dtype for name, tensor in params.items()}
         self._pending: list[Submission[Any]] = []
-        self._pieces: list[Piece] = []
-        self._index = 0  # of the next bucket
-        self._joint: dict[tuple[Layout, ...], Layout] = {}
-        self._counted = -1  # the step that the scheduler's traffic is that of
-        self._unfinished: list[tuple[int, Flow, Layout]] = []  # early ones, by index
-        self._rest: Submission[None] | None = None
+        self._collected: list[SourceBucket] = []
+        self._next_index = 0  # index of the next bucket
+        self._joined_layouts: dict[tuple[Layout, ...], Layout] = {}
+        self._traffic_step = -1  # the step that the scheduler's traffic belongs to
+        self._early_flows: list[tuple[int, Flow, Layout]] = []  # bucket index, flow, layout; unordered
+        self._background: Submission[None] | None = None
 
     def use(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
-        """Take another policy, before the first step.
+        """Replace the policy, before the first step.
 
         Raises:
-            StepError: a step has been made.
+            StepError: a step has been made, so the policy's state would be lost.
         """
         if self.step or self._pending:
             raise StepError("a policy cannot be replaced after the first step: its state would be lost")
-        self._take_up(policy, params)
+        self._set_policy(policy, params)
 
-    def _take_up(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
+    def _set_policy(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
         self.policy, self.store = policy, StateStore(policy, params)
-        # What a policy is, is looked up in all of its inner ones, and here it is asked for with each bucket.
-        self._whole = policy.scope == "step"
-        self.acts_after = acts_after_step(policy) or anchored(policy)
+        self.store.in_place = self.graphs is not None
+        # Properties of a policy walk through its inner policies, so keep those that every bucket needs
+        self._single_bucket = policy.scope == "step"
+        self.has_post_step = acts_after_step(policy) or anchored(policy)
         self._rounds, self._inline = policy.rounds, all_reduces(policy)
 
     @property
     def skipped(self) -> bool:
-        """Whether the weights of the current step add up to zero."""
+        """True if the weights of the current step add up to zero."""
         return self.weights is not None and sum(self.weights) == 0.0
 
     def begin(self) -> None:
-        """Start a step: exchange weights where that is due.
+        """Start a step, and exchange weights if necessary (rule 2).
 
         Raises:
-            WeightError: this rank set a weight although all agreed in the first step to set none.
+            WeightError: this rank set a weight although no rank set one in the first step.
         """
-        if self.after is not None and self.acts_after:
-            self.after.before_backward()
+        if self.post_step is not None and self.has_post_step:
+            self.post_step.before_backward()
         self._pending.clear()
-        self._pieces = []
-        self._index = 0
+        self._collected = []
+        self._next_index = 0
         if self.loss_scale != self.state_scale:
             self.settle()
             self.store.rescale(self.loss_scale / self.state_scale)
@@ -141,89 +147,93 @@ class Aggregator:
                 )
             self.weights = None
             return
-        mine = (UNSET, 1.0) if self.weight is None else (SET, self.weight)
-        flow = self._weigh(self.step, *(JOINED, self.joined_weight) if self.joined else mine)
+        own = (UNSET, 1.0) if self.weight is None else (SET, self.weight)
+        flow = self._exchange_weights(self.step, *(JOINED, self.joined_weight) if self.joined else own)
         self._pending.append(self.scheduler.submit(Submission(flow, self.control)))
 
-    def submit(self, piece: Piece, last: bool) -> None:
-        """Hand in the next bucket; flows start here for policies of scope "bucket"."""
-        self._pieces.append(piece)
-        if self._whole and not last:
+    def submit(self, bucket: SourceBucket, last: bool) -> None:
+        """Submit the next bucket. Its flow starts now, or for policies of scope "step" with the last bucket."""
+        self._collected.append(bucket)
+        if self._single_bucket and not last:
             return
-        pieces, self._pieces = self._pieces, []
-        only = last and self._index == 0 and sum(piece.buffer.nbytes for piece in pieces) <= SMALL
-        flow = self._aggregate(pieces, self.step, self._index, last)
-        self._index += 1
-        pending = Submission(flow, self.communicator, self._rounds, self._inline, only, partial(deliver, pieces))
-        self._pending.append(self.scheduler.submit(pending))
+        buckets, self._collected = self._collected, []
+        lone = last and self._next_index == 0 and sum(bucket.buffer.nbytes for bucket in buckets) <= SMALL_STEP_BYTES
+        flow = self._aggregate(buckets, self.step, self._next_index, last)
+        self._next_index += 1
+        submission = Submission(flow, self.communicator, self._rounds, self._inline, lone, partial(deliver, buckets))
+        self._pending.append(self.scheduler.submit(submission))
 
     def wait(self) -> None:
-        """Wait for the flows of this step that were submitted; others may follow.
+        """Wait for the flows submitted so far in this step.
 
         Raises:
             BaseException: the scheduler's failure, the same cause on all ranks.
         """
         self.scheduler.check_failure()
         self.scheduler.flush()
-        for pending in self._pending:
-            pending.wait()
+        for submission in self._pending:
+            submission.wait()
         self.scheduler.order()
         self._pending.clear()
 
     def abandon(self, error: Exception) -> None:
-        """The step cannot go on; all later ones fail with ``error``. What was submitted may end before, for a while:
-        other ranks have submitted it, too, and a thread within a library cannot be stopped."""
+        """Fail this step and all later ones with ``error``, after a short wait for the flows already submitted.
+
+        Other ranks have submitted these, too, so they may end. A thread that waits within a library cannot be stopped.
+        """
         self.scheduler.flush()
-        end = time.monotonic() + ABANDON_SECONDS
-        while not all(pending.done for pending in self._pending) and time.monotonic() < end:
+        deadline = time.monotonic() + ABANDON_SECONDS
+        while not all(submission.done for submission in self._pending) and time.monotonic() < deadline:
             time.sleep(1e-3)
         self.scheduler.fail(error)
 
     def end(self) -> None:
-        """Wait for all flows of this step.
+        """Wait for all flows of this step, and start the rest of flows that delivered early (rule 5).
 
         Raises:
             BaseException: the scheduler's failure, the same cause on all ranks.
         """
         self.wait()
         self.last_traffic = self.scheduler.traffic
-        if self._unfinished:
-            self._start_rest()
-        if self.after is not None and self.acts_after:
-            self.after.note(self.step)
-        if self.ended & (self.ended - 1) == 0:  # 0, 1, 2, 4, 8: the first ones leave most, each in its own way
+        if self._early_flows:
+            self._start_background()
+        if self.post_step is not None and self.has_post_step:
+            self.post_step.record_due(self.step)
+        if self.completed_steps & (self.completed_steps - 1) == 0:  # 0, 1, 2, 4, 8: later steps leave few new holes
             return_holes()
-        self.ended += 1
+        self.completed_steps += 1
         self.step += 1
 
     def end_ahead(self) -> None:
-        """All that :meth:`end` and the optimizer's step start, without waiting: for a rank that shadows others, where
-        the backend's own traffic comes between this step's last bucket and its end."""
-        self._start_rest()
-        if self.after is not None:
-            self.after.note(self.step)
-            self.after.start()
+        """Start the collectives of :meth:`end` and of the optimizer's step, without waiting.
+
+        For ranks without data within ``join()``, if DDP communicates between this step's last bucket and its end.
+        """
+        self._start_background()
+        if self.post_step is not None:
+            self.post_step.record_due(self.step)
+            self.post_step.start()
 
     def catch_up(self) -> None:
-        """Do what is outstanding after the step before, if the optimizer's step did not."""
-        if self.after is not None:
-            self.after.catch_up()
+        """Run the post-step collectives of the previous step, if the optimizer's step did not run them."""
+        if self.post_step is not None:
+            self.post_step.catch_up()
 
     def settle(self) -> None:
-        """Wait for what runs in the background.
+        """Wait for the flows that run in the background.
 
         Raises:
             BaseException: the scheduler's failure.
         """
-        if self._rest is not None:
-            self._rest.wait()
-            self._rest = None
+        if self._background is not None:
+            self._background.wait()
+            self._background = None
             self.scheduler.order()
 
     def stats(self) -> dict[str, float]:
-        """See ``GradientSynchronizer.stats``."""
+        """Return figures of the last step; see ``GradientSynchronizer.stats``."""
         self.settle()
-        traffic = self.last_traffic if self.traffic_elsewhere is None else self.traffic_elsewhere()
+        traffic = self.last_traffic if self.external_traffic is None else self.external_traffic()
         return {
             "step": self.step,
             "collectives": traffic.collectives,
@@ -235,75 +245,89 @@ class Aggregator:
         }
 
     def flush(self) -> Mapping[str, Tensor]:
-        """What the policy holds back, by name; it holds nothing afterwards."""
+        """Return the updates that the policy has held back, by parameter name; the policy holds none afterwards."""
         self.settle()
         updates, state = flush(self.policy, self.store.whole())
         if updates:
             self.store.load(state)
-            self.weights = None  # should the last step have been skipped, this one is not
+            self.weights = None  # the last step may have been skipped; this update must not be
         return updates
 
-    def bucket(
-        self, buffer: Tensor, layout: Layout, index: int, step: int, last: bool = True
-    ) -> Bucket:
-        """A bucket of this rank."""
-        world = self.communicator
-        ranks = Ranks(world.rank, world.size, self.weights, world.places(), world.nodes)
+    def bucket(self, buffer: Tensor, layout: Layout, index: int, step: int, last: bool = True) -> Bucket:
+        """Return the policy's view of a bucket of this rank."""
+        communicator = self.communicator
+        positions = communicator.group_positions()
+        ranks = Ranks(communicator.rank, communicator.size, self.weights, positions, communicator.nodes)
         layout.of_model(self._blocks, self._dtypes)
         return Bucket(buffer, layout, index, step, self.seed, ranks, last=last, pool=self.store.pool)
 
-    def _start_rest(self) -> None:
-        self._rest = self.scheduler.submit(Submission(self._finish_early(), self.communicator))
+    def _start_background(self) -> None:
+        self._background = self.scheduler.submit(Submission(self._finish_early(), self.communicator))
 
     def _finish_early(self) -> Task[None]:
-        unfinished, self._unfinished = sorted(self._unfinished, key=itemgetter(0)), []
-        for _, flow, layout in unfinished:
+        early_flows, self._early_flows = sorted(self._early_flows, key=itemgetter(0)), []
+        for _, flow, layout in early_flows:
             result = yield from finish(flow)
             self.store.merge(layout, result.state, result.update)
 
-    def _count(self, step: int) -> None:
-        """The scheduler's thread begins with ``step``: what it sends from now on is this step's."""
-        if self._counted != step:
-            self._counted = step
+    def _reset_traffic(self, step: int) -> None:
+        """Reset the scheduler's traffic at the first flow of ``step``."""
+        if self._traffic_step != step:
+            self._traffic_step = step
             self.scheduler.traffic = Traffic()
 
-    def _aggregate(self, pieces: list[Piece], step: int, index: int, last: bool) -> Task[list[Tensor]]:
-        self._count(step)
+    def _aggregate(self, buckets: list[SourceBucket], step: int, index: int, last: bool) -> Task[list[Tensor]]:
+        """Run the policy on ``buckets``, concatenated if there are several; return the update of each."""
+        self._reset_traffic(step)
         if self.skipped:
-            return [piece.buffer.zero_() for piece in pieces]
-        layout, buffer = pieces[0].layout, pieces[0].buffer
-        if len(pieces) > 1:
-            key = tuple(piece.layout for piece in pieces)
-            if key not in self._joint:
-                self._joint = {key: join_layouts(key)}
-            # In the widest of their types
-            layout, buffer = self._joint[key], torch.cat([piece.buffer for piece in pieces])
+            return [bucket.buffer.zero_() for bucket in buckets]
+        layout, buffer = buckets[0].layout, buckets[0].buffer
+        if len(buckets) > 1:
+            key = tuple(bucket.layout for bucket in buckets)
+            if key not in self._joined_layouts:
+                self._joined_layouts = {key: join_layouts(key)}
+            # torch.cat promotes to the widest of the dtypes
+            layout, buffer = self._joined_layouts[key], torch.cat([bucket.buffer for bucket in buckets])
         if self.joined:
             buffer.zero_()
-        flow = self.policy.aggregate(self.bucket(buffer, layout, index, step, last), self.store.part(layout))
-        end = yield from advance(flow)
-        if isinstance(end, Early):
-            self._unfinished.append((index, flow, layout))
+        bucket = self.bucket(buffer, layout, index, step, last)
+        alone = len(buckets) == 1
+        if self.graphs is not None and alone:
+            update = yield from self.graphs.run(bucket, self.store, self._run_policy)
         else:
-            self.store.merge(layout, end.state, end.update)
-        if len(pieces) == 1 and end.update.numel() == layout.numel:
-            return [brought(end.update, buffer)]
-        parts = end.update.split([piece.layout.numel for piece in pieces])
-        return [brought(part, piece.buffer) for part, piece in zip(parts, pieces, strict=True)]
+            update = yield from self._run_policy(bucket, in_place=alone)
+        if alone and update.numel() == layout.numel:
+            return [update]
+        parts = update.split([bucket.layout.numel for bucket in buckets])
+        return [copy_if_needed(part, bucket.buffer) for part, bucket in zip(parts, buckets, strict=True)]
 
-    def in_forward(self, flag: bool) -> list[bool]:
-        """Every rank's flag, in rank order, where a forward has to know it, or that the others make one.
+    def _run_policy(self, bucket: Bucket, in_place: bool = True) -> Task[Tensor]:
+        """Run the policy on a bucket and merge its state; return the update, ``in_place`` of the bucket if it fits."""
+        buffer, layout = bucket.buffer, bucket.layout
+        flow = self.policy.aggregate(bucket, self.store.part(layout))
+        result = yield from advance(flow)
+        if isinstance(result, Early):
+            bucket.decide(lambda step, _: int(step))  # a graph has no rest that runs later
+            self._early_flows.append((bucket.index, flow, layout))
+        else:
+            self.store.merge(layout, result.state, result.update)
+        fits = in_place and result.update.numel() == layout.numel
+        return copy_if_needed(result.update, buffer) if fits else result.update
+
+    def exchange_forward_flags(self, flag: bool) -> list[bool]:
+        """Return every rank's ``flag`` in rank order, such as: this rank has data. Collective, before a forward.
 
         Raises:
-            StepError: another rank began a backward, and exchanges weights.
+            StepError: another rank exchanges weights instead, because it began a backward.
         """
-        rows = self.scheduler.run(self._exchange(self.step, FORWARD, flag), self.control)
+        rows = self.scheduler.run(self._exchange_rows(self.step, FORWARD, flag), self.control)
         return [value != 0.0 for value in rows[:, 1].tolist()]
 
-    def _exchange(self, step: int, mark: float, value: float) -> Task[Tensor]:
-        self._count(step)
-        rows = yield AllGather(torch.tensor([mark, value], dtype=torch.float64, device="cpu"))
-        forward = [rank for rank, mark in enumerate(rows[:, 0].tolist()) if mark == FORWARD]
+    def _exchange_rows(self, step: int, kind: float, value: float) -> Task[Tensor]:
+        """Gather the kind and value of every rank: float64 ``[ranks, 2]``."""
+        self._reset_traffic(step)
+        rows = yield AllGather(torch.tensor([kind, value], dtype=torch.float64, device="cpu"))
+        forward = [rank for rank, kind in enumerate(rows[:, 0].tolist()) if kind == FORWARD]
         if forward and len(forward) < len(rows):
             raise StepError(
                 f"ranks {forward} began a forward that aggregates while the others began a backward, or had no more "
@@ -312,30 +336,31 @@ class Aggregator:
             )
         return rows
 
-    def _weigh(self, step: int, mark: float, value: float) -> Task[None]:
-        rows = yield from self._exchange(step, mark, value)
-        marks, values = rows[:, 0].tolist(), rows[:, 1].tolist()
-        unset = [rank for rank, mark in enumerate(marks) if mark == UNSET]
-        given = [rank for rank, mark in enumerate(marks) if mark == SET]
-        if unset and given:
+    def _exchange_weights(self, step: int, kind: float, value: float) -> Task[None]:
+        """Exchange the ranks' weights; in the first step decide whether later ones do so, too."""
+        rows = yield from self._exchange_rows(step, kind, value)
+        kinds, values = rows[:, 0].tolist(), rows[:, 1].tolist()
+        unset = [rank for rank, kind in enumerate(kinds) if kind == UNSET]
+        with_weight = [rank for rank, kind in enumerate(kinds) if kind == SET]
+        if unset and with_weight:
             raise WeightError(
-                f"sync.weight is set on ranks {given} and not on ranks {unset}. Set it on every rank, "
+                f"sync.weight is set on ranks {with_weight} and not on ranks {unset}. Set it on every rank, "
                 "before its first gradient, or on none."
             )
         self.weights = None
-        if given or JOINED in marks:
+        if with_weight or JOINED in kinds:
             self.weights = check_weights(self.policy, values, self.control.size)
         if self.weighted is None and not self.joining:
-            self.weighted = bool(given)
+            self.weighted = bool(with_weight)
 
 
-def deliver(pieces: Sequence[Piece], pending: Submission[list[Tensor]]) -> None:
-    """The flow of ``pieces`` has ended or failed."""
-    for i, piece in enumerate(pieces):
-        piece.deliver(None if pending.result is None else pending.result[i])
+def deliver(buckets: Sequence[SourceBucket], submission: Submission[list[Tensor]]) -> None:
+    """Deliver each bucket's update, or None, after the flow of ``buckets`` has ended or failed."""
+    for i, bucket in enumerate(buckets):
+        bucket.deliver(None if submission.result is None else submission.result[i])
 
 
-def brought(update: Tensor, buffer: Tensor) -> Tensor:
-    """``update`` in ``buffer``: what takes it may wait for all of a step, and then nothing else is held for it."""
-    same = update.data_ptr() == buffer.data_ptr() and update.dtype == buffer.dtype
-    return update if same else buffer.copy_(update)
+def copy_if_needed(update: Tensor, buffer: Tensor) -> Tensor:
+    """Return ``update`` in the memory of ``buffer``, so that no other memory is held until the end of the step."""
+    in_place = update.data_ptr() == buffer.data_ptr() and update.dtype == buffer.dtype
+    return update if in_place else buffer.copy_(update)

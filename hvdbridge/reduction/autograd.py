@@ -1,4 +1,4 @@
-"""Hooks of modules and of autograd: what they call, and when."""
+"""Hooks of modules and of autograd that a synchronizer registers, and checks within backward."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hvdbridge.errors import Unsupported
 
 
 class ModuleHook:
-    """A forward hook (pre-hook) that calls ``method(output)`` (``method()``), and does not keep its object alive.
+    """A forward hook that calls ``method(output)``, or a pre-hook that calls ``method()``, by a weak reference.
 
-    Modules carry their hooks into ``copy.deepcopy``, ``AveragedModel`` and ``torch.save``. A copy of this one does
-    nothing: the copy of a model belongs to no synchronizer, whose threads and sockets cannot be copied, either.
+    ``copy.deepcopy``, ``AveragedModel`` and ``torch.save`` copy the hooks of a module. A copy of this hook does
+    nothing, because the copy of a model belongs to no synchronizer.
     """
 
     def __init__(self, method: Callable[..., None]) -> None:
@@ -32,12 +32,12 @@ class ModuleHook:
             method(*output)
 
     def __reduce__(self) -> Any:
-        # This takes any arguments and returns None, and what is saved loads where hvdbridge is not installed
+        # nullcontext().__exit__ ignores all arguments, and it unpickles where hvdbridge is not installed
         return getattr, (nullcontext(), "__exit__")
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have autograd call ``callback`` when the running backward is complete; its errors leave backward().
+    """Queue ``callback`` for the end of the running backward, which raises the callback's errors.
 
     Raises:
         Unsupported: see :func:`refuse_reentrant`.
@@ -46,24 +46,23 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def reached(nodes: Iterable[Any]) -> set[Tensor]:
-    """The leaf tensors that a backward from these ``grad_fn`` nodes would give gradients."""
-    found = set(nodes)
-    open_ones = list(found)
-    while open_ones:
-        for node, _ in open_ones.pop().next_functions:
-            if node is not None and node not in found:
-                found.add(node)
-                open_ones.append(node)
-    return {node.variable for node in found if node.name() == "torch::autograd::AccumulateGrad"}
+def reachable_leaves(nodes: Iterable[Any]) -> set[Tensor]:
+    """Return the leaf tensors for which a backward from these ``grad_fn`` nodes computes gradients."""
+    visited = set(nodes)
+    stack = list(visited)
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in visited:
+                visited.add(node)
+                stack.append(node)
+    return {node.variable for node in visited if node.name() == "torch::autograd::AccumulateGrad"}
 
 
 def refuse_reentrant() -> None:
-    """Called in an autograd hook.
+    """Check, within a hook of autograd, that this backward does not run inside another one.
 
     Raises:
-        Unsupported: this backward runs inside another one (reentrant activation checkpointing), so its end is
-            not the end of the step.
+        Unsupported: it does (reentrant activation checkpointing), so its end is not the end of the step.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -76,11 +75,12 @@ def refuse_reentrant() -> None:
 
 
 def refuse_compiled_autograd() -> None:
-    """
+    """Check that backwards are not compiled.
+
     Raises:
-        Unsupported: backwards are compiled, and with them the hooks that aggregate, of which nothing is left then.
+        Unsupported: compiled autograd is enabled, which would compile the hooks that aggregate and never run them.
     """
-    dynamo = sys.modules.get("torch._dynamo")  # a script that compiles nothing has not imported it
+    dynamo = sys.modules.get("torch._dynamo")  # not imported by scripts that compile nothing, and slow to import
     if dynamo is not None and dynamo.config.compiled_autograd:
         raise Unsupported(
             "torch._dynamo.config.compiled_autograd compiles what aggregates gradients within backward (and so does "
@@ -90,5 +90,5 @@ def refuse_compiled_autograd() -> None:
 
 
 def inside_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
+    """Return whether autograd runs a backward in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)

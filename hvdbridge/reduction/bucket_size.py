@@ -1,4 +1,4 @@
-"""Measures with which size of buckets a step ends first: ``bucket_mb="auto"``."""
+"""Time steps with several bucket sizes and choose the fastest: ``bucket_mb="auto"``."""
 
 from __future__ import annotations
 
@@ -16,68 +16,68 @@ from hvdbridge.execution.flow import Task
 from hvdbridge.policy.base import Foreign, Policy
 from hvdbridge.policy.bucket import DDP_MB, FIRST_BUCKET_BYTES, cut_layouts
 from hvdbridge.policy.collectives import AllReduce
-from hvdbridge.reduction.aggregator import Aggregator, Piece
+from hvdbridge.reduction.aggregator import Aggregator, SourceBucket
 from hvdbridge.reduction.context import ReductionContext
 
 SIZES_MB = (1.0, 2.5, 5.0, 10.0, DDP_MB, 50.0)
-STEPS = 3
-"""How many steps are timed at each size, after one that is not."""
+TIMED_STEPS = 3
+"""Number of timed steps per size, after one that is not timed."""
 LIMIT_SECONDS = 10.0
-"""When the steps have taken so long, no other size is tried, and of a size one timed step is enough."""
-MOST_BYTES = 1 << 27
-"""Of a larger model the parameters of the first buckets stand for all."""
-SETTLED = 10_000_000
-"""The number of the first step: any warm-up of a policy is over."""
-ALIKE = 1.05
-"""Times that differ by less count as equal."""
+"""After this total time no further size is tried, and one timed step is enough for a size."""
+SAMPLE_BYTES = 1 << 27
+"""Parameters of the first buckets, up to this size, represent a larger model."""
+FIRST_STEP = 10_000_000
+"""Step number of the first step, beyond any warm-up of a policy."""
+TOLERANCE = 1.05
+"""Largest ratio of two times that count as equal."""
 
 
-def fastest_bucket_mb(policy: Policy, params: Mapping[str, Tensor], context: ReductionContext, usual: float) -> float:
-    """The size of a bucket, in MiB, with which a step ends first here; equal on all ranks. Collective.
+def fastest_bucket_mb(policy: Policy, params: Mapping[str, Tensor], context: ReductionContext, default: float) -> float:
+    """Return the bucket size in MiB with the shortest step, equal on all ranks. Collective.
 
-    Each size of :data:`SIZES_MB` carries some steps of made-up gradients over the communicator, those next to ``usual``
-    first. Small buckets overlap more with backward, large ones wait less often. Backward is not known yet. It counts as
-    long as a step's flows take with DDP's buckets, where sizes differ most, and buckets become ready in proportion to
-    their elements. Where the network is so slow that two such steps would take :data:`LIMIT_SECONDS`, by a step of the
-    first parameters, the size is ``usual``. All ranks decide by the slowest rank's times.
+    Each size of :data:`SIZES_MB` runs a few steps of random gradients over the communicator, sizes near ``default``
+    first. Small buckets overlap more with backward, and large ones have fewer latencies. The time of a real backward is
+    unknown. It is assumed to equal a step's communication with DDP's bucket size, where sizes differ most. Buckets
+    become ready in proportion to their elements. If, by a step of the first few parameters, two steps would take longer
+    than :data:`LIMIT_SECONDS`, the result is ``default``. All ranks use the times of the slowest rank.
 
     Raises:
         Unsupported: as :func:`check_rehearses`.
     """
     check_rehearses(policy)
-    if context.communicator.size == 1 or policy.scope == "step":  # nothing travels, or all in one bucket
-        return usual
+    if context.communicator.size == 1 or policy.scope == "step":  # nothing is sent, or there is one bucket
+        return default
     spent = 0.0
 
-    def seconds(some: Mapping[str, Tensor], bucket_mb: float, backward: float = 0.0) -> float:
+    def step_seconds(sample: Mapping[str, Tensor], bucket_mb: float, backward: float = 0.0) -> float:
         nonlocal spent
-        aggregator = Aggregator(policy, some, context, weighted=False)
-        aggregator.step = SETTLED
-        pieces = _pieces(some, bucket_mb)
+        aggregator = Aggregator(policy, sample, context, weighted=False)
+        aggregator.step = FIRST_STEP
+        buckets = _random_buckets(sample, bucket_mb)
         times: list[float] = []
-        while len(times) <= STEPS and (len(times) < 2 or spent < LIMIT_SECONDS):
-            times.append(context.scheduler.run(_slowest(_step(aggregator, pieces, backward)), context.control))
+        while len(times) <= TIMED_STEPS and (len(times) < 2 or spent < LIMIT_SECONDS):
+            times.append(context.scheduler.run(_slowest(_timed_step(aggregator, buckets, backward)), context.control))
             spent += times[-1]
         aggregator.settle()
         return statistics.median(times[1:])
 
-    few, some = _first(params, FIRST_BUCKET_BYTES), _first(params, MOST_BYTES)
-    if 2 * seconds(few, DDP_MB) * _nbytes(some) > LIMIT_SECONDS * _nbytes(few):
-        return usual
-    found, backward = {}, seconds(some, DDP_MB)
-    for bucket_mb in sorted(SIZES_MB, key=lambda size: abs(math.log(size / usual))):
+    probe, sample = _first_parameters(params, FIRST_BUCKET_BYTES), _first_parameters(params, SAMPLE_BYTES)
+    if 2 * step_seconds(probe, DDP_MB) * _nbytes(sample) > LIMIT_SECONDS * _nbytes(probe):
+        return default
+    measured, backward = {}, step_seconds(sample, DDP_MB)
+    for bucket_mb in sorted(SIZES_MB, key=lambda size: abs(math.log(size / default))):
         if spent < LIMIT_SECONDS:
-            found[bucket_mb] = seconds(some, bucket_mb, backward)
-    return choose(found) if found else usual
+            measured[bucket_mb] = step_seconds(sample, bucket_mb, backward)
+    return choose(measured) if measured else default
 
 
-def _first(params: Mapping[str, Tensor], least: int) -> dict[str, Tensor]:
-    """The parameters whose gradients backward makes first, of ``least`` bytes or a little more."""
-    some: dict[str, Tensor] = {}
+def _first_parameters(params: Mapping[str, Tensor], min_bytes: int) -> dict[str, Tensor]:
+    """Return the parameters whose gradients backward produces first, ``min_bytes`` or slightly more in all."""
+    chosen: dict[str, Tensor] = {}
     for name, p in reversed(list(params.items())):
-        if _nbytes(some) < least:
-            some = {name: p, **some}
-    return some
+        if _nbytes(chosen) < min_bytes:
+            chosen = {name: p, **chosen}
+    return chosen
 
 
 def _nbytes(params: Mapping[str, Tensor]) -> int:
@@ -85,19 +85,20 @@ def _nbytes(params: Mapping[str, Tensor]) -> int:
 
 
 def choose(seconds: Mapping[float, float]) -> float:
-    """The largest size up to DDP's whose time is that of the fastest, to a twentieth; else the smallest such size.
+    """Return the largest size up to DDP's within :data:`TOLERANCE` of the fastest, else the smallest such size.
 
     >>> choose({1.0: 1.0, 10.0: 1.04, 25.0: 1.2, 50.0: 1.0}), choose({1.0: 2.0, 25.0: 1.1, 50.0: 1.0})
     (10.0, 50.0)
     """
-    good = [bucket_mb for bucket_mb, spent in seconds.items() if spent <= ALIKE * min(seconds.values())]
-    return max((bucket_mb for bucket_mb in good if bucket_mb <= DDP_MB), default=min(good))
+    fast = [bucket_mb for bucket_mb, elapsed in seconds.items() if elapsed <= TOLERANCE * min(seconds.values())]
+    return max((bucket_mb for bucket_mb in fast if bucket_mb <= DDP_MB), default=min(fast))
 
 
 def check_rehearses(policy: Policy) -> None:
-    """
+    """Check that steps of random gradients leave no trace in ``policy``.
+
     Raises:
-        Unsupported: the policy, or one in it, holds a user's hook, which would remember made-up gradients.
+        Unsupported: the policy, or one in it, holds a user's hook, which may have state of its own.
     """
     if isinstance(policy, Foreign) or not own_member(policy, "rehearses", True):
         raise Unsupported(
@@ -107,28 +108,28 @@ def check_rehearses(policy: Policy) -> None:
         check_rehearses(inner)
 
 
-def _pieces(params: Mapping[str, Tensor], bucket_mb: float) -> list[Piece]:
-    pieces = []
+def _random_buckets(params: Mapping[str, Tensor], bucket_mb: float) -> list[SourceBucket]:
+    buckets = []
     for layout in cut_layouts(params, bucket_mb * 2**20):
-        like = params[layout.names[0]]
-        own = torch.Generator(like.device).manual_seed(0)  # the script's random numbers stay as they are
-        buffer = layout.empty(like.dtype, like.device).normal_(generator=own)
-        pieces.append(Piece(layout, buffer))
-    return pieces
+        first = params[layout.names[0]]
+        generator = torch.Generator(first.device).manual_seed(0)  # leaves the script's generator unchanged
+        buffer = layout.empty(first.dtype, first.device).normal_(generator=generator)
+        buckets.append(SourceBucket(layout, buffer))
+    return buckets
 
 
-def _step(aggregator: Aggregator, pieces: Sequence[Piece], backward: float) -> float:
-    """Seconds of one step, from the begin of a backward of ``backward`` seconds."""
-    total, ready = sum(piece.layout.numel for piece in pieces), 0
+def _timed_step(aggregator: Aggregator, buckets: Sequence[SourceBucket], backward: float) -> float:
+    """Return the seconds of one step, from the start of a simulated backward of ``backward`` seconds."""
+    total, ready_elements = sum(bucket.layout.numel for bucket in buckets), 0
     started = time.perf_counter()
     aggregator.begin()
-    for piece in pieces:
-        ready += piece.layout.numel
-        time.sleep(max(0.0, started + backward * ready / max(1, total) - time.perf_counter()))
-        aggregator.submit(piece, last=piece is pieces[-1])
+    for bucket in buckets:
+        ready_elements += bucket.layout.numel
+        time.sleep(max(0.0, started + backward * ready_elements / max(1, total) - time.perf_counter()))
+        aggregator.submit(bucket, last=bucket is buckets[-1])
     aggregator.end()
-    if pieces[0].buffer.is_cuda:
-        torch.cuda.synchronize(pieces[0].buffer.device)
+    if buckets[0].buffer.is_cuda:
+        torch.cuda.synchronize(buckets[0].buffer.device)
     return time.perf_counter() - started
 
 

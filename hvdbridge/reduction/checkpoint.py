@@ -1,4 +1,4 @@
-"""What a synchronizer, or a hook, saves of its policy: made, checked and taken up in this one place."""
+"""Save and load a policy's state, for synchronizers and communication hooks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hvdbridge.reduction.replicate import on_host
 
 
 def state_dict(aggregator: Aggregator, gather: bool = False) -> dict[str, Any]:
-    """The policy's state: plain dicts of tensors, readable with ``torch.load(weights_only=True)``.
+    """Return the policy's state as plain dicts of tensors, readable with ``torch.load(weights_only=True)``.
 
-    ``gather=False``: this rank's. ``gather=True``: collective; complete on rank 0 of the group, empty elsewhere.
+    ``gather=False``: this rank's. ``gather=True``: that of all ranks on the group's rank 0, else empty; collective.
     """
     aggregator.settle()
     local = {
@@ -24,38 +24,38 @@ def state_dict(aggregator: Aggregator, gather: bool = False) -> dict[str, Any]:
         "nodes": list(aggregator.communicator.nodes),
         "step": aggregator.step,
         "loss_scale": aggregator.loss_scale,
-        "state_scale": aggregator.state_scale,  # the loss scale may have been set for the next backward
+        "state_scale": aggregator.state_scale,  # may differ from the loss scale, which is that of the next backward
         "state": aggregator.store.portable(),
     }
     if not gather:
         return local
-    control, mine = aggregator.control, on_host(local["state"])
+    control, own_state = aggregator.control, on_host(local["state"])
     ranks = []
-    for rank in range(control.size):  # in turn: ranks other than 0 hold one state at a time
-        theirs = control.broadcast_object(mine, rank)
+    for rank in range(control.size):  # one at a time: ranks other than 0 hold only one state
+        state = control.broadcast_object(own_state, rank)
         if control.rank == 0:
-            ranks.append(theirs)
+            ranks.append(state)
     return local | {"ranks": ranks} if control.rank == 0 else {}
 
 
 def load_state_dict(aggregator: Aggregator, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
-    """Take up what :func:`state_dict` gave, of either form; local, so call it on every rank.
+    """Load what :func:`state_dict` returned, of either form. Local, so call it on every rank.
 
     Args:
-        on_resize: what to do with a state of another number of ranks, see ``GradientSynchronizer.load_state_dict``.
+        on_resize: how to load a state of another number of ranks, see ``GradientSynchronizer.load_state_dict``.
 
     Raises:
-        ConfigurationError: the state is of another policy, other parameters or shapes, or of another number of
-            ranks where that is refused; or it is not what :func:`state_dict` gives. Nothing is loaded.
+        ConfigurationError: the state is malformed, or of another policy, other parameters or shapes, or of another
+            number of ranks where ``on_resize`` does not allow it. Nothing is loaded.
     """
     numbers = check_saved(saved, label(aggregator.policy))
-    size, now = aggregator.control.size, aggregator.communicator.nodes
+    size, nodes_now = aggregator.control.size, aggregator.communicator.nodes
     aggregator.settle()
-    nodes = (saved["nodes"], now) if now and saved["nodes"] else None
+    node_change = (saved["nodes"], nodes_now) if nodes_now and saved["nodes"] else None
     if "ranks" in saved:
-        aggregator.store.load(saved["ranks"], aggregator.control.rank, size, on_resize, nodes)
+        aggregator.store.load(saved["ranks"], aggregator.control.rank, size, on_resize, node_change)
     else:
-        resize = numbers["size"] != size or (nodes is not None and aggregator.store.moves(*nodes))
+        resize = numbers["size"] != size or (node_change is not None and aggregator.store.moves(*node_change))
         if resize and on_resize != "reset":
             raise resized(int(numbers["size"]), size)
         aggregator.store.load(saved["state"], on_resize=on_resize)
@@ -66,27 +66,27 @@ def load_state_dict(aggregator: Aggregator, saved: Mapping[str, Any], on_resize:
 
 
 def check_saved(saved: Any, spec: str) -> dict[str, float]:
-    """The numbers in what :func:`state_dict` gave, checked.
+    """Check a saved state for the policy ``spec``, and return its numbers by key.
 
     Raises:
-        ConfigurationError: it is of another policy than ``spec``, or not what that gives.
+        ConfigurationError: it is of another policy, or not a result of :func:`state_dict`.
     """
-    least = {"size": 1, "step": 0, "loss_scale": 0, "state_scale": 0}
+    minimum = {"size": 1, "step": 0, "loss_scale": 0, "state_scale": 0}
     if not isinstance(saved, Mapping):
         raise ConfigurationError(f"a saved state is a dict, not of type {type(saved).__name__}")
     if not saved:
         raise ConfigurationError("the state is empty: state_dict(gather=True) is complete on rank 0 alone")
-    if missing := [key for key in ("policy", *least, "nodes", "state") if key not in saved]:
+    if missing := [key for key in ("policy", *minimum, "nodes", "state") if key not in saved]:
         raise ConfigurationError(f"this is no state_dict() of a synchronizer or a hook: {', '.join(missing)} missing")
     if saved["policy"] != spec:
         raise ConfigurationError(f"the state is one of policy {saved['policy']!r}, this is {spec!r}")
-    for key, limit in least.items():
+    for key, lower in minimum.items():
         value = saved[key]
-        fits = isinstance(value, int | float) and limit <= value < float("inf")
-        if not fits or (value == 0 and key.endswith("scale")) or (value % 1 and not key.endswith("scale")):
+        valid = isinstance(value, int | float) and lower <= value < float("inf")
+        if not valid or (value == 0 and key.endswith("scale")) or (value % 1 and not key.endswith("scale")):
             raise ConfigurationError(f"the state has {key}={value!r}, which cannot be")
     if not isinstance(saved["nodes"], list) or len(saved["nodes"]) not in (0, saved["size"]):
         raise ConfigurationError(f"the state has nodes={saved['nodes']!r}, which is a list of one number per rank")
     if not isinstance(saved.get("ranks", []), list | tuple):
         raise ConfigurationError(f"the state has ranks of type {type(saved['ranks']).__name__}, which is a list")
-    return {key: saved[key] for key in least}
+    return {key: saved[key] for key in minimum}

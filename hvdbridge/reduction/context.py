@@ -1,10 +1,10 @@
-"""What every front end needs to aggregate among a group of ranks: channels, a scheduler, their lifetime, and agreement.
+"""ReductionContext: communicators and a scheduler to aggregate among a group of ranks, and checks that ranks agree.
 
 Rules:
 
 1. A context lives until :meth:`ReductionContext.close`, or until the session ends.
-2. While it lives the job's monitor guards its scheduler: a failure of the job is a failure of the scheduler.
-3. After a failure no communicator is freed. Another rank may be gone, and to free a communicator may wait for it.
+2. While it lives the job's monitor guards its scheduler: a failure of the job fails the scheduler.
+3. After a failure no communicator is freed. Freeing one may wait for a rank that has ended.
 """
 
 from __future__ import annotations
@@ -19,31 +19,39 @@ from torch.nn import Module
 
 from hvdbridge.backends.communicator import Communicator
 from hvdbridge.errors import ConfigurationError, RankMismatch
+from hvdbridge.execution.graphs import FlowGraphs, open_graphs
 from hvdbridge.execution.scheduler import Check, open_scheduler
 from hvdbridge.policy.base import Policy
 from hvdbridge.reduction.parameters import bare_name
 from hvdbridge.reduction.session import Session
 
+GRAPHS = "graphs"
+"""Key of the open graphs in :attr:`.Session.opened`."""
+
 
 class ReductionContext:
-    """A scheduler on channels of its own.
+    """A scheduler with communicators of its own.
 
     Args:
-        session: the open one.
-        channels: what the context owns, and frees in reverse order. The first one carries the data.
-        device: where the data is.
+        session: the open session.
+        channels: the communicators that the context owns, and frees in reverse order. The first carries the data, the
+            last weights and objects.
+        device: the device of the data.
         check: compares collectives across ranks before they start, see :meth:`.Session.check`.
 
     Attributes:
         session: as given.
         communicator: carries the data.
-        control: carries weights and objects in host memory; the communicator itself where there is no other.
+        control: carries weights and objects in host memory; may be ``communicator`` itself.
         scheduler: runs flows on both.
-        ranks: those of the group; None: all.
+        ranks: the ranks of the group; None: all.
+        graphs: runs flows as CUDA graphs; None: they run as they are. Only one context at a time has graphs, because
+            graphs with NCCL operations of several communicators may wait for each other.
         closed: :meth:`close` was called.
     """
 
     ranks: list[int] | None = None
+    graphs: FlowGraphs | None = None
 
     def __init__(
         self, session: Session, channels: Sequence[Communicator], device: torch.device, check: Check | None
@@ -53,45 +61,47 @@ class ReductionContext:
         self.scheduler = open_scheduler(self.communicator, device, check)
         self.closed = False
         self._channels = list(channels)
-        session.monitor.guard(self.scheduler)
+        session.monitor.register(self.scheduler)
         session.at_shutdown(self.close)
 
     @classmethod
     def among(cls, session: Session, group: Any, device: torch.device) -> ReductionContext:
-        """A context among the ranks of ``group`` (None: all). Collective over all ranks of the job; each names the
-        group that it belongs to.
+        """Return a context among the ranks of ``group`` (None: all). Collective over all ranks of the job.
 
         Raises:
-            RankMismatch: groups overlap, or a rank is not in the group that it names.
+            RankMismatch: groups overlap, or a rank is not in its group.
         """
         world = session.communicator
         control = world.control()
-        wanted = list(range(world.size)) if group is None else sorted(world.ranks_of(group))
-        groups = sorted({tuple(ranks) for ranks in control.all_gather_object(wanted)})
+        group_ranks = list(range(world.size)) if group is None else sorted(world.ranks_of(group))
+        groups = sorted({tuple(ranks) for ranks in control.all_gather_object(group_ranks)})
         control.close()
         members = [rank for ranks in groups for rank in ranks]
-        if len(members) != len(set(members)) or world.rank not in wanted:
+        if len(members) != len(set(members)) or world.rank not in group_ranks:
             raise RankMismatch(
-                f"rank {world.rank}: group={wanted}, and the ranks name the groups {groups}. "
+                f"rank {world.rank}: group={group_ranks}, and the ranks name the groups {groups}. "
                 "Groups must be disjoint, and each rank names the one that it is in."
             )
-        own = world.split(groups)
-        assert own is not None
-        ranks = None if len(wanted) == world.size else wanted
-        made = cls(session, (own, own.control()), device, session.check(ranks))
-        made.ranks = ranks
-        return made
+        communicator = world.split(groups)
+        assert communicator is not None
+        ranks = None if len(group_ranks) == world.size else group_ranks
+        context = cls(session, (communicator, communicator.control()), device, session.check(ranks))
+        context.ranks = ranks
+        if session.config.graphs == "auto" and GRAPHS not in session.opened:
+            context.graphs = open_graphs(context.scheduler, communicator, context.control, device)
+            if context.graphs is not None:
+                session.opened[GRAPHS] = context.graphs
+        return context
 
     def agree(self, policy: Policy, lines: list[str]) -> None:
-        """Compare ``lines`` over the ranks, and check that ``policy`` is defined for so many. Collective; an error
-        closes the context.
+        """Compare ``lines`` over the ranks, and check that ``policy`` supports their number. Collective.
 
         Raises:
-            RankMismatch: on every rank, naming the first difference and which ranks have what.
+            RankMismatch: on every rank; the message has the first difference and the ranks on each side.
             ConfigurationError: see :meth:`Policy.check_size <hvdbridge.Policy.check_size>`.
         """
         try:
-            self._compare(lines)
+            self._compare([*lines, f"HVDBRIDGE_GRAPHS={self.session.config.graphs}"])
             policy.check_size(self.communicator.size, len(set(self.communicator.nodes)) or None)
         except (ConfigurationError, RankMismatch):
             self.close()
@@ -101,36 +111,38 @@ class ReductionContext:
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         if len(set(self.control.all_gather_object(digest))) == 1:
             return
-        everyone = self.control.all_gather_object(lines)
-        for i in range(max(map(len, everyone))):
-            values = [theirs[i] if i < len(theirs) else "nothing" for theirs in everyone]
+        lines_by_rank = self.control.all_gather_object(lines)
+        for i in range(max(map(len, lines_by_rank))):
+            values = [other[i] if i < len(other) else "nothing" for other in lines_by_rank]
             if len(set(values)) > 1:
-                who = "; ".join(
+                text = "; ".join(
                     f"ranks {[r for r, v in enumerate(values) if v == value]} have {value}"
                     for value in dict.fromkeys(values)
                 )
-                raise RankMismatch(f"GradientSynchronizer: the ranks differ: {who}. Construct it alike on every rank.")
+                raise RankMismatch(f"GradientSynchronizer: the ranks differ: {text}. Construct it alike on every rank.")
 
     def close(self) -> None:
-        """Let the scheduler finish what was submitted, and free the channels. Collective, but after a failure.
-        Harmless when repeated."""
+        """Finish the submitted flows, and free the communicators. Collective, but after a failure local."""
         if self.closed:
             return
         self.closed = True
         self.session.forget_at_shutdown(self.close)
-        self.session.monitor.unguard(self.scheduler)
+        self.session.monitor.unregister(self.scheduler)
         failed = self.scheduler.failure is not None
         self.scheduler.close()
         if not failed:
+            if self.graphs is not None:
+                self.graphs.close()
+                del self.session.opened[GRAPHS]
             for channel in reversed(self._channels):
                 channel.close()
 
 
 def describe(
-    model: Module, params: Mapping[str, Tensor], options: Mapping[str, object], left_alone: Iterable[str] = ()
+    model: Module, params: Mapping[str, Tensor], options: Mapping[str, object], ignored: Iterable[str] = ()
 ) -> list[str]:
-    """What must be equal on all ranks, a line each. Buffers of the names in ``left_alone`` need not."""
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in set(left_alone)}
+    """Return all that must be equal on all ranks, one line per item, without buffers named in ``ignored``."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in set(ignored)}
     return [
         *(f"parameter {name} {list(p.shape)} {p.dtype}" for name, p in params.items()),
         *(f"buffer {bare_name(name)} {list(b.shape)} {b.dtype}" for name, b in buffers.items()),

@@ -1,19 +1,19 @@
-"""What a policy does to the parameters after the optimizer stepped: when it runs, in which order, on whose parameters.
+"""AfterStep: runs a policy's ``after_step`` on the parameters, after the optimizers have stepped.
 
 Rules:
 
-1. A step for which it is due is noted when its backward ends; from then on this part is outstanding.
-2. It runs per optimizer, over the parameters that this one holds, in a hook after its step. Optimizers come in one
-   order on all ranks, that of the synchronizer's list: one that stepped early waits for those before it.
-3. An optimizer's step may not happen, and on one rank alone: gradients are local under drifting policies, and
-   GradScaler skips the step of a rank that saw an overflow. What is outstanding then runs before parameters are used:
-   in the next forward that records gradients, at the latest when the next backward begins. So no rank waits for ever.
-4. Within ``step(closure)`` it waits for the end of the step, whatever the closure does.
-5. What a policy remembers of the parameters it began with are those of the first backward: weights may be loaded
-   after the synchronizer was constructed, the same on every rank.
-6. Hooks are registered when something is due for the first time: most policies never pay for them.
-7. Parameters that an optimizer is given later are among these from the next backward on, which comes after the same
-   step on all ranks, and begin with their values before that optimizer's first step.
+1. At the end of a backward its step is recorded as due, if the policy has work after it.
+2. The work runs per optimizer, over the parameters of this optimizer, in a step post-hook. The order of optimizers is
+   that of the synchronizer's list on all ranks: after an early step, the work waits for the optimizers before it.
+3. A rank may skip an optimizer's step alone: policies whose ``replicas`` drift keep gradients local, and GradScaler
+   skips the step of a rank with an overflow. The work then runs before the parameters are used: in the next forward
+   that records gradients, or when the next backward begins. So no rank waits for ever.
+4. Within ``step(closure)`` the work waits for the end of the step, whatever the closure does.
+5. A policy's anchors are the parameters at the first backward, because weights may be loaded after the synchronizer was
+   constructed. They must be equal on every rank.
+6. Hooks are registered when a step is due for the first time, because most policies have no such work.
+7. Parameters added to an optimizer later take part from the next backward on, which follows the same step on all ranks.
+   Their anchors are their values before that optimizer's next step.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from hvdbridge.reduction.autograd import ModuleHook
 
 
 @dataclass(eq=False)
-class Held:
-    """The parameters that one optimizer holds (None: nobody said which do)."""
+class OptimizerParameters:
+    """The parameters of one optimizer; of an unknown one if ``optimizer`` is None."""
 
     optimizer: Optimizer | None
     layout: Layout
     parameters: list[Parameter]
 
     def flat(self) -> Tensor:
-        """A copy of their values, in float32 or wider."""
+        """Return a flat copy of their values, in float32 or wider."""
         flat = torch.cat([p.detach().reshape(-1) for p in self.parameters])
         return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
 
-def holding(mine: Mapping[str, Parameter], optimizer: Optimizer | None = None) -> Held:
-    return Held(optimizer, Layout({name: p.shape for name, p in mine.items()}), list(mine.values()))
+def optimizer_parameters(params: Mapping[str, Parameter], optimizer: Optimizer | None = None) -> OptimizerParameters:
+    return OptimizerParameters(optimizer, Layout({name: p.shape for name, p in params.items()}), list(params.values()))
 
 
 class AfterStep:
-    """Runs :meth:`Policy.after_step <hvdbridge.Policy.after_step>` of one synchronizer.
+    """Runs :meth:`Policy.after_step <hvdbridge.Policy.after_step>` for one synchronizer.
 
-    Without an optimizer it runs over all parameters, before they are used again.
+    Without an optimizer it runs over all parameters before their next use.
     """
 
     def __init__(
@@ -65,132 +65,132 @@ class AfterStep:
         self.aggregator = aggregator
         self._model: Module | None = model
         self._optimizers = list(optimizers)
-        self._left = dict(params)  # that no optimizer holds
-        self._holders = self._find()
-        self._adopted: list[Held] = []  # holders of the next backward
+        self._unassigned = dict(params)  # parameters in no optimizer
+        self._groups = self._assign()
+        self._added: list[OptimizerParameters] = []  # to append to _groups at the next backward
         if not optimizers:
-            self._holders.append(holding(self._left))
-            self._left = {}
+            self._groups.append(optimizer_parameters(self._unassigned))
+            self._unassigned = {}
         self._hooks: list[Any] = []
         self._hooked: set[Optimizer] = set()
-        self._step: int | None = None  # the step that is outstanding
-        self._noted = -1
-        self._next = 0  # the first of the holders that has not begun
+        self._due_step: int | None = None  # the step whose work is not complete
+        self._recorded_step = -1
+        self._next_group = 0  # index of the first group whose work has not begun
         self._stepped: set[Optimizer | None] = set()
-        self._open: list[tuple[Submission[Tensor | None], Held]] = []
-        self._within = False  # a step(closure)
-        aggregator.after = self
+        self._in_flight: list[tuple[Submission[Tensor | None], OptimizerParameters]] = []
+        self._in_closure = False  # within step(closure)
+        aggregator.post_step = self
 
-    def note(self, step: int) -> None:
-        """The backward of ``step`` ends: something may be outstanding now. Harmless when repeated."""
-        if self._noted == step or not self.aggregator.policy.due(step):
+    def record_due(self, step: int) -> None:
+        """Record that the backward of ``step`` ends, and that its work is due. Harmless when repeated."""
+        if self._recorded_step == step or not self.aggregator.policy.due(step):
             return
-        self._step = self._noted = step
+        self._due_step = self._recorded_step = step
         if not self._hooks and self._model is not None:
             hook = ModuleHook(self._before_forward)
             self._hooks.append(self._model.register_forward_pre_hook(hook, prepend=True))
             self._hook()
 
     def start(self) -> None:
-        """Begin all that is outstanding, without waiting for it."""
-        while self._step is not None:
-            self._begin_next(self._step)
+        """Submit all work that is due, without waiting for it."""
+        while self._due_step is not None:
+            self._begin_next(self._due_step)
 
     def catch_up(self) -> None:
-        """Do all that is outstanding. Every rank comes here, or did its part before.
+        """Complete all work that is due. Collective, but some ranks may have completed it earlier.
 
         Raises:
             BaseException: the scheduler's failure, the same cause on all ranks.
         """
-        self._within = False
+        self._in_closure = False
         self.start()
-        self._write()
+        self._write_parameters()
 
     def before_backward(self) -> None:
-        """The last moment to catch up (rule 3), and the first at which the parameters are those to train (rule 5)."""
-        if not self._within:
+        """Catch up at the last moment (rule 3), add new parameters (rule 7), and set the first anchors (rule 5)."""
+        if not self._in_closure:
             self.catch_up()
-            self.adopt()
-            self._holders += self._adopted
-            self._adopted.clear()
+            self.find_added()
+            self._groups += self._added
+            self._added.clear()
             if self._hooks:
                 self._hook()
         if self.aggregator.step == 0:
-            self._start_from(self._holders)
+            self._set_anchors(self._groups)
 
     def before_closure(self) -> None:
-        """A ``step(closure)`` begins: its forwards and backwards are part of it."""
-        if not self._within:
+        """Catch up before a ``step(closure)``, whose forwards and backwards belong to one step (rule 4)."""
+        if not self._in_closure:
             self.catch_up()
-            self._within = True
+            self._in_closure = True
 
-    def adopt(self) -> None:
-        """Look for parameters that optimizers were given since, before one of these steps (rule 7)."""
-        if self._left and self.aggregator.acts_after:
-            found = self._find()
-            self._adopted += found
+    def find_added(self) -> None:
+        """Find parameters added to optimizers, before one of these steps (rule 7)."""
+        if self._unassigned and self.aggregator.has_post_step:
+            groups = self._assign()
+            self._added += groups
             if self.aggregator.step > 0:
-                self._start_from(found)
+                self._set_anchors(groups)
 
-    def forget(self) -> None:
-        """Nothing is outstanding: another state was loaded."""
-        self._step, self._noted, self._next = None, -1, 0
+    def discard_due(self) -> None:
+        """Discard the work that is due, because another state was loaded."""
+        self._due_step, self._recorded_step, self._next_group = None, -1, 0
         self._stepped.clear()
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-        self._holders, self._adopted, self._optimizers, self._hooks = [], [], [], []
-        self._hooked, self._left, self._model = set(), {}, None
+        self._groups, self._added, self._optimizers, self._hooks = [], [], [], []
+        self._hooked, self._unassigned, self._model = set(), {}, None
 
-    def _find(self) -> list[Held]:
-        """Of what nobody held: what an optimizer holds now."""
-        found = []
+    def _assign(self) -> list[OptimizerParameters]:
+        """Return groups of the unassigned parameters that an optimizer has now, and assign them."""
+        groups = []
         for optimizer in self._optimizers:
-            held = {p for group in optimizer.param_groups for p in group["params"]}
-            mine = {name: p for name, p in self._left.items() if p in held}
-            if mine:
-                found.append(holding(mine, optimizer))
-                self._left = {name: p for name, p in self._left.items() if name not in mine}
-        return found
+            params = {p for group in optimizer.param_groups for p in group["params"]}
+            new = {name: p for name, p in self._unassigned.items() if p in params}
+            if new:
+                groups.append(optimizer_parameters(new, optimizer))
+                self._unassigned = {name: p for name, p in self._unassigned.items() if name not in new}
+        return groups
 
     def _hook(self) -> None:
-        for held in self._holders:
-            if held.optimizer is not None and held.optimizer not in self._hooked:
-                self._hooked.add(held.optimizer)
-                self._hooks.append(held.optimizer.register_step_post_hook(self._after_optimizer))
+        for group in self._groups:
+            if group.optimizer is not None and group.optimizer not in self._hooked:
+                self._hooked.add(group.optimizer)
+                self._hooks.append(group.optimizer.register_step_post_hook(self._after_optimizer))
 
     def _before_forward(self) -> None:
-        if torch.is_grad_enabled() and not self._within:
+        if torch.is_grad_enabled() and not self._in_closure:
             self.catch_up()
 
     def _after_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self._within = False
-        if self._step is None:
+        self._in_closure = False
+        if self._due_step is None:
             return
         self._stepped.add(optimizer)
-        while self._step is not None and self._holders[self._next].optimizer in self._stepped:
-            self._begin_next(self._step)
-        self._write()
+        while self._due_step is not None and self._groups[self._next_group].optimizer in self._stepped:
+            self._begin_next(self._due_step)
+        self._write_parameters()
 
     @torch.no_grad()
-    def _start_from(self, holders: Sequence[Held]) -> None:
+    def _set_anchors(self, groups: Sequence[OptimizerParameters]) -> None:
         aggregator = self.aggregator
-        for index, held in enumerate(holders if anchored(aggregator.policy) else ()):
-            flat = held.flat()
-            bucket = aggregator.bucket(flat, held.layout, index, 0)
-            state = start_from(aggregator.policy, bucket, aggregator.store.part(held.layout))
-            aggregator.store.merge(held.layout, state, flat)
+        for index, group in enumerate(groups if anchored(aggregator.policy) else ()):
+            flat = group.flat()
+            bucket = aggregator.bucket(flat, group.layout, index, 0)
+            state = start_from(aggregator.policy, bucket, aggregator.store.part(group.layout))
+            aggregator.store.merge(group.layout, state, flat)
 
     @torch.no_grad()
     def _begin_next(self, step: int) -> None:
-        held, index = self._holders[self._next], self._next
-        pending = Submission(self._flow(held.flat(), held.layout, index, step), self.aggregator.communicator)
-        self._open.append((self.aggregator.scheduler.submit(pending), held))
-        self._next += 1
-        if self._next == len(self._holders):
-            self._step, self._next = None, 0
+        group, index = self._groups[self._next_group], self._next_group
+        submission = Submission(self._flow(group.flat(), group.layout, index, step), self.aggregator.communicator)
+        self._in_flight.append((self.aggregator.scheduler.submit(submission), group))
+        self._next_group += 1
+        if self._next_group == len(self._groups):
+            self._due_step, self._next_group = None, 0
             self._stepped.clear()
 
     def _flow(self, flat: Tensor, layout: Layout, index: int, step: int) -> Task[Tensor | None]:
@@ -206,19 +206,19 @@ class AfterStep:
         return result.update
 
     @torch.no_grad()
-    def _write(self) -> None:
-        """Wait for what has begun, and give the parameters their new values."""
-        while self._open:
-            pending, held = self._open[0]
-            update = pending.wait()
-            self._open.pop(0)
+    def _write_parameters(self) -> None:
+        """Wait for the submitted work, and copy the results to the parameters."""
+        while self._in_flight:
+            submission, group = self._in_flight[0]
+            update = submission.wait()
+            self._in_flight.pop(0)
             self.aggregator.scheduler.order()
             if update is None:
                 continue
             used_here(update)
-            parts = update.split(list(held.layout.sizes.values()))
-            # By way of .data: should a backward be running (rule 3), it goes on with the values that it saved.
+            parts = update.split(list(group.layout.sizes.values()))
+            # Copy to .data, so that a running backward (rule 3) may use the values that it saved.
             torch._foreach_copy_(
-                [p.data for p in held.parameters],
-                [part.view(p.shape) for part, p in zip(parts, held.parameters, strict=True)],
+                [p.data for p in group.parameters],
+                [part.view(p.shape) for part, p in zip(parts, group.parameters, strict=True)],
             )

@@ -1,4 +1,4 @@
-"""What the ranks of a job share while hvdbridge is initialized."""
+"""Session: the state of a process between ``hb.init`` and ``hb.shutdown``."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Check = Callable[[int, str], None]
 
 @dataclass(eq=False)
 class Session:
-    """What :func:`hvdbridge.init` opened.
+    """The open session of this process; :func:`hvdbridge.init` returns it.
 
     Attributes:
-        world: rank, size, and place of this process.
-        worlds: of every rank, in rank order.
+        world: rank, size, local rank and node of this process.
+        worlds: the same of every rank, in rank order.
         backend: ``torch``, ``horovod`` or ``mpi``.
-        config: the environment's, with the arguments of ``init`` in it.
-        policy: the default policy's spec, or the policy that ``init`` was given.
-        device: where this rank computes.
-        communicator: our own channel over all ranks.
-        control: a duplicate in host memory, for objects and weights.
-        monitor: this rank's end of the job's helper.
-        opened: what was opened on first use and is needed again, by name.
+        config: the settings of the environment, updated by arguments of ``init``.
+        policy: the default policy: a spec string, or the policy given to ``init``.
+        device: this rank's device: its GPU, or the CPU.
+        communicator: hvdbridge's own communicator over all ranks.
+        control: its duplicate in host memory, for objects and weights.
+        monitor: this rank's connection to the job's helper process.
+        opened: objects constructed on first use, by name.
     """
 
     world: World
@@ -57,9 +57,10 @@ class Session:
     _pid: int = field(default_factory=os.getpid)
 
     def check(self, ranks: list[int] | None = None) -> Check | None:
-        """What compares collectives across ranks before they start, if HVDBRIDGE_DEBUG asks for it.
+        """Return a function that compares collectives across ranks before they start; None without HVDBRIDGE_DEBUG.
 
-        Each call opens a range of numbers of its own: one per scheduler. Groups (``ranks``) are not compared.
+        It takes a collective's number and signature. Each call of this method reserves a range of numbers for one
+        scheduler. Collectives of a group (``ranks``) are not compared.
         """
         if not self.config.debug or self.world.size == 1:
             return None
@@ -68,11 +69,11 @@ class Session:
                 "HVDBRIDGE_DEBUG compares collectives of all ranks, not those of the group %s", ranks
             )
             return None
-        first = next(self._ranges) << 40
-        return lambda number, signature: self.monitor.check(first + number, signature)
+        first_number = next(self._ranges) << 40
+        return lambda number, signature: self.monitor.check(first_number + number, signature)
 
     def channel(self, name: str) -> Communicator:
-        """A duplicate of :attr:`communicator` for one purpose; the first use of a name is collective."""
+        """Return a duplicate of :attr:`communicator` for one purpose; the first use of a name is collective."""
         if name not in self._channels:
             duplicate = self.communicator.split([range(self.world.size)])
             assert duplicate is not None
@@ -80,11 +81,11 @@ class Session:
         return self._channels[name]
 
     def at_shutdown(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the session closes, last registered first."""
+        """Register ``callback`` to run when the session closes; the last registered one runs first."""
         self._at_shutdown.append(callback)
 
     def forget_at_shutdown(self, callback: Callable[[], None]) -> None:
-        """Undo :meth:`at_shutdown`; harmless if it is not registered."""
+        """Undo :meth:`at_shutdown`. Harmless if ``callback`` is not registered."""
         if callback in self._at_shutdown:
             self._at_shutdown.remove(callback)
 

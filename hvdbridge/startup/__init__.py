@@ -1,1 +1,1 @@
-"""Who and where this rank is, how ranks meet, and how a local job is launched."""
+"""Start of a job: detection of launcher, rank and size, the first exchange between ranks, and local launching."""

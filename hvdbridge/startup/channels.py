@@ -1,12 +1,13 @@
-"""Channels: how ranks exchange their addresses before the job's helper runs.
+"""Channels, on which ranks exchange host names and addresses before the job's helper process runs.
 
 Rules:
 
-1. A channel is used for one exchange: every rank's place goes to rank 0, rank 0's answer goes to all.
-   From then on the job's helper is the channel.
-2. A rank waits no longer than the start-up timeout; then its error names the missing ranks.
-3. Keys are unique per start (restart of the launcher, number of the ``init``), so leftovers are never read.
-4. A library that the user has started is the channel (:class:`ObjectChannel`).
+1. A channel serves one exchange: every rank sends a description of itself to rank 0, and rank 0 sends one answer to all
+   ranks. Later messages go through the job's helper.
+2. A rank waits no longer than the start-up timeout. Rank 0's error then names the missing ranks; that of the others
+   says that rank 0 did not answer.
+3. Keys are unique for each start (restart of the launcher, number of the ``init``), so no rank reads old values.
+4. If the user has started a library, its own collectives are the channel (:class:`ObjectChannel`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hvdbridge.startup import network
 from hvdbridge.startup.network import first_free, listening, resolves
 from hvdbridge.startup.world import World, first_host
 
-if TYPE_CHECKING:  # torch.distributed has these, but does not say so
+if TYPE_CHECKING:  # torch.distributed exports these at run time only
     from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 else:
     from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -39,16 +40,16 @@ else:
 __all__ = ["Channel", "HashStore", "PrefixStore", "Store"]
 
 POLL_SECONDS = 0.02
-ATTEMPTS = 3  # horovodrun drops a connection that is silent for 3 s, as when its process waits for a core
-_stores: dict[tuple[str, int], TCPStore] = {}  # open until exit: a rank that starts anew may connect at any time
+ATTEMPTS = 3  # horovodrun drops a connection that is silent for 3 s, as on a busy machine
+_stores: dict[tuple[str, int], TCPStore] = {}  # open until exit, because a restarted rank may connect at any time
 
 
 class Channel(ABC):
-    """Carries every rank's text to rank 0, and rank 0's text to all.
+    """Sends a text of each rank to rank 0, and a text of rank 0 to all ranks.
 
     Attributes:
-        address: the address of rank 0 that the launcher gives, or None.
-        store: a store of torch.distributed that all ranks reach, if this channel is one.
+        address: this host's address in the network of the launcher's server, or None if the launcher has none.
+        store: the store of torch.distributed that this channel uses, which all ranks reach, or None.
     """
 
     address: str | None = None
@@ -56,18 +57,18 @@ class Channel(ABC):
 
     @abstractmethod
     def gather(self, value: str) -> list[str]:
-        """Every rank's ``value`` in rank order, on rank 0; an empty list elsewhere."""
+        """Return every rank's ``value`` in rank order on rank 0. Other ranks may get an empty list."""
 
     @abstractmethod
     def broadcast(self, value: str) -> str:
-        """Rank 0's ``value``."""
+        """Return rank 0's ``value`` on all ranks."""
 
     def close(self) -> None:  # noqa: B027  (most have nothing to close)
-        """All ranks have met."""
+        """Release what the channel holds. Called when all ranks have finished the exchange."""
 
 
 class KeyValueChannel(Channel):
-    """Over a store that can set a key and wait for one."""
+    """Base class of channels over a key-value store."""
 
     def __init__(self, world: World, prefix: str, timeout: float) -> None:
         self.world, self.prefix, self.timeout = world, prefix, timeout
@@ -77,21 +78,21 @@ class KeyValueChannel(Channel):
 
     @abstractmethod
     def _get(self, key: str, timeout: float) -> str | None:
-        """The value of ``key``, or None when it did not come in time."""
+        """Wait for ``key`` and return its value, or None if it was not set within ``timeout`` seconds."""
 
     def gather(self, value: str) -> list[str]:
         self._set(f"{self.prefix}/place/{self.world.rank}", value)
         if self.world.rank:
             return []
         deadline = time.monotonic() + self.timeout
-        found = [self._get(f"{self.prefix}/place/{r}", deadline - time.monotonic()) for r in range(self.world.size)]
-        missing = [r for r, text in enumerate(found) if text is None]
+        values = [self._get(f"{self.prefix}/place/{r}", deadline - time.monotonic()) for r in range(self.world.size)]
+        missing = [r for r, text in enumerate(values) if text is None]
         if missing:
             raise RendezvousError(
                 f"rank 0 waited {self.timeout:g} s for {ranks_text(missing)} of {self.world.size} ({self}). "
                 "Look for an earlier error of theirs; if they only start slowly, raise HVDBRIDGE_START_SECONDS."
             )
-        return cast("list[str]", found)
+        return cast("list[str]", values)
 
     def broadcast(self, value: str) -> str:
         key = f"{self.prefix}/answer"
@@ -108,7 +109,7 @@ class KeyValueChannel(Channel):
 
 
 class StoreChannel(KeyValueChannel):
-    """A store of torch.distributed: torchrun's agent hosts it, or rank 0, or it is a file."""
+    """Channel over a store of torch.distributed, in torchrun's agent, in rank 0 or in a file."""
 
     def __init__(
         self, world: World, prefix: str, timeout: float, store: Store, name: str, host: str | None = None
@@ -129,23 +130,29 @@ class StoreChannel(KeyValueChannel):
         try:
             self.store.wait([key], timedelta(seconds=max(timeout, 0.01)))
             return bytes(self.store.get(key)).decode()
-        except DistStoreError:  # the timeout
+        except DistStoreError:  # timed out
             return None
+        except RuntimeError as error:  # the store's server has ended
+            raise RendezvousError(f"rank {self.world.rank} lost {self}: {error}") from error
 
 
 class HorovodChannel(KeyValueChannel):
-    """The HTTP key-value store of horovodrun: PUT and GET /scope/key, 404 while it is absent."""
+    """Channel over horovodrun's HTTP key-value store: PUT and GET /scope/key, with status 404 for a missing key."""
 
     def __init__(self, world: World, prefix: str, timeout: float, host: str, port: str, interface: str) -> None:
         super().__init__(world, prefix.replace("/", "."), timeout)
         self.url = f"http://{host}:{port}"
         device = network.interfaces().get(interface)
         self.address = str(device.ip) if device else network.source_address(host)
-        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # a proxy is for the internet
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # without the user's proxies
 
     @classmethod
     def from_environment(cls, world: World, prefix: str, config: Config) -> HorovodChannel:
-        """Raises RendezvousError: horovodrun's variables are incomplete."""
+        """Return a channel to the store that horovodrun's variables name.
+
+        Raises:
+            RendezvousError: the variables are incomplete.
+        """
         names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
         missing = [name for name in names if not os.environ.get(name)]
         if missing:
@@ -188,18 +195,18 @@ class HorovodChannel(KeyValueChannel):
             time.sleep(POLL_SECONDS)
 
 
-def _alone(value: str) -> list[str]:
+def _only_value(value: str) -> list[str]:
     return [value]
 
 
 class ObjectChannel(Channel):
-    """Over an ``all_gather`` of a library that runs already; by default over that of a job of one.
+    """Channel over the ``all_gather`` of a library that runs already. The default serves a job of one rank.
 
-    ``release`` is called when all ranks have met.
+    :meth:`close` calls ``release``.
     """
 
     def __init__(
-        self, all_gather: Callable[[str], list[str]] = _alone, release: Callable[[], None] = lambda: None
+        self, all_gather: Callable[[str], list[str]] = _only_value, release: Callable[[], None] = lambda: None
     ) -> None:
         self._all_gather, self.close = all_gather, release  # type: ignore[method-assign]
 
@@ -210,14 +217,18 @@ class ObjectChannel(Channel):
         return self._all_gather(value)[0]
 
 
-def tcp_store(host: str, port: int, serve: bool, config: Config, who: str, shared: bool = True) -> TCPStore:
-    """Torch's TCP store at ``host:port``: served by this process, or reached. Port 0: any; ``store.port`` has it.
+def tcp_store(host: str, port: int, serve: bool, config: Config, caller: str, shared: bool = True) -> TCPStore:
+    """Serve torch's TCP store at ``host:port``, or connect to it.
 
-    It listens on ``host`` only, where that is an address of this machine. ``shared``: the store of a fixed port stays
-    open until exit, and a later ``init_process_group`` of this process on the same port finds it.
+    Args:
+        host: address or name. A server listens on this address only, if it is one of this machine.
+        port: 0 for any free port, which ``store.port`` then has.
+        serve: this process is the server.
+        caller: name of this rank, for errors.
+        shared: keep the store open until exit, so that a later ``init_process_group`` on the same port finds it.
 
     Raises:
-        RendezvousError: the port is taken, or no store answers there in time.
+        RendezvousError: another process uses the port, or no store answers in time.
     """
     if port and (host, port) in _stores:
         return _stores[host, port]
@@ -229,28 +240,29 @@ def tcp_store(host: str, port: int, serve: bool, config: Config, who: str, share
             port = listener.getsockname()[1]
             store = TCPStore(
                 host, port, is_master=True, wait_for_workers=False, timeout=limit, multi_tenant=shared,
-                master_listen_fd=listener.detach(), use_libuv=False,  # which takes no open socket in older torch
+                master_listen_fd=listener.detach(), use_libuv=False,  # libuv in older torch accepts no open socket
             )  # fmt: skip
         else:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except (OSError, RuntimeError) as error:
         doing = "cannot listen" if serve else f"got no answer within {config.start_seconds:g} s"
         known = "" if resolves(host) else f" This host does not know the name {host}: give MASTER_ADDR an address."
-        raise RendezvousError(f"{who} {doing} at {host}:{port} (MASTER_ADDR:MASTER_PORT): {error}{known}") from error
+        raise RendezvousError(f"{caller} {doing} at {host}:{port} (MASTER_ADDR:MASTER_PORT): {error}{known}") from error
     if shared:
         _stores[host, port] = store
     return store
 
 
 def from_url(url: str, world: World, prefix: str, config: Config) -> Channel:
-    """The channel of ``init_method``: ``tcp://host:port``, ``file:///path`` or ``env://``.
+    """Return the channel for an ``init_method``: ``tcp://host:port``, ``file:///path`` or ``env://``.
 
     Raises:
-        ConfigurationError: another form.
+        ConfigurationError: the URL has another form, or no valid port.
     """
     parts = urlsplit(url)
-    if parts.scheme == "tcp" and parts.hostname and parts.port:
-        return _served(world, prefix, config, parts.hostname, parts.port)
+    if parts.scheme == "tcp" and parts.hostname:
+        port = _port(f"init_method={url!r}", parts.netloc.rpartition(":")[2])
+        return _tcp_channel(world, prefix, config, parts.hostname, port)
     if parts.scheme == "file" and parts.path:
         store = FileStore(parts.path, world.size)
         return StoreChannel(world, prefix, config.start_seconds, store, f"the file {parts.path}")
@@ -260,11 +272,11 @@ def from_url(url: str, world: World, prefix: str, config: Config) -> Channel:
 
 
 def from_variables(world: World, prefix: str, config: Config) -> Channel:
-    """MASTER_ADDR and MASTER_PORT: served by torchrun's agent, or by rank 0.
+    """Return the channel at MASTER_ADDR and MASTER_PORT, where torchrun's agent or rank 0 serves the store.
 
     Raises:
-        RendezvousError: one of them is missing.
-        ConfigurationError: the port is no number.
+        RendezvousError: one of the variables is missing.
+        ConfigurationError: the port is not a number from 1 to 65535.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
@@ -272,26 +284,37 @@ def from_variables(world: World, prefix: str, config: Config) -> Channel:
             f"rank {world.rank} of {world.size} does not know where to meet the others: set {' and '.join(missing)} "
             "(the host of rank 0 and a free port there), or use init_method='tcp://host:port'"
         )
-    try:
-        port = int(os.environ["MASTER_PORT"])
-    except ValueError:
-        raise ConfigurationError(f"MASTER_PORT={os.environ['MASTER_PORT']!r} must be a number") from None
-    return _served(world, prefix, config, os.environ["MASTER_ADDR"], port)
+    port = _port("MASTER_PORT", os.environ["MASTER_PORT"])
+    return _tcp_channel(world, prefix, config, os.environ["MASTER_ADDR"], port)
+
+
+def _port(setting: str, text: str) -> int:
+    """Return the port ``text``; raise ConfigurationError if it is none."""
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16):
+        raise ConfigurationError(f"{setting}: {text!r} is no port, which is a number from 1 to 65535")
+    return int(text)
 
 
 def from_slurm(world: World, prefix: str, config: Config) -> Channel:
-    """Rank 0 serves on the first host of srun's step, at :func:`slurm_port`."""
+    """Return the channel for srun: rank 0 serves the store on the first host of the step, at :func:`slurm_port`.
+
+    MASTER_ADDR and MASTER_PORT take precedence.
+
+    Raises:
+        RendezvousError: srun's list of hosts is missing.
+    """
     if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
         return from_variables(world, prefix, config)
     host = first_host(os.environ.get("SLURM_STEP_NODELIST", "") or os.environ.get("SLURM_NODELIST", ""))
     if not host:
         raise RendezvousError("srun's SLURM_STEP_NODELIST is not set: set MASTER_ADDR and MASTER_PORT")
-    return _served(world, prefix, config, host, slurm_port(os.environ, config))
+    return _tcp_channel(world, prefix, config, host, slurm_port(os.environ, config))
 
 
 def slurm_port(environ: Mapping[str, str], config: Config) -> int:
-    """A port that Slurm reserved for the step (``srun --resv-ports``), or one that follows from the numbers of job and
-    step: steps and jobs that follow each other have others.
+    """Return a port that Slurm reserved for the step (``srun --resv-ports``), else a hash of job and step number.
+
+    Consecutive jobs and steps thus use different ports.
 
     >>> slurm_port({"SLURM_STEP_RESV_PORTS": "12000-12003"}, Config())
     12000
@@ -303,7 +326,8 @@ def slurm_port(environ: Mapping[str, str], config: Config) -> int:
     return ports[zlib.crc32(step.encode()) % len(ports)]
 
 
-def _served(world: World, prefix: str, config: Config, host: str, port: int) -> Channel:
+def _tcp_channel(world: World, prefix: str, config: Config, host: str, port: int) -> Channel:
+    """Return a channel over the TCP store at ``host:port``, which rank 0 serves unless torchrun's agent does."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world.launcher == "torchrun"
     store = tcp_store(host, port, world.rank == 0 and not agent, config, f"rank {world.rank}")
     return StoreChannel(world, prefix, config.start_seconds, store, f"the store at {host}:{port}", host)

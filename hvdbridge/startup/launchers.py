@@ -1,11 +1,11 @@
-"""The launchers: what each leaves in the environment of the processes that it starts, and where its ranks meet.
+"""Launchers: the environment variables that each sets in its processes, and the channel on which its ranks meet.
 
 Rules:
 
 1. The innermost launcher wins: torchrun inside mpiexec is torchrun, mpiexec inside srun is mpiexec.
-2. Variables that merely leaked are no launcher: SLURM_* in a batch shell, MASTER_ADDR alone.
-3. A launcher is taken at its word or refused: half a set of variables, or numbers that contradict each other,
-   is an error that names the variables. Nothing degrades into a world of one.
+2. Inherited variables do not make a launcher: SLURM_* in a batch shell, or MASTER_ADDR alone.
+3. A launcher's rank and size are used as they are or refused. An incomplete set, or numbers that contradict each other,
+   are an error that names the variables. A process never runs as a world of one instead.
 """
 
 from __future__ import annotations
@@ -26,44 +26,48 @@ Environ = Mapping[str, str]
 
 
 class Launcher:
-    """A launcher, as its ranks see it.
+    """Base class of launchers.
 
     Class attributes:
         name: :attr:`World.launcher <hvdbridge.startup.world.World.launcher>` of its ranks.
-        spreads: each process is a rank. Otherwise something inside may have started several ranks in each
-            (``mp.spawn`` under ``srun --ntasks-per-node=1``).
-        by_mpi: ranks meet by MPI, where its library starts.
-        needed: its variables for rank and size.
-        optional: field of :class:`.World` -> variable.
+        one_rank_each: each process of the launcher is a rank. Otherwise a process may have started several ranks, as
+            ``mp.spawn`` does under ``srun --ntasks-per-node=1``.
+        by_mpi: the ranks meet by MPI, if an MPI library is installed that this launcher starts.
+        needed: names of the variables for rank and size.
+        optional: field of :class:`.World` -> name of its variable.
     """
 
     name: ClassVar[str]
-    spreads: ClassVar[bool] = False
+    one_rank_each: ClassVar[bool] = False
     by_mpi: ClassVar[bool] = False
     needed: ClassVar[tuple[str, str]]
     optional: ClassVar[Mapping[str, str]] = {}
 
     def world(self, env: Environ) -> World | None:
-        """The place of this process, if this launcher started it; numbers that it does not give are UNKNOWN.
+        """Return the world of this process, or None if this launcher did not start it.
+
+        Numbers for which the launcher sets no variable are UNKNOWN.
 
         Raises:
             RendezvousError: the launcher's variables are incomplete or contradict each other.
             ConfigurationError: one of them is not a number.
         """
-        return _place(env, self.name, self.needed, self.optional)
+        return _world(env, self.name, self.needed, self.optional)
 
     def channel(self, world: World, key: str, config: Config) -> Channel:
-        """Where the ranks meet.
+        """Return the channel on which the ranks meet.
 
         Raises:
-            RendezvousError, ConfigurationError: variables are missing, or no process answers there.
+            RendezvousError, ConfigurationError: variables are missing or not valid, or no server answers.
         """
         return channels.from_variables(world, key, config)
 
 
 class Torchrun(Launcher):
+    """torchrun and torch.distributed.run."""
+
     name = "torchrun"
-    spreads = True
+    one_rank_each = True
     needed = ("RANK", "WORLD_SIZE")
     optional: ClassVar = {
         "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
@@ -75,10 +79,10 @@ class Torchrun(Launcher):
 
 
 class Horovodrun(Launcher):
-    """CROSS_RANK is no node number: it counts only the hosts that have this local rank."""
+    """horovodrun. HOROVOD_CROSS_RANK is no node number: it counts only the hosts that have this local rank."""
 
     name = "horovodrun"
-    spreads = True
+    one_rank_each = True
     needed = ("HOROVOD_RANK", "HOROVOD_SIZE")
     optional: ClassVar = {"local_rank": "HOROVOD_LOCAL_RANK", "local_size": "HOROVOD_LOCAL_SIZE"}
 
@@ -87,6 +91,8 @@ class Horovodrun(Launcher):
 
 
 class OpenMpi(Launcher):
+    """mpiexec of Open MPI."""
+
     name = "mpiexec"
     by_mpi = True
     needed = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
@@ -103,21 +109,23 @@ class Pmi(Launcher):
         names = {"local_rank": "MPI_LOCALRANKID", "local_size": "MPI_LOCALNRANKS"}
         if "MPI_LOCALRANKID" not in env:
             names = {"local_rank": "PMI_LOCAL_RANK", "local_size": "PMI_LOCAL_SIZE"}
-        world = _place(env, self.name, ("PMI_RANK", "PMI_SIZE"), names)
-        # Hydra's proxies may be tasks of a step of srun, with as many ranks as there are proxies.
+        world = _world(env, self.name, ("PMI_RANK", "PMI_SIZE"), names)
+        # srun --mpi=pmi2. Hydra's proxies may be tasks of srun with the same numbers, but Hydra sets MPI_LOCALRANKID
         step = Srun().world(env) if world and "MPI_LOCALRANKID" not in env else None
         return step if step and world and (step.rank, step.size) == (world.rank, world.size) else world
 
 
 class Srun(Launcher):
+    """srun of Slurm."""
+
     name = "srun"
 
     def world(self, env: Environ) -> World | None:
-        """A step that srun started. A batch shell has SLURM_PROCID too, but no numbered step with tasks of its own."""
+        """Return the world of a task that srun started. A batch shell has SLURM_PROCID, too, but no numbered step."""
         step = env.get("SLURM_STEP_ID", "")
         if not step.isdigit() or int(step) >= 0xFFFFFFF0 or "SLURM_STEP_NUM_TASKS" not in env:
             return None
-        world = _place(
+        world = _world(
             env, self.name, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
             {"local_rank": "SLURM_LOCALID", "node_rank": "SLURM_NODEID", "num_nodes": "SLURM_STEP_NUM_NODES"},
         )  # fmt: skip
@@ -139,7 +147,7 @@ class Srun(Launcher):
 
 
 class Bare(Launcher):
-    """Processes that somebody started with RANK and WORLD_SIZE."""
+    """Processes that the user started with RANK and WORLD_SIZE."""
 
     name = "bare"
 
@@ -147,15 +155,15 @@ class Bare(Launcher):
         names = {"local_rank": "LOCAL_RANK"}
         if env.get("LOCAL_RANK"):
             names["local_size"] = "LOCAL_WORLD_SIZE"
-        return _place(env, self.name, ("RANK", "WORLD_SIZE"), names)
+        return _world(env, self.name, ("RANK", "WORLD_SIZE"), names)
 
 
 LAUNCHERS: tuple[Launcher, ...] = (Torchrun(), Horovodrun(), OpenMpi(), Pmi(), Srun(), Bare())
-"""Innermost first."""
+"""All launchers, innermost first."""
 
 
 def detect(environ: Environ | None = None) -> World:
-    """The place of this process, by ``environ`` (default: ``os.environ``).
+    """Return the world of this process from the variables in ``environ`` (default: ``os.environ``).
 
     Raises:
         RendezvousError: a launcher's variables are incomplete or contradict each other.
@@ -172,48 +180,56 @@ def detect(environ: Environ | None = None) -> World:
     env = os.environ if environ is None else environ
     for launcher in LAUNCHERS:
         if (world := launcher.world(env)) is not None:
-            # A job that is larger than what the launcher started was spread by something inside it. Equal or smaller
-            # numbers are a shell's leftovers.
-            inside = not launcher.spreads and int(env.get("WORLD_SIZE", "0") or 0) > world.size and "RANK" in env
+            # If WORLD_SIZE is larger than the launcher's size, its processes have started several ranks each. An equal
+            # or smaller WORLD_SIZE is inherited from a shell.
+            several = not launcher.one_rank_each and env.get("RANK") and env.get("WORLD_SIZE")
+            inside = several and _number(env, "WORLD_SIZE") > world.size
             return (Bare().world(env) if inside else None) or world
     return World(0, 1, 0, 1, 0, 1)
 
 
 def named(name: str) -> Launcher:
-    """The first launcher of that name."""
+    """Return the first launcher of that name."""
     return next(launcher for launcher in LAUNCHERS if launcher.name == name)
 
 
 def _number(env: Environ, name: str) -> int:
+    """Return the variable ``name`` as an int, or raise ConfigurationError."""
     try:
         return int(env[name])
     except ValueError:
         raise ConfigurationError(f"{name}={env[name]!r} must be a whole number") from None
 
 
-def _place(env: Environ, launcher: str, needed: Sequence[str], optional: Mapping[str, str]) -> World | None:
-    """A world from the variables ``needed`` (rank, size) and, where all are there, ``optional`` (field -> variable)."""
-    there = [name for name in needed if env.get(name)]
-    if not there:
+def _world(env: Environ, launcher: str, needed: Sequence[str], optional: Mapping[str, str]) -> World | None:
+    """Return a world from the variables ``needed`` (rank, size) and ``optional`` (field -> variable), or None.
+
+    Raises:
+        RendezvousError: only one of ``needed`` is set, or the numbers contradict each other.
+        ConfigurationError: a variable is not a number.
+    """
+    given = [name for name in needed if env.get(name)]
+    if not given:
         return None
-    missing = [name for name in needed if name not in there]
+    missing = [name for name in needed if name not in given]
     if missing:
         raise RendezvousError(
-            f"{', '.join(there)} is set but {', '.join(missing)} is not: "
-            + ("set both, or neither" if launcher == "bare" else f"start the script by {launcher}, or unset {there[0]}")
+            f"{', '.join(given)} is set but {', '.join(missing)} is not: "
+            + ("set both, or neither" if launcher == "bare" else f"start the script by {launcher}, or unset {given[0]}")
         )
     fields = {field: _number(env, name) for field, name in optional.items() if env.get(name)}
     rank, size = (_number(env, name) for name in needed)
     try:
         return World(rank, size, launcher=launcher, **fields)
     except RendezvousError as error:
-        told = " ".join(f"{name}={env[name]}" for name in (*needed, *optional.values()) if name in env)
-        raise RendezvousError(f"{error}: the environment says {told}") from None
+        settings = " ".join(f"{name}={env[name]}" for name in (*needed, *optional.values()) if name in env)
+        raise RendezvousError(f"{error}: the environment says {settings}") from None
 
 
 def _is_task() -> bool:
-    """Whether Slurm started this process, or what started it, rather than a shell in one of its terminals: tasks that
-    srun starts from such a shell inherit its variables, and have no terminal.
+    """Return whether this process belongs to a task of Slurm, and not to a shell in a terminal of ``srun --pty``.
+
+    Tasks that srun starts from such a shell inherit its variables, but have no terminal.
     """
     try:
         parent, in_terminal = os.getppid(), _stat("self")[5] != "0"
@@ -227,6 +243,6 @@ def _is_task() -> bool:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """Name, state, parent, group, session, terminal, and so on: proc(5)."""
+    """Return the fields of /proc/PID/stat after the process id: name, state, parent, group, session, terminal, ..."""
     head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     return [head.partition("(")[2], *tail.split()]

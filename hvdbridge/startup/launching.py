@@ -1,15 +1,13 @@
-"""``hb.launch(func, np=2)``: call a function on several ranks of this host and return what each returned.
+"""``hb.launch(func, np=2)`` calls a function on several ranks of this host, and returns the results of all.
 
-It is what ``horovod.run`` is for scripts and notebooks. For several hosts, and for scripts, there are torchrun, mpiexec
-and horovodrun.
+It replaces ``horovod.run`` in scripts and notebooks. For several hosts use torchrun, mpiexec or horovodrun.
 
 Rules:
 
-1. Every rank is a process of its own, started like ``python -m hvdbridge.startup.launching``; ``func`` calls
-   ``hb.init()`` or ``hvd.init()`` itself.
-2. If a rank fails, the others are ended, and its error is raised here.
-3. Functions, arguments and results travel through files that only this user may read, pickled by cloudpickle if that
-   is installed.
+1. Every rank is a process, ``python -m hvdbridge.startup.launching``. ``func`` calls ``hb.init()`` or ``hvd.init()``.
+2. If a rank fails, ``launch`` ends the others and raises its error.
+3. Functions, arguments and results pass through files that only this user can read. Cloudpickle writes them if it is
+   installed, else pickle.
 """
 
 from __future__ import annotations
@@ -36,23 +34,23 @@ from hvdbridge.run import stand_in, stands_in
 from hvdbridge.startup import network
 
 GRACE_SECONDS = 5.0
-"""After the first failure the others have this time to find out by themselves."""
+"""Time that the other ranks have after the first failure to end by themselves."""
 
 STAND_IN = "HVDBRIDGE_INTERNAL_STAND_IN"
-"""Set for ranks of a script under ``hvdbridge.run``: their Horovod is ours, too."""
+"""Variable that is set for ranks of a script under ``hvdbridge.run``, so that they also import hvdbridge as Horovod."""
 
 LOCAL = ("localhost", "127.0.0.1")
-IGNORED = {
+WITHOUT_EFFECT = {
     "start_timeout", "ssh_port", "ssh_identity_file", "disable_cache", "verbose", "mpi_args",
     "network_interface", "network_interfaces",
 }  # fmt: skip
-"""Arguments of ``horovod.run`` that concern other hosts."""
+"""Arguments of ``horovod.run`` that concern other hosts. They are accepted with a warning."""
 
-REFUSED = {
+ELASTIC = {
     "min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit", "cooldown_range",
     "host_discovery_script",
 }  # fmt: skip
-"""Those of its elastic mode, for which there are launchers."""
+"""Arguments of ``horovod.run`` for its elastic mode. They are refused, since elastic jobs need a launcher."""
 
 
 def launch(
@@ -72,37 +70,38 @@ def launch(
     backend: str | None = None,
     **others: Any,
 ) -> list[Any]:
-    """``func(*args, **kwargs)`` on each of ``num_proc`` ranks; their results in rank order.
+    """Call ``func(*args, **kwargs)`` on ``num_proc`` ranks of this host, and return their results in rank order.
 
-    Takes the arguments of ``horovod.run``; those that concern ssh and network interfaces have no effect.
+    Accepts the arguments of ``horovod.run``. Those that concern ssh and network interfaces have no effect.
 
     Args:
-        func, args, kwargs: they pickle (cloudpickle, if it is installed, takes functions of a notebook, too).
-        num_proc, np: how many ranks.
-        hosts, hostfile: this host alone.
-        output_filename: a directory; rank r then writes ``rank.r/stdout`` and ``rank.r/stderr`` in it.
-        use_gloo, use_mpi: the backend, as ``backend="torch"`` and ``"mpi"``.
-        executable: of Python.
-        env: variables for the ranks, beside this process's.
+        func, args, kwargs: must be picklable. With cloudpickle installed, functions of a notebook are.
+        num_proc, np: number of ranks.
+        hosts, hostfile: may name this host alone.
+        output_filename: directory in which rank r writes ``rank.r/stdout`` and ``rank.r/stderr``.
+        use_gloo, use_mpi: same as ``backend="torch"`` and ``backend="mpi"``.
+        executable: path of the Python interpreter.
+        env: environment variables of the ranks, in addition to this process's.
         backend: as ``HVDBRIDGE_BACKEND``.
 
     Raises:
-        ConfigurationError: a number of ranks, or an argument, that cannot be meant.
-        Unsupported: other hosts, or the elastic mode: these need a launcher.
-        RankFailed: a rank failed; the message has its traceback.
+        ConfigurationError: the number of ranks is not valid or exceeds the slots of ``hosts``, or an argument or a
+            result cannot be pickled.
+        Unsupported: other hosts or the elastic mode are requested, which need a launcher.
+        RankFailed: a rank failed. The message has its traceback.
     """
     size = num_proc if np is None else np
     if not isinstance(size, int) or size < 1:
         raise ConfigurationError(f"hb.launch: num_proc={size!r} must be a number of ranks from 1")
-    strange = sorted(set(others) - IGNORED - REFUSED)
-    if strange:
-        raise TypeError(f"launch() got unexpected arguments: {', '.join(strange)}")
-    asked = [name for name in sorted(REFUSED & set(others)) if others[name] is not None]
-    if asked:
-        raise Unsupported(f"hb.launch({', '.join(asked)}=...): elastic jobs need torchrun or horovodrun")
-    heedless = [name for name in sorted(IGNORED & set(others)) if others[name] is not None]
-    if heedless:
-        warnings.warn(f"hb.launch: without effect on one host: {', '.join(heedless)}", stacklevel=2)
+    unknown = sorted(set(others) - WITHOUT_EFFECT - ELASTIC)
+    if unknown:
+        raise TypeError(f"launch() got unexpected arguments: {', '.join(unknown)}")
+    elastic = [name for name in sorted(ELASTIC & set(others)) if others[name] is not None]
+    if elastic:
+        raise Unsupported(f"hb.launch({', '.join(elastic)}=...): elastic jobs need torchrun or horovodrun")
+    ignored = [name for name in sorted(WITHOUT_EFFECT & set(others)) if others[name] is not None]
+    if ignored:
+        warnings.warn(f"hb.launch: without effect on one host: {', '.join(ignored)}", stacklevel=2)
     _check_hosts(hosts, hostfile, size)
     chosen = backend or ("mpi" if use_mpi else "torch" if use_gloo else None)
     with tempfile.TemporaryDirectory(prefix="hvdbridge-launch-") as folder:
@@ -114,20 +113,21 @@ def launch(
 
 
 def _run_ranks(task: Path, size: int, environment: dict[str, str], executable: str, output: str | None) -> None:
+    """Start all ranks and wait for them. Raises RankFailed if one failed."""
     for name in [n for n in environment if n.startswith(("TORCHELASTIC_", "OMPI_COMM_", "PMI_", "HOROVOD_"))]:
-        del environment[name]  # of a launcher around this process
+        del environment[name]  # set by a launcher that started this process
     main = sys.modules["__main__"]
     origin = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(network.free_port()), "WORLD_SIZE": str(size)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     ranks = []
     try:
         for rank in range(size):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-            place |= {STAND_IN: "1"} if stands_in() else {}
+            rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+            rank_variables |= {STAND_IN: "1"} if stands_in() else {}
             streams = _streams(output, rank)
             command = [executable, "-m", "hvdbridge.startup.launching", str(task), str(rank), origin or "", sys.argv[0]]
-            ranks.append(subprocess.Popen(command, env={**environment, **place}, **streams))
+            ranks.append(subprocess.Popen(command, env={**environment, **rank_variables}, **streams))
             for stream in streams.values():
                 stream.close()
         failed = _wait(ranks)
@@ -137,36 +137,38 @@ def _run_ranks(task: Path, size: int, environment: dict[str, str], executable: s
                 process.kill()
                 process.wait()
     if failed is not None:
-        _raise(task, ranks, failed)
+        _raise_error_of(task, ranks, failed)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """The rank that failed first, if one did; then the others were given their time."""
+    """Wait for all ranks, or for :data:`GRACE_SECONDS` after a failure. Return the rank that failed first, or None."""
     failed: int | None = None
     deadline = float("inf")
     while time.monotonic() < deadline:
         states = [process.poll() for process in ranks]
-        bad = [rank for rank, state in enumerate(states) if state]
-        if bad and failed is None:
-            failed, deadline = bad[0], time.monotonic() + GRACE_SECONDS
+        failures = [rank for rank, state in enumerate(states) if state]
+        if failures and failed is None:
+            failed, deadline = failures[0], time.monotonic() + GRACE_SECONDS
         if None not in states:
             break
         time.sleep(0.02)
     return failed
 
 
-def _raise(task: Path, ranks: Sequence[subprocess.Popen[bytes]], failed: int) -> None:
+def _raise_error_of(task: Path, ranks: Sequence[subprocess.Popen[bytes]], failed: int) -> None:
+    """Raise RankFailed for the rank whose error came first, else for the rank ``failed``."""
     errors = {rank: task / f"error.{rank}" for rank in range(len(ranks))}
-    named = [rank for rank in errors if errors[rank].exists()]
-    # The first error is the cause, whichever process ended first.
-    first = min(named, key=lambda rank: errors[rank].stat().st_mtime_ns) if named else failed
+    with_error = [rank for rank in errors if errors[rank].exists()]
+    # The rank whose error is the oldest is the cause. Its process need not have ended first.
+    first = min(with_error, key=lambda rank: errors[rank].stat().st_mtime_ns) if with_error else failed
     status = ranks[first].returncode
     how = f"was ended by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
-    text = errors[first].read_text() if first in named else ""
+    text = errors[first].read_text() if first in with_error else ""
     raise RankFailed(f"hb.launch: rank {first} of {len(ranks)} {how}\n{text}".rstrip())
 
 
 def _streams(output: str | None, rank: int) -> dict[str, Any]:
+    """Open the files for stdout and stderr of a rank; empty if the rank inherits the streams."""
     if output is None:
         return {}
     folder = Path(output) / f"rank.{rank}"
@@ -175,6 +177,7 @@ def _streams(output: str | None, rank: int) -> dict[str, Any]:
 
 
 def _check_hosts(hosts: str | None, hostfile: str | None, size: int) -> None:
+    """Check that all hosts are this host, and that they have enough slots for ``size`` ranks."""
     if hostfile is not None:
         lines = [line.split("#")[0].split() for line in Path(hostfile).read_text().splitlines()]
         hosts = ",".join(
@@ -189,12 +192,15 @@ def _check_hosts(hosts: str | None, hostfile: str | None, size: int) -> None:
             raise Unsupported(
                 f"hb.launch starts ranks on this host, not on {name!r}: use torchrun, mpiexec or horovodrun"
             )
+        if not (number or "1").isdigit():
+            raise ConfigurationError(f"hb.launch: {host!r} in hosts={hosts!r} must be HOST or HOST:SLOTS")
         slots += int(number or 1)
     if slots < size:
         raise ConfigurationError(f"hb.launch: {size} ranks do not fit into hosts={hosts!r}")
 
 
 def _pack(value: Any) -> bytes:
+    """Pickle a value, with cloudpickle if it is installed."""
     pickler: Any = importlib.import_module("cloudpickle") if find_spec("cloudpickle") else pickle
     try:
         return bytes(pickler.dumps(value))
@@ -205,13 +211,13 @@ def _pack(value: Any) -> bytes:
         ) from cause
 
 
-def _rank(task: Path, rank: int, origin: str, program: str) -> None:
-    """The process of one rank."""
+def _run_rank(task: Path, rank: int, origin: str, program: str) -> None:
+    """Run the function in the process of one rank, and write its result or error to a file."""
     sys.argv[:] = [program]
     if os.environ.pop(STAND_IN, None):
         stand_in()
     try:
-        if origin and not find_spec("cloudpickle"):  # what the launching script defines is found in it by name
+        if origin and not find_spec("cloudpickle"):  # pickle finds the launching script's functions there by name
             from multiprocessing import spawn
 
             spawn._fixup_main_from_path(origin)  # type: ignore[attr-defined]
@@ -228,4 +234,4 @@ def _rank(task: Path, rank: int, origin: str, program: str) -> None:
 
 
 if __name__ == "__main__":
-    _rank(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    _run_rank(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,14 +1,13 @@
-"""Which address of a host others can reach, which ranks share a host, and on which ports we listen.
+"""Addresses by which hosts reach each other, identities of hosts, and ports to listen on.
 
 Rules:
 
-1. Ranks share a host when host name, boot and network namespace are equal. Two containers on one machine are two
-   hosts.
-2. On one host everything listens on loopback only. Across hosts it listens on one address that all can route to.
-3. A port that is chosen now and opened later by somebody else comes from outside of the range from which the kernel
-   gives ports to connections: within it, one may take the port meanwhile.
-4. What listens here uses a port of ``HVDBRIDGE_PORTS``, where a firewall lets a range through, or any port.
-5. Interfaces are those of Linux, addresses those of IPv4.
+1. Ranks share a host if host name, boot and network namespace are equal. Two containers on one machine are two hosts.
+2. Servers listen on loopback only if all ranks share a host, else on one address that all hosts can route to.
+3. A port that another process opens later is chosen outside the kernel's ephemeral range. Within it, a connection may
+   take the port in between.
+4. Sockets that hvdbridge opens listen on a port of ``HVDBRIDGE_PORTS``, for firewalls, or on any free port.
+5. Interfaces are read as on Linux, and addresses are IPv4.
 """
 
 from __future__ import annotations
@@ -32,13 +31,14 @@ SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B
 
 
 def host_identity() -> str:
-    """A text that is equal on processes of one host (rule 1)."""
+    """Return a text that is equal for processes on one host (rule 1), and differs between hosts."""
     return f"{socket.gethostname()}/{network_identity()}"
 
 
 def network_identity() -> str:
-    """A text that is equal on processes that reach each other by loopback, and on no others: containers of one host
-    may share its network, and yet have names of their own.
+    """Return a text that is equal for processes that reach each other by loopback, and differs for others.
+
+    Containers on one machine may share its network but have host names of their own.
     """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
@@ -47,12 +47,12 @@ def network_identity() -> str:
 
 
 def interfaces() -> dict[str, IPv4Interface]:
-    """Name -> address of every network interface that is configured; empty where the system is no Linux.
+    """Return the address of every configured network interface, by name; empty if the system is not Linux.
 
     >>> str(interfaces()["lo"].ip)
     '127.0.0.1'
     """
-    found: dict[str, IPv4Interface] = {}
+    addresses: dict[str, IPv4Interface] = {}
     with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         import fcntl
 
@@ -60,15 +60,15 @@ def interfaces() -> dict[str, IPv4Interface]:
             request = struct.pack("256s", name.encode()[:15])
             with suppress(OSError):  # an interface without an address
                 address, mask = (
-                    socket.inet_ntoa(fcntl.ioctl(sock, question, request)[20:24])
-                    for question in (SIOCGIFADDR, SIOCGIFNETMASK)
+                    socket.inet_ntoa(fcntl.ioctl(sock, operation, request)[20:24])
+                    for operation in (SIOCGIFADDR, SIOCGIFNETMASK)
                 )
-                found[name] = IPv4Interface(f"{address}/{mask}")
-    return found
+                addresses[name] = IPv4Interface(f"{address}/{mask}")
+    return addresses
 
 
 def source_address(host: str) -> str | None:
-    """The address of this host from which it talks to ``host``; None where that has no route. Sends nothing."""
+    """Return this host's address on the route to ``host``, or None if there is no route. Sends no packet."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((host, 9))
         return str(sock.getsockname()[0])
@@ -76,35 +76,35 @@ def source_address(host: str) -> str | None:
 
 
 def chosen_interface(name: str) -> IPv4Interface:
-    """The address of the interface that ``HVDBRIDGE_IFACE`` names.
+    """Return the address of the interface ``name``, the value of ``HVDBRIDGE_IFACE``.
 
     Raises:
-        ConfigurationError: this host has none of this name, or it has no IPv4 address.
+        ConfigurationError: this host has no interface of this name with an IPv4 address.
     """
-    found = interfaces()
-    if name not in found:
-        there = ", ".join(f"{each} ({found[each].ip})" for each in found) or "none"
+    addresses = interfaces()
+    if name not in addresses:
+        known = ", ".join(f"{other} ({addresses[other].ip})" for other in addresses) or "none"
         raise ConfigurationError(
             f"HVDBRIDGE_IFACE={name}: {socket.gethostname()} has no interface of this name with an IPv4 address. "
-            f"Those that have one: {there}"
+            f"Those that have one: {known}"
         )
-    return found[name]
+    return addresses[name]
 
 
 def interface_towards(host: str) -> str | None:
-    """The name of the interface by which this host talks to ``host``, for libraries that want a name."""
+    """Return the name of this host's interface on the route to ``host``, or None if there is no route."""
     source = source_address(host)
     return next((name for name, address in interfaces().items() if str(address.ip) == source), None)
 
 
 def free_port() -> int:
-    """A port of this host that is free (rule 3).
+    """Return a port that is free on this host's loopback address (rule 3).
 
     >>> 1024 <= free_port() <= 65535
     True
     """
-    kernels = kernel_ports()
-    ports = [*range(10000, kernels.start), *range(kernels.stop, 65536)]
+    ephemeral = ephemeral_ports()
+    ports = [*range(10000, ephemeral.start), *range(ephemeral.stop, 65536)]
     for port in [*random.SystemRandom().sample(ports, min(100, len(ports))), 0]:
         with suppress(OSError), socket.socket() as probe:
             probe.bind((LOOPBACK, port))
@@ -112,22 +112,22 @@ def free_port() -> int:
     raise OSError("this host has no free port on its loopback interface")
 
 
-def kernel_ports() -> range:
-    """The kernel's ephemeral ports: those of outgoing connections, and of sockets that listen at port 0."""
+def ephemeral_ports() -> range:
+    """Return the kernel's port range for outgoing connections and for sockets that listen at port 0."""
     low, high = 32768, 60999
     with suppress(OSError, ValueError):
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     return range(low, high + 1)
 
 
-def gloo_leaves(ports: range | None) -> str:
-    """Why Gloo, which takes the kernel's ports, leaves ``HVDBRIDGE_PORTS``, and what to do; empty: it does not."""
-    kernels = kernel_ports()
-    if ports is None or (kernels[0] in ports and kernels[-1] in ports):
+def gloo_port_warning(ports: range | None) -> str:
+    """Return a warning that Gloo, which uses ephemeral ports, may listen outside ``HVDBRIDGE_PORTS``; empty if not."""
+    kernel = ephemeral_ports()
+    if ports is None or (kernel[0] in ports and kernel[-1] in ports):
         return ""
     return (
         f"HVDBRIDGE_PORTS={ports[0]}-{ports[-1]}: Gloo, below torch and Horovod, listens where the kernel says, at "
-        f"{kernels[0]}-{kernels[-1]}. Run: sysctl net.ipv4.ip_local_port_range='{ports[0]} {ports[-1]}' on each host, "
+        f"{kernel[0]}-{kernel[-1]}. Run: sysctl net.ipv4.ip_local_port_range='{ports[0]} {ports[-1]}' on each host, "
         "or use HVDBRIDGE_BACKEND=mpi"
     )
 
@@ -137,11 +137,14 @@ def is_loopback(address: str) -> bool:
 
 
 def common_address(mine: Sequence[str], others: Sequence[Sequence[str]], preferred: str | None = None) -> str | None:
-    """The address of mine that hosts with the interfaces ``others`` can reach, ``preferred`` if it qualifies.
+    """Return the address of this host that other hosts most likely reach, ``preferred`` if it qualifies; None: none.
 
-    Interfaces are written ``address/prefix``. A network in which every host has an address beats others. An address
-    that another host has, too (a container bridge's), leads to that host itself, and is no candidate. None: there is
-    none, as on hosts that have IPv6 alone.
+    An address in a network in which every host has one takes precedence. An address that another host has, too (of a
+    container bridge), leads to that host itself, so it does not qualify. Hosts with IPv6 alone have no address.
+
+    Args:
+        mine: this host's interfaces, as ``address/prefix``.
+        others: the interfaces of each other host.
 
     >>> common_address(["127.0.0.1/8", "172.17.0.1/16", "10.0.0.1/24"], [["172.17.0.1/16", "10.0.0.2/24"]])
     '10.0.0.1'
@@ -151,15 +154,15 @@ def common_address(mine: Sequence[str], others: Sequence[Sequence[str]], preferr
     usable = [IPv4Interface(text) for text in mine if not is_loopback(text) and _ip(text) not in shared]
     if preferred and not is_loopback(preferred) and preferred not in everywhere:
         return preferred
-    theirs = [
+    remote = [
         [IPv4Interface(text) for text in host if not is_loopback(text) and _ip(text) not in shared] for host in others
     ]
     for candidate in usable:
-        if all(any(there.network == candidate.network for there in host) for host in theirs):
+        if all(any(other.network == candidate.network for other in host) for host in remote):
             return str(candidate.ip)
-    for host in theirs:
-        for there in host:
-            routed = source_address(str(there.ip))
+    for host in remote:
+        for other in host:
+            routed = source_address(str(other.ip))
             if any(routed == str(candidate.ip) for candidate in usable):
                 return routed
     return str(usable[0].ip) if usable else None
@@ -170,10 +173,10 @@ def _ip(interface: str) -> str:
 
 
 def first_free(listen: Callable[[int], T], ports: range | None) -> T:
-    """The result of ``listen(port)`` for a free port among ``ports``; without ``ports``, of ``listen(0)``.
+    """Return ``listen(port)`` for a free port among ``ports``, or ``listen(0)`` if ``ports`` is None.
 
     Raises:
-        OSError: all are taken, or what ``listen`` raises for another reason.
+        OSError: all ports are in use, or ``listen`` fails for another reason.
     """
     for port in [0] if ports is None else random.SystemRandom().sample(ports, len(ports)):
         try:
@@ -182,11 +185,11 @@ def first_free(listen: Callable[[int], T], ports: range | None) -> T:
             if error.errno != errno.EADDRINUSE or ports is None:
                 raise
     assert ports is not None
-    raise OSError(errno.EADDRINUSE, f"somebody listens on each of HVDBRIDGE_PORTS={ports.start}-{ports.stop - 1}")
+    raise OSError(errno.EADDRINUSE, f"other processes listen on all of HVDBRIDGE_PORTS={ports.start}-{ports.stop - 1}")
 
 
 def resolves(host: str) -> bool:
-    """Whether this machine knows the name ``host``, or it is an address."""
+    """Return whether ``host`` is an address or a name that this machine can resolve."""
     try:
         return bool(socket.getaddrinfo(host, None))
     except OSError:
@@ -194,14 +197,17 @@ def resolves(host: str) -> bool:
 
 
 def listening(host: str, port: int, backlog: int, translated: bool = False) -> socket.socket:
-    """A socket that listens at ``host``, an address or a name, of IPv4 where it has both; ``translated``: at all
-    addresses where ``host`` is not this machine's, but one that a cluster's service translates to it.
+    """Return a socket that listens at ``host``, an address or a name. A name with addresses of both kinds means IPv4.
+
+    Args:
+        translated: listen on all addresses if ``host`` is not an address of this machine, because a cluster's service
+            may translate it to one.
 
     Raises:
-        OSError: the port is taken, or the address is not this machine's.
+        OSError: the port is in use, or ``host`` is not an address of this machine.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

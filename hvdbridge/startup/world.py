@@ -1,4 +1,4 @@
-"""Rank, size and place of a process among all of its job."""
+"""Rank, size and node of a process in its job."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dataclasses import asdict, dataclass
 from hvdbridge.errors import RendezvousError
 
 UNKNOWN = -1
-"""A number that the launcher does not give, until :meth:`World.completed` fills it from an exchange."""
+"""Value of a number that the launcher does not set. :meth:`World.completed` fills it in after an exchange."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all.
+    """Rank, size and node of this process.
 
     Attributes:
-        rank, size: among all processes of the job.
-        local_rank, local_size: among those of this host, as its launcher counts them.
-        node_rank, num_nodes: which host, of how many.
+        rank, size: rank of this process in the job, and number of ranks.
+        local_rank, local_size: rank of this process on its host, and number of ranks there, as the launcher counts.
+        node_rank, num_nodes: number of the host, and number of hosts.
         launcher: ``torchrun``, ``horovodrun``, ``mpiexec``, ``srun``, ``bare`` (variables or arguments), ``none``.
 
     Raises:
-        RendezvousError: numbers that contradict each other.
+        RendezvousError: the numbers contradict each other.
     """
 
     rank: int = 0
@@ -50,38 +50,40 @@ class World:
             )
 
     def completed(self, hosts: Sequence[str]) -> World:
-        """Fill what is :data:`UNKNOWN` from the name of every rank's host, in rank order.
+        """Return a copy without :data:`UNKNOWN` numbers, counted from ``hosts``, the host of every rank in rank order.
+
+        If one number of a pair (rank and count) is unknown, both are counted.
 
         >>> World(2, 3).completed(["a", "b", "b"])
         World(rank=2, size=3, local_rank=1, local_size=2, node_rank=1, num_nodes=2, launcher='none')
         """
-        mine = hosts[self.rank]
+        host = hosts[self.rank]
         distinct = list(dict.fromkeys(hosts))
-        found: dict[str, int] = {
-            "local_rank": list(hosts[: self.rank]).count(mine),
-            "local_size": list(hosts).count(mine),
-            "node_rank": distinct.index(mine),
+        counted: dict[str, int] = {
+            "local_rank": list(hosts[: self.rank]).count(host),
+            "local_size": list(hosts).count(host),
+            "node_rank": distinct.index(host),
             "num_nodes": len(distinct),
         }
-        told = asdict(self)
+        numbers = asdict(self)
         for pair in (("local_rank", "local_size"), ("node_rank", "num_nodes")):
-            if UNKNOWN in (told[pair[0]], told[pair[1]]):
-                told |= {name: found[name] for name in pair}
-        return World(**told)
+            if UNKNOWN in (numbers[pair[0]], numbers[pair[1]]):
+                numbers |= {name: counted[name] for name in pair}
+        return World(**numbers)
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's short form of the number of tasks on each host.
+    """Return the number of tasks on each host, from Slurm's compact notation.
 
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]
     """
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
+    matches = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in matches for _ in range(int(times or 1))]
 
 
 def first_host(nodelist: str) -> str:
-    """The first name in Slurm's short form of a list of hosts.
+    """Return the first name of a list of hosts in Slurm's compact notation.
 
     >>> first_host("gpu[03-05,9],cpu1"), first_host("login"), first_host("r[1-2]n[07,9]-ib")
     ('gpu03', 'login', 'r1n07-ib')
@@ -91,7 +93,7 @@ def first_host(nodelist: str) -> str:
 
 
 def usable_cores() -> list[int]:
-    """The cores on which this process may run: containers, Slurm and taskset leave it a part of the machine's."""
+    """Return the CPU cores on which this process may run, which containers, Slurm and taskset limit."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -1,12 +1,14 @@
-"""The job's one helper process: key-value store, monitor and PMI-1 server, and each rank's end of it.
+"""The helper process of a job (key-value store, monitor and PMI-1 server), and each rank's client of it.
 
 ::
 
-    spawn.py    starts the process; its address and secret
-    client.py   Monitor, a rank's end;  link.py  its connection;  exits.py  hooks that notice a rank's end
-    job.py      the rules: store, agreement, waits, failures;  pmi.py  PMI-1     (both: logic without I/O)
-    server.py   sockets, guests without a secret, the end;  __main__.py  from stdin to a daemon
-    wire.py     frames;  processes.py  identity and shared-memory segments, from /proc
+    spawn.py    starts the helper and returns its address and secret
+    client.py   Monitor, the client of a rank;  link.py  its connection;  last_step.py  agreement on a last step
+    exits.py    hooks that report a rank's end;  causes.py  classifies errors;  guard.py  watches MPI_Init
+    job.py      state of the job: store, agreement, waits, failures;  pmi.py  PMI-1     (both: logic without I/O)
+    server.py   sockets, authentication, end of the helper;  __main__.py  entry point of the helper process
+    wire.py     frames;  clock.py  clock of limits;  processes.py  identity and shared-memory segments, from /proc
 
-Nothing here imports torch, mpi4py or horovod: the process starts in a tenth of a second and outlives them all.
+No module here imports torch, mpi4py or horovod. So the helper starts fast, and a failure of these libraries does not
+affect it.
 """

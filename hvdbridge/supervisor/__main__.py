@@ -1,10 +1,10 @@
-"""``python -m hvdbridge.supervisor``: settings from stdin, ports to stdout, then a daemon until the job is over.
+"""Entry point of the helper, ``python -m hvdbridge.supervisor``: reads settings from stdin and writes ports to stdout.
 
 Rules:
 
-1. It listens before it answers, and answers before it leaves its parent: the parent reads one JSON line.
-2. The daemon holds nothing of its parent: own session, standard streams on /dev/null, working directory /.
-   (HVDBRIDGE_LOG_LEVEL=DEBUG keeps stderr; the helper ends a second after the last rank, and with it the pipe.)
+1. The process opens its sockets, then writes one JSON line for its parent, then becomes a daemon until the job is over.
+2. The daemon keeps no resource of its parent: own session, standard streams on /dev/null, working directory /.
+   (HVDBRIDGE_LOG_LEVEL=DEBUG keeps stderr. The helper ends shortly after the last rank, which closes the pipe.)
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hvdbridge.startup.network import first_free, listening
 from hvdbridge.supervisor.server import BACKLOG, Server
 
 
-def listen(host: str, ports: list[int] | None) -> socket.socket:
-    """A socket on ``host``, at one of ``ports`` (first and last) or where the system chooses."""
+def open_listener(host: str, ports: list[int] | None) -> socket.socket:
+    """Return a socket that listens on ``host``, on a port from ``ports[0]`` to ``ports[1]``; None: any free port."""
     sock = first_free(lambda port: listening(host, port, BACKLOG), range(ports[0], ports[1] + 1) if ports else None)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)  # inherited: bounds what a guest can make us hold
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)  # connections inherit this limit of unread data
     return sock
 
 
 def become_daemon(debug: bool) -> None:
-    """Go on in a child of our own session; the parent's wait is over."""
+    """Continue in a child process with a session of its own, and end this process, for which the parent waits."""
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -39,20 +39,21 @@ def become_daemon(debug: bool) -> None:
 
 
 def main() -> None:
+    """Read the settings that spawn.py sends, print the ports or an error as JSON, and serve the job."""
     settings: dict[str, Any] = json.loads(sys.stdin.buffer.read())
     try:
-        monitor, pmi = (listen(settings["host"], settings["ports"]) for _ in range(2))
+        monitor_socket, pmi_socket = (open_listener(settings["host"], settings["ports"]) for _ in range(2))
     except OSError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return
-    ports = {"port": monitor.getsockname()[1], "pmi_port": pmi.getsockname()[1]}
+    ports = {"port": monitor_socket.getsockname()[1], "pmi_port": pmi_socket.getsockname()[1]}
     try:
         print(json.dumps(ports), flush=True)
-    except BrokenPipeError:  # the parent has ended meanwhile, and its job with it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where Python flushes to, at last
+    except BrokenPipeError:  # the parent has ended, so there is no job
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at exit
         return
     become_daemon(settings["debug"])
-    asyncio.run(Server(settings, monitor, pmi).run())
+    asyncio.run(Server(settings, monitor_socket, pmi_socket).run())
 
 
 if __name__ == "__main__":

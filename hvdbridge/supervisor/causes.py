@@ -1,4 +1,4 @@
-"""Which errors are causes, and which only follow from another rank's failure."""
+"""Classification of errors: original causes, and consequences of another rank's failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDARY = re.compile(
 
 
 def secondary(error: BaseException) -> bool:
-    """Whether this looks like the consequence of another rank's end, by each backend's type or text of the error.
+    """Return whether ``error`` looks like a consequence of another rank's end, by its type and text in each backend.
 
     >>> secondary(RuntimeError("[pair.cc:537] Connection closed by peer [127.0.0.1]:5123")), secondary(KeyError("x"))
     (True, False)
@@ -27,10 +27,11 @@ FOREIGN_LIMIT = (
     " (The limit of a process group that the script itself made, which hb.patience and HVDBRIDGE_TIMEOUT_SECONDS do "
     "not move. Give init_process_group or new_group a longer timeout, or leave the start to hb.init().)"
 )
-"""What torch's Gloo and NCCL say; groups of ours have a day."""
+"""Hint for timeouts of torch's Gloo and NCCL. Groups that hvdbridge creates have a limit of a day."""
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """Return a one-line description of the error for the other ranks, with a hint for a foreign time limit."""
     text = " ".join(str(error).split())
     hint = FOREIGN_LIMIT if OUT_OF_TIME.search(text) else ""
     return f"failed: {type(error).__name__}{': ' if text else ''}{text[:1000]}{hint}"

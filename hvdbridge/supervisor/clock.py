@@ -1,39 +1,39 @@
-"""The time by which limits are judged."""
+"""The clock that measures time limits."""
 
 from __future__ import annotations
 
 
 class Clock:
-    """Seconds that stand still while some rank has asked for patience. Not for several threads.
+    """A clock, in seconds, that is paused while some rank has requested patience. Not thread-safe.
 
     >>> clock = Clock()
-    >>> clock.stand_still(10.0)
-    >>> clock.at(70.0)
+    >>> clock.pause(10.0)
+    >>> clock.reading(70.0)
     10.0
-    >>> clock.go_on(70.0)
-    >>> clock.at(75.0)
+    >>> clock.resume(70.0)
+    >>> clock.reading(75.0)
     15.0
     """
 
     def __init__(self) -> None:
-        self._stands_since: float | None = None
-        self._stood = 0.0
+        self._paused_since: float | None = None
+        self._paused_seconds = 0.0
 
     @property
-    def stands(self) -> bool:
-        return self._stands_since is not None
+    def paused(self) -> bool:
+        return self._paused_since is not None
 
-    def at(self, now: float) -> float:
-        """The time when a clock that never stands still says ``now``."""
-        return (now if self._stands_since is None else self._stands_since) - self._stood
+    def reading(self, now: float) -> float:
+        """Return this clock's time when ``time.monotonic()`` returns ``now``."""
+        return (now if self._paused_since is None else self._paused_since) - self._paused_seconds
 
-    def stand_still(self, now: float) -> None:
-        """Harmless when repeated."""
-        if self._stands_since is None:
-            self._stands_since = now
+    def pause(self, now: float) -> None:
+        """Stop the clock; no effect if it is paused."""
+        if self._paused_since is None:
+            self._paused_since = now
 
-    def go_on(self, now: float) -> None:
-        """Harmless when repeated."""
-        if self._stands_since is not None:
-            self._stood += now - self._stands_since
-            self._stands_since = None
+    def resume(self, now: float) -> None:
+        """Continue the clock; no effect if it runs."""
+        if self._paused_since is not None:
+            self._paused_seconds += now - self._paused_since
+            self._paused_since = None

@@ -1,19 +1,20 @@
-"""How a rank ends, and how the others hear of it.
+"""Hooks that report the end of a rank's process to the other ranks.
 
 Rules:
 
-1. An uncaught exception: traceback as usual, report, ``os._exit``. An MPI rank that leaves by exception
-   otherwise waits in MPI_Finalize for ranks that wait for it.
-2. ``sys.exit(n)`` with n not 0: a failure, and the process ends with n.
-3. The end of the script without shutdown: ``leave()``; a failure only if others wait for this rank.
-4. ``os._exit`` and signals: the connection ends, the helper sees it. No hook is needed.
-5. Hooks chain to those they found, act in this process only (not in forked children), and are taken back.
+1. After an uncaught exception the process prints its traceback as usual, reports the failure and calls ``os._exit``.
+   Otherwise an MPI rank would wait in MPI_Finalize for ranks that wait for it.
+2. ``sys.exit(n)`` with n not 0 is a failure. The process ends with status n.
+3. At the end of the script without shutdown the process calls ``leave()``. This is a failure only if other ranks wait
+   for this rank.
+4. ``os._exit`` and signals need no hook: the connection ends, and the helper detects it.
+5. Hooks call the hooks that they replace, act in this process only (not in forked children), and can be removed.
 
-No hook of Python has the exit status. ``sys.exit`` (and site's ``exit``, ``quit``) is
-replaced by one that raises a SystemExit of our own; the interpreter drops that object when no frame is left,
-which tells an exit from one that was caught. A bare ``raise SystemExit(3)`` is not seen, nor the status in
-``sys.exit(main())`` where main calls hb.init: Python looks sys.exit up before. The rank then leaves as if by 3., with
-its own status unless others wait for it.
+Python passes the exit status to no hook. So ``sys.exit`` (and ``exit`` and ``quit`` of the site module) is replaced by
+a function that raises a subclass of SystemExit. The interpreter deletes this exception when no frame is left, which
+separates an exit from an exception that the script caught. The hooks do not detect a bare ``raise SystemExit(3)``, nor
+the status in ``sys.exit(main())`` if main calls hb.init, because Python looks up sys.exit first. The rank then leaves
+by rule 3, with its own status unless other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
     from hvdbridge.supervisor.client import Monitor
 
 Status = object
-"""What sys.exit takes: None, an int, or something to print (status 1)."""
+"""Argument of sys.exit: None, an int, or an object that is printed (status 1)."""
 
 
 def end_process(status: int, text: str = "") -> NoReturn:
-    """Flush, say why, and end without atexit: nothing below may wait for ranks that are gone."""
+    """Flush, print ``text`` to stderr, and end without atexit hooks, which could wait for ranks that have ended."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
@@ -55,8 +56,8 @@ class ExitHooks:
         self._monitor = monitor
         self._pid = os.getpid()
         self._status: Status = None
-        self._replaced: list[tuple[Any, str, object, object]] = []  # (where, name, found, ours)
-        self._stale_error = _last_error()
+        self._replaced: list[tuple[Any, str, object, object]] = []  # (owner, name, original, replacement)
+        self._error_at_start = _last_error()
 
     def install(self) -> None:
         hooks = self
@@ -65,7 +66,7 @@ class ExitHooks:
             def __del__(self) -> None:
                 try:
                     sys._getframe(1)
-                except ValueError:  # no caller: the interpreter ends with this object
+                except ValueError:  # no caller: the interpreter ends with this exception
                     if threading.current_thread() is threading.main_thread():
                         hooks._status = self.code
 
@@ -73,21 +74,21 @@ class ExitHooks:
             raise Exit(status)
 
         self._replace(sys, "excepthook", self._excepthook(sys.excepthook))
-        for where, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
-            if hasattr(where, name):
-                self._replace(where, name, exit)
+        for owner, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+            if hasattr(owner, name):
+                self._replace(owner, name, exit)
         atexit.register(self._at_exit)
 
     def remove(self) -> None:
-        for where, name, found, ours in reversed(self._replaced):
-            if getattr(where, name) is ours:  # else somebody chained to it; it then only passes on
-                setattr(where, name, found)
+        for owner, name, original, replacement in reversed(self._replaced):
+            if getattr(owner, name) is replacement:  # else another hook calls ours, which then only forwards
+                setattr(owner, name, original)
         self._replaced.clear()
         atexit.unregister(self._at_exit)
 
-    def _replace(self, where: Any, name: str, ours: object) -> None:
-        self._replaced.append((where, name, getattr(where, name), ours))
-        setattr(where, name, ours)
+    def _replace(self, owner: Any, name: str, replacement: object) -> None:
+        self._replaced.append((owner, name, getattr(owner, name), replacement))
+        setattr(owner, name, replacement)
 
     def _excepthook(self, previous: Callable[..., Any]) -> Callable[..., None]:
         def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -101,7 +102,7 @@ class ExitHooks:
         if os.getpid() != self._pid:
             return
         error = _last_error()
-        if error is not None and error is not self._stale_error:  # somebody else's excepthook did not chain to ours
+        if error is not None and error is not self._error_at_start:  # another excepthook did not call ours
             self._fail(error)
         if self._status is None or self._status == 0:
             self._monitor.leave()
@@ -110,12 +111,13 @@ class ExitHooks:
             self._fail(SystemExit(self._status), status & 0xFF or 1)
 
     def _fail(self, error: BaseException, status: int = 1) -> NoReturn:
+        """Report ``error`` as this rank's failure and end the process."""
         first = self._monitor.report(error)
-        self._monitor.let_origin_end()
+        self._monitor.wait_for_origin()
         shown = isinstance(error, HvdbridgeError) and str(first) == str(error)
         end_process(status, "" if first is error or shown else f"rank {self._monitor.rank} ends: {first}")
 
 
 def _last_error() -> BaseException | None:
-    """The exception that the interpreter printed last, if it did."""
+    """Return the exception that the interpreter has printed last, or None."""
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

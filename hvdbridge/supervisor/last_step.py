@@ -1,15 +1,16 @@
-"""A last step that all ranks share, agreed upon without a collective: a rank's part.
+"""Agreement of all ranks on a last step, without a collective: the state of one rank.
 
 Rules:
 
-1. A rank that wants to stop tells the helper. The helper asks all ranks, whose monitor threads answer with the last
-   step that each has passed (at which :meth:`LastStep.over` said no). From its answer on a rank passes no other step
-   until the helper has named the last one, so the answer holds.
-2. The helper names one more than the largest answer, once all ranks have answered. No rank has passed it, and each will
-   come to it, since a step needs all ranks: :meth:`LastStep.over` says yes there and from there on, everywhere.
-3. Steps are counted per synchronizer. One that was made after a rank had answered has passed none on any rank: its
-   first step is the last.
-4. While no rank wants to stop, :meth:`LastStep.over` takes a free lock. Afterwards it waits for one round trip.
+1. A rank that wants to stop notifies the helper. The helper queries all ranks. The monitor thread of each rank replies
+   with the last step that the rank has passed, which is the last one for which :meth:`LastStep.reached` returned False.
+   After its reply a rank passes no further step until the helper sends the last one, so the reply stays valid.
+2. When all ranks have replied, the helper sends the largest step plus one. No rank has passed it, and each rank will
+   reach it, since a step needs all ranks. From this step on :meth:`LastStep.reached` returns True on all ranks.
+3. Steps are counted per synchronizer. A synchronizer that is created after a rank's reply has passed no step on any
+   rank, so its first step is its last.
+4. Unless a rank wants to stop, :meth:`LastStep.reached` only takes a free lock. Afterwards it returns None while
+   the agreement takes one round trip, for which :meth:`Monitor.last_step_reached` waits.
 """
 
 from __future__ import annotations
@@ -19,53 +20,55 @@ from collections.abc import Mapping
 
 
 class LastStep:
-    """The state of one rank. :meth:`over` is called where steps are made, the others by the monitor's thread.
+    """The state of one rank. The training thread calls :meth:`reached`, the monitor's thread the other methods.
 
     Attributes:
-        wanted: this rank wants to stop. Set by signal handlers: no more than an assignment may happen there.
-        named: set when the helper has named the last step.
+        wanted: stop is requested on this rank. A plain attribute, since signal handlers set it.
+        decided: event that is set when the helper has sent the last step.
     """
 
     def __init__(self) -> None:
         self.wanted = False
-        self.named = threading.Event()
+        self.decided = threading.Event()
         self._lock = threading.Lock()
         self._passed: dict[str, int] = {}
-        self._asked = False
+        self._frozen = False
         self._last: Mapping[str, int] = {}
 
-    def over(self, key: str, step: int) -> bool | None:
-        """Whether ``step`` of the synchronizer ``key`` is the last one, or comes after it. None: wait for
-        :attr:`named`, and ask again."""
+    def reached(self, key: str, step: int) -> bool | None:
+        """Return whether ``step`` of the synchronizer ``key`` is the last one or a later one.
+
+        None means that the decision is pending: wait for :attr:`decided` and call again.
+        """
         with self._lock:
-            if self.named.is_set():
+            if self.decided.is_set():
                 return step >= self._last.get(key, 1)
-            if self._asked:
+            if self._frozen:
                 return None
             self._passed[key] = step
             return False
 
-    def answer(self) -> dict[str, int]:
-        """The steps that this rank has passed; it passes no other from here on."""
+    def freeze(self) -> dict[str, int]:
+        """Return the last step that this rank has passed, by synchronizer; it passes no further step from now on."""
         with self._lock:
-            self._asked = True
+            self._frozen = True
             return dict(self._passed)
 
-    def name(self, last: Mapping[str, int]) -> None:
-        """The helper's word: per synchronizer the last step."""
+    def set_last(self, last: Mapping[str, int]) -> None:
+        """Store the last step of each synchronizer, as the helper has decided."""
         with self._lock:
             self._last = last
-            self.named.set()
+            self.decided.set()
 
 
-def latest(answers: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
-    """The last steps that follow from what all ranks have passed.
+def last_steps(passed_by_rank: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
+    """Return the last step of each synchronizer, from the steps that each rank has passed.
 
-    >>> latest({0: {"0": 7}, 1: {"0": 8, "1": 2}})
+    >>> last_steps({0: {"0": 7}, 1: {"0": 8, "1": 2}})
     {'0': 9, '1': 3}
     """
-    found: dict[str, int] = {}
-    for passed in answers.values():
+    last: dict[str, int] = {}
+    for passed in passed_by_rank.values():
         for key, step in passed.items():
-            found[key] = max(step + 1, found.get(key, 0))
-    return found
+            last[key] = max(step + 1, last.get(key, 0))
+    return last

@@ -1,10 +1,12 @@
-"""A rank's connection to the helper: requests, which the helper answers, and notes, which it does not.
+"""A rank's connection to the helper: requests, which get a reply, and notes, which do not.
 
 Rules:
 
-1. One thread reads and keeps time (``on_tick`` every TICK); any thread writes, one frame at a time.
-2. When the job fails or the helper is gone, every open request ends with that cause; none waits for ever.
-3. A forked child (a DataLoader's worker) closes its copy: otherwise this rank's death would not be seen.
+1. One thread reads and calls ``on_tick`` every TICK_SECONDS. Any thread may write, one frame at a time.
+2. When the job fails or the helper ends, each pending request raises that cause. So no request waits without end, but
+   for ``leave``, which waits for the other ranks.
+3. A forked child (a DataLoader's worker) closes its copy of the socket. Otherwise the helper would not detect the end
+   of this rank.
 """
 
 from __future__ import annotations
@@ -26,86 +28,98 @@ from hvdbridge.supervisor.job import Job
 from hvdbridge.supervisor.spawn import HelperAddress
 from hvdbridge.supervisor.wire import MEMBER_FRAME, Message, keep_alive, pack, read_frame, take_frames
 
-TICK = 0.1
+TICK_SECONDS = 0.1
 Reply = tuple[Message, bytes]
 
 
 class Link:
-    """A job of one: the helper's rules in this process, without a socket. No other rank could answer later."""
+    """The link of a job of one rank: the helper's :class:`.Job` in this process, which answers at once.
+
+    :class:`SocketLink` documents what the methods do in larger jobs. Here notes and :meth:`fail` have no effect.
+    """
 
     def __init__(self, timeout: float, stall: float) -> None:
         self._job = Job(1, timeout, stall)
         self._job.join(0, 1, "localhost", os.getpid())
         self._lock = threading.Lock()
 
-    def ask(self, message: Message, payload: bytes = b"", timeout: float | None = None) -> Reply:
-        """Send a request and wait for its answer.
+    def request(self, message: Message, payload: bytes = b"", timeout: float | None = None) -> Reply:
+        """Send a request and return its reply.
 
         Raises:
-            TimeoutError: no answer came within ``timeout`` seconds.
-            HvdbridgeError: the cause that :meth:`fail` was given.
+            TimeoutError: no reply arrived within ``timeout`` seconds.
+            HvdbridgeError: the cause that was passed to :meth:`fail`.
         """
         with self._lock:
             self._job.receive(0, {**message, "id": 0}, payload, time.monotonic())
-            if not (replies := self._job.take()):
+            if not (replies := self._job.take()):  # no other rank can complete the request: let it time out
                 self._job.tick(float("inf"))
                 replies = self._job.take()
         return replies[-1][1:]
 
-    def tell(self, message: Message) -> None:
-        """Send a note. It is lost in silence if the helper is gone: the reading thread notices that."""
+    def send(self, message: Message) -> None:
+        """Send a note. Errors are ignored, since the reading thread detects the end of the helper."""
 
     def fail(self, cause: BaseException) -> None:
-        """End every open request, and every later one, with ``cause``."""
+        """Make each pending and each later request raise ``cause``."""
 
     def own_address(self) -> str:
-        """This host's address on the connection."""
+        """Return this host's address on the connection."""
         return "127.0.0.1"
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
 
 
 class SocketLink(Link):
-    """The connection of a job of several; the helper has accepted this rank already."""
+    """The link of a job of several ranks.
+
+    Args:
+        sock: a connection on which the helper has accepted this rank.
+        on_message: called with each message that is no reply.
+        on_tick: called every TICK_SECONDS.
+        on_disconnect: called when the connection ends before :meth:`close`.
+
+    The reading thread makes these calls.
+    """
 
     def __init__(
         self, sock: socket.socket, on_message: Callable[[Message], None], on_tick: Callable[[], None],
-        on_end: Callable[[], None],
+        on_disconnect: Callable[[], None],
     ) -> None:  # fmt: skip
         self._sock = sock
-        self._on_message, self._on_tick, self._on_end = on_message, on_tick, on_end
-        self._numbers = itertools.count(1)
-        self._open: dict[int, Future[Reply]] = {}
-        self._cause: BaseException | None = None
+        self._on_message, self._on_tick, self._on_disconnect = on_message, on_tick, on_disconnect
+        self._request_ids = itertools.count(1)
+        self._pending: dict[int, Future[Reply]] = {}
+        self._failure: BaseException | None = None
         self._closed = False
-        self._writing = threading.Lock()
-        os.register_at_fork(after_in_child=partial(_close_copy, weakref.ref(sock)))
+        self._write_lock = threading.Lock()
+        os.register_at_fork(after_in_child=partial(close_copy, weakref.ref(sock)))
         self._thread = threading.Thread(target=self._read, name="hvdbridge-monitor", daemon=True)
 
     def start(self) -> None:
-        """Begin to read: the owner is ready for calls."""
+        """Start the reading thread, once the owner is ready for calls."""
         self._thread.start()
 
-    def ask(self, message: Message, payload: bytes = b"", timeout: float | None = None) -> Reply:
-        number, future = next(self._numbers), Future[Reply]()
-        self._open[number] = future
+    def request(self, message: Message, payload: bytes = b"", timeout: float | None = None) -> Reply:
+        request_id, future = next(self._request_ids), Future[Reply]()
+        self._pending[request_id] = future
         try:
-            if self._cause is not None:  # looked at after the future is known to fail()
-                raise self._cause
-            self._write(pack({**message, "id": number}, payload))
+            if self._failure is not None:  # checked after fail() can see the future
+                raise self._failure
+            self._write(pack({**message, "id": request_id}, payload))
             return future.result(timeout)
         finally:
-            self._open.pop(number, None)
+            self._pending.pop(request_id, None)
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         with suppress(OSError):
             self._write(pack(message))
 
     def fail(self, cause: BaseException) -> None:
-        self._cause = self._cause or cause
-        for future in list(self._open.values()):
-            with suppress(Exception):  # answered in the same moment
+        self._failure = self._failure or cause
+        for future in list(self._pending.values()):
+            with suppress(Exception):  # the reply has just arrived
                 future.set_exception(cause)
 
     def own_address(self) -> str:
@@ -120,7 +134,7 @@ class SocketLink(Link):
         self._sock.close()
 
     def _write(self, frame: bytes) -> None:
-        with self._writing:
+        with self._write_lock:
             self._sock.sendall(frame)
 
     def _read(self) -> None:
@@ -129,11 +143,11 @@ class SocketLink(Link):
         data, next_tick = bytearray(), 0.0
         while not self._closed:
             if (now := time.monotonic()) >= next_tick:
-                next_tick = now + TICK
+                next_tick = now + TICK_SECONDS
                 self._on_tick()
-            if not poll.poll(TICK * 1000):
+            if not poll.poll(TICK_SECONDS * 1000):
                 continue
-            try:  # a part of a frame, so that ticks go on while a long one comes
+            try:  # receive a part of a frame, so that ticks continue during a long one
                 chunk = self._sock.recv(1 << 18)
                 data += chunk
                 frames = list(take_frames(data, MEMBER_FRAME))
@@ -142,27 +156,32 @@ class SocketLink(Link):
             for message, payload in frames:
                 if "id" not in message:
                     self._on_message(message)
-                elif future := self._open.get(message["id"]):
-                    with suppress(Exception):  # it failed in the same moment
+                elif future := self._pending.get(message["id"]):
+                    with suppress(Exception):  # fail() has just failed it
                         future.set_result((message, payload))
             if not chunk:
                 break
         if not self._closed:
-            self._on_end()
-            while not self._closed:  # on_tick ends the process in time
-                time.sleep(TICK)
+            self._on_disconnect()
+            while not self._closed:  # on_tick ends the process after a while
+                time.sleep(TICK_SECONDS)
                 self._on_tick()
 
 
-def _close_copy(sock: weakref.ref[socket.socket]) -> None:
+def close_copy(sock: weakref.ref[socket.socket]) -> None:
+    """Close a forked child's copy of a socket."""
     if (copy := sock()) is not None:
         copy.close()
 
 
 def join(address: HelperAddress, hello: bytes, rank: int, timeout: float) -> socket.socket:
-    """A socket on which the helper has accepted this rank."""
+    """Connect to the helper and return a socket on which it has accepted this rank; retry for ``timeout`` seconds.
+
+    Raises:
+        RendezvousError: the helper cannot be reached in time, or rejects this rank.
+    """
     deadline = time.monotonic() + timeout
-    where = f"{address.host}:{address.port}"
+    target = f"{address.host}:{address.port}"
     while True:
         try:
             sock = socket.create_connection((address.host, address.port), timeout=min(10.0, timeout))
@@ -170,7 +189,7 @@ def join(address: HelperAddress, hello: bytes, rank: int, timeout: float) -> soc
                 sock.sendall(hello)
                 reply, _ = read_frame(sock, MEMBER_FRAME)
                 if "error" in reply:
-                    raise RendezvousError(f"rank {rank} was not let into the job at {where}: {reply['error']}")
+                    raise RendezvousError(f"rank {rank} was not let into the job at {target}: {reply['error']}")
                 keep_alive(sock)
                 sock.settimeout(None)
                 return sock
@@ -180,7 +199,7 @@ def join(address: HelperAddress, hello: bytes, rank: int, timeout: float) -> soc
         except (OSError, ValueError) as error:
             if time.monotonic() > deadline:
                 raise RendezvousError(
-                    f"rank {rank} on {socket.gethostname()} could not reach hvdbridge's helper at {where} within "
+                    f"rank {rank} on {socket.gethostname()} could not reach hvdbridge's helper at {target} within "
                     f"{timeout:g} s: {error}. The address must be reachable from this host (firewall? interface?)."
                 ) from error
             time.sleep(0.1)

@@ -1,13 +1,15 @@
-"""PMI-1, the server's side: how MPICH and Intel MPI ranks find each other under a launcher that is not theirs.
+"""The server side of PMI-1, with which MPICH and Intel MPI ranks connect under a launcher that is not their own.
 
-Rules (they were learned from the libraries):
+Rules (from the behavior of the libraries):
 
-1. Logic without I/O: lines in, (rank, lines) out; ``closing`` says that all connections must be closed.
-2. The wire has no room for a secret, so PMI_ID is one: 31 unguessable bits per rank. Who does not open with
-   ``cmd=initack pmiid=`` and such a number is cut off; the rank follows from it and is answered, never believed.
-3. The kvsname is unique per job: MPICH names its shared-memory segments after it.
-4. The server outlives every rank's MPI_Finalize: a rank whose server is gone crashes in it.
-5. A rank that goes without ``finalize`` cuts the others off: their MPI_Init fails instead of waiting for ever.
+1. This module has no I/O. It takes lines and returns (rank, lines). ``closing`` requests that the caller close all
+   connections.
+2. The protocol has no field for a secret, so PMI_ID serves as one: 31 random bits for each rank. A connection that
+   does not start with ``cmd=initack pmiid=`` and such a number is closed. The number alone determines the rank.
+3. The kvsname is unique for each job, since MPICH derives the names of its shared-memory segments from it.
+4. The server must run until each rank's MPI_Finalize has returned. A rank without a server crashes in MPI_Finalize.
+5. If a rank disconnects without ``finalize``, all others are disconnected. Their MPI_Init then fails; otherwise it
+   would wait without end.
 """
 
 from __future__ import annotations
@@ -16,25 +18,25 @@ import hashlib
 import hmac
 from collections.abc import Callable, Sequence
 
-LINE = 4096
-VALUES = 16 << 20
+MAX_LINE_BYTES = 4096  # of one command
+MAX_TOTAL_BYTES = 16 << 20  # of all keys and values
 Replies = list[tuple[int, str]]
 
 
 def pmi_id(secret: str, rank: int) -> int:
-    """The rank's secret PMI_ID: MPICH reads it with atoi, so it is a positive int of 31 bits."""
+    """Return the rank's secret PMI_ID, a positive int of 31 bits because MPICH parses it with atoi."""
     digest = hmac.new(secret.encode(), f"pmi {rank}".encode(), hashlib.sha256).digest()
-    return int.from_bytes(digest[:4], "big") >> 1 | 1 << 16  # at least 65536: never taken for a rank
+    return int.from_bytes(digest[:4], "big") >> 1 | 1 << 16  # at least 65536, so it never equals a rank
 
 
 def process_mapping(nodes: Sequence[object]) -> str:
-    """PMI's text for "rank i is on node nodes[i]": triples (first node, nodes in a row, ranks on each).
+    """Return PMI's text for "rank i is on node nodes[i]": triples (first node, consecutive nodes, ranks on each).
 
     >>> process_mapping(["a", "a", "b", "b"]), process_mapping("aab"), process_mapping("abab")
     ('(vector,(0,2,2))', '(vector,(0,1,2),(1,1,1))', '(vector,(0,2,1),(0,2,1))')
     """
     number = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
-    runs: list[list[int]] = []  # [first node, nodes in a row, ranks on each]
+    runs: list[list[int]] = []  # [first node, consecutive nodes, ranks on each]
     for node in map(number.__getitem__, nodes):
         if runs and runs[-1][0] == node and runs[-1][1] == 1:
             runs[-1][2] += 1
@@ -50,11 +52,18 @@ def process_mapping(nodes: Sequence[object]) -> str:
 
 
 class Pmi:
-    """One job's PMI: ``nodes()`` tells each rank's node when the first rank asks.
+    """The PMI-1 state of one job.
+
+    Args:
+        kvsname: name of the key-value space, unique for each job.
+        size: number of ranks.
+        secret: the job's secret, from which the PMI_IDs are derived.
+        nodes: returns the node of each rank; called when a rank requests the process mapping.
 
     Attributes:
-        closing: a rank went without finalize, or aborted: close every connection.
-        aborted: (rank, its exit code) of an MPI_Abort.
+        closing: all connections must be closed, because a rank disconnected without finalize or aborted.
+        aborted: (rank, exit code) of the first MPI_Abort, or None.
+        seen: ranks that have ever connected.
     """
 
     def __init__(self, kvsname: str, size: int, secret: str, nodes: Callable[[], Sequence[object]]) -> None:
@@ -67,29 +76,32 @@ class Pmi:
         self._ranks = {pmi_id(secret, rank): rank for rank in range(size)}
         self._values: dict[str, str] = {}
         self._bytes = 0
-        self._open: set[int] = set()
+        self._connected: set[int] = set()
         self._finalized: set[int] = set()
-        self._barrier: set[int] = set()
+        self._in_barrier: set[int] = set()
 
     def open(self, line: str) -> int | None:
-        """The rank that this first line proves to be, or None. One connection per rank at a time."""
+        """Return the rank that the first line of a connection authenticates, or None to reject the connection.
+
+        A rank may have one connection at a time.
+        """
         command = parse(line)
         number = command.get("pmiid", "")
         if self.closing or command.get("cmd") != "initack" or not (number.isascii() and number.isdigit()):
             return None
         rank = self._ranks.get(int(number[:10]))
-        if rank is None or rank in self._open:
+        if rank is None or rank in self._connected:
             return None
-        self._open.add(rank)
+        self._connected.add(rank)
         self.seen.add(rank)
         return rank
 
     def greeting(self, rank: int) -> str:
-        """What the library reads after ``initack``, in this order."""
+        """Return the lines that the library expects after ``initack``, in this order."""
         return f"cmd=initack rc=0\ncmd=set size={self.size}\ncmd=set rank={rank}\ncmd=set debug=0\n"
 
     def line(self, rank: int, line: str) -> Replies:
-        """Answer one command of ``rank``; a barrier's last rank brings answers for all."""
+        """Process one command of ``rank`` and return the replies. The last rank of a barrier causes replies to all."""
         command = parse(line)
         name = command.get("cmd", "")
         match name:
@@ -98,11 +110,11 @@ class Pmi:
             case "get":
                 return [(rank, f"cmd=get_result {self._get(command)}\n")]
             case "barrier_in":
-                self._barrier.add(rank)
-                if len(self._barrier) < self.size:
+                self._in_barrier.add(rank)
+                if len(self._in_barrier) < self.size:
                     return []
-                self._barrier.clear()
-                return [(each, "cmd=barrier_out rc=0\n") for each in range(self.size)]
+                self._in_barrier.clear()
+                return [(other, "cmd=barrier_out rc=0\n") for other in range(self.size)]
             case "finalize":
                 self._finalized.add(rank)
             case "abort":
@@ -122,17 +134,17 @@ class Pmi:
         return [(rank, f"cmd={replies.get(name, refusal)}\n")]
 
     def lost(self, rank: int) -> None:
-        """The connection of ``rank`` is at its end."""
-        self._open.discard(rank)
+        """Handle the end of the connection of ``rank``."""
+        self._connected.discard(rank)
         if rank not in self._finalized:
             self.closing = True
 
     def _put(self, command: dict[str, str]) -> str:
         key, value = command.get("key", ""), command.get("value", "")
-        more = len(key) + len(value) - len(self._values.get(key, ""))
-        if command.get("kvsname") != self.kvsname or not key or self._bytes + more > VALUES:
+        added_bytes = len(key) + len(value) - len(self._values.get(key, ""))
+        if command.get("kvsname") != self.kvsname or not key or self._bytes + added_bytes > MAX_TOTAL_BYTES:
             return f"rc=-1 msg=cannot_put_key_{key or 'without_name'}"
-        self._bytes += more
+        self._bytes += added_bytes
         self._values[key] = value
         return "rc=0 msg=success"
 
@@ -146,7 +158,7 @@ class Pmi:
 
 
 def parse(line: str) -> dict[str, str]:
-    """``cmd=put key=a value=b c`` as a dict; the value of a put is the rest of its line.
+    """Return the fields of a line such as ``cmd=put key=a value=b c``; ``value`` extends to the end of the line.
 
     >>> parse("cmd=put kvsname=k key=a value=b=c d")
     {'cmd': 'put', 'kvsname': 'k', 'key': 'a', 'value': 'b=c d'}

@@ -1,12 +1,12 @@
-"""Start the job's helper process, and the address by which the other ranks find it.
+"""Start of the job's helper process, and the address with which the other ranks connect to it.
 
 Rules:
 
-1. The secret goes to the process through stdin, to other ranks through their launcher's own channel; it is
-   never in argv, in an environment or in a log.
-2. The process is a daemon in its own session: it keeps no pipe of the rank that started it (launchers wait
-   for their end), and no signal to the ranks reaches it before it has cleaned up after them.
-3. It runs isolated (-I -S): the user's directory, PYTHONPATH and site-packages cannot change or slow it.
+1. The process receives the secret through stdin, the other ranks receive it through the launcher's own channel. It is
+   never in argv, in the environment or in a log.
+2. The process is a daemon in its own session. It keeps no pipe of the rank that starts it, because launchers wait for
+   the end of pipes. Signals to the ranks do not reach it, so it can clean up after them.
+3. It runs isolated (-I -S), so that the user's directory, PYTHONPATH and site-packages neither change nor slow it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvdbridge.supervisor.pmi import pmi_id
 from hvdbridge.supervisor.processes import identity
 
 START_SECONDS = 20.0
-RUN = """import runpy, sys
+RUN_MODULE = """import runpy, sys
 _, root, module, *arguments = sys.argv
 sys.path.insert(0, root)
 sys.argv[1:] = arguments
@@ -35,7 +35,7 @@ runpy.run_module(module, run_name="__main__")
 
 @dataclass(frozen=True)
 class HelperAddress:
-    """Where the helper listens and the secret that it demands; ``str()`` and :meth:`parse` take it to other ranks.
+    """The helper's host and ports, and the job's secret. ``str()`` and :meth:`parse` convert it to text and back.
 
     >>> HelperAddress.parse(str(HelperAddress("::1", 5, 6, "s", "j"))).host
     '::1'
@@ -52,7 +52,7 @@ class HelperAddress:
 
     @classmethod
     def parse(cls, text: str) -> HelperAddress:
-        """The address that ``str()`` wrote."""
+        """Return the address that ``str()`` has converted to ``text``; raise RendezvousError for any other text."""
         try:
             host, port, pmi_port, secret, job = text.split(",")
             return cls(host, int(port), int(pmi_port), secret, job)
@@ -60,7 +60,7 @@ class HelperAddress:
             raise RendezvousError("what came through the launcher is not the address of hvdbridge's helper") from None
 
     def pmi_environment(self, rank: int, size: int) -> dict[str, str]:
-        """What an MPI that speaks PMI-1 (MPICH, Intel MPI) needs to join this job as ``rank``."""
+        """Return the variables with which an MPI library with PMI-1 (MPICH, Intel MPI) joins this job as ``rank``."""
         return {
             "PMI_PORT": f"{self.host}:{self.pmi_port}",
             "PMI_ID": str(pmi_id(self.secret, rank)),
@@ -70,16 +70,16 @@ class HelperAddress:
 
 
 def isolated(module: str, *arguments: str) -> list[str]:
-    """The command that runs one of our modules as a process of its own; rule 3."""
+    """Return the command that runs a module of this package as an isolated process (rule 3)."""
     root = str(Path(__file__).resolve().parents[2])
-    return [sys.executable, "-I", "-S", "-c", RUN, root, module, *arguments]
+    return [sys.executable, "-I", "-S", "-c", RUN_MODULE, root, module, *arguments]
 
 
 def start_helper(host: str, size: int, config: Config) -> HelperAddress:
-    """Start the helper of a job of ``size`` ranks, listening on ``host`` only; returns when it listens.
+    """Start the helper of a job of ``size`` ranks, which listens on ``host`` only; return when it listens.
 
     Raises:
-        RendezvousError: it cannot listen there, or does not start.
+        RendezvousError: the helper cannot listen there, or does not start.
     """
     secret, job = secrets.token_hex(16), secrets.token_hex(8)
     settings = {
@@ -89,14 +89,14 @@ def start_helper(host: str, size: int, config: Config) -> HelperAddress:
         "ports": [config.ports[0], config.ports[-1]] if config.ports else None,
     }  # fmt: skip
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             isolated("hvdbridge.supervisor"),
             input=json.dumps(settings).encode(), stdout=subprocess.PIPE, timeout=START_SECONDS, check=False,
         )  # fmt: skip
-        answer = json.loads(done.stdout)
+        reply = json.loads(process.stdout)
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         raise RendezvousError(f"rank 0 could not start hvdbridge's helper ({sys.executable}): {error}") from error
-    if "error" in answer:
-        text = f"hvdbridge's helper cannot listen on {host!r}: {answer['error']}"
+    if "error" in reply:
+        text = f"hvdbridge's helper cannot listen on {host!r}: {reply['error']}"
         raise RendezvousError(f"{text}. It must be an address of rank 0's own host.")
-    return HelperAddress(host, answer["port"], answer["pmi_port"], secret, job)
+    return HelperAddress(host, reply["port"], reply["pmi_port"], secret, job)

@@ -1,10 +1,11 @@
-"""Frames between a rank and the helper.
+"""The frames that ranks and the helper exchange.
 
 Rules:
 
-1. A frame is a 4-byte big-endian length and that many bytes: one JSON object, then, where bytes travel,
-   a zero byte and the payload.
-2. The receiver bounds the length before it reads the body; a guest's bound (no secret shown yet) is small.
+1. A frame is a 4-byte big-endian length and a body of that many bytes. The body is one JSON object. If the frame has a
+   payload, a zero byte and the payload follow.
+2. The receiver checks the length before it reads the body. A guest, a connection that has not yet shown the secret, may
+   send short frames only.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from typing import Any
 
 Message = dict[str, Any]
 LENGTH = struct.Struct("!I")
-GUEST_FRAME = 1024
-VALUE = 32 << 20
-MEMBER_FRAME = VALUE + (1 << 20)
-CHUNK = 1 << 20
+GUEST_FRAME = 1024  # maximum bytes of a frame from a guest
+VALUE = 32 << 20  # maximum bytes of a value in the store
+MEMBER_FRAME = VALUE + (1 << 20)  # maximum bytes of a frame from a rank
+CHUNK = 1 << 20  # bytes of one read from a socket
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame of this protocol, or a frame above the bound."""
+    """Raised for bytes that are not a frame of this protocol, or for a frame above the limit."""
 
 
 def pack(message: Message, payload: bytes = b"") -> bytes:
-    """One frame.
+    """Return one frame: header and body.
 
     >>> unpack(pack({"op": "set", "key": "a"}, b"b")[4:])
     ({'op': 'set', 'key': 'a'}, b'b')
@@ -39,7 +40,7 @@ def pack(message: Message, payload: bytes = b"") -> bytes:
 
 
 def unpack(body: bytes) -> tuple[Message, bytes]:
-    """Message and payload of a frame's body."""
+    """Return message and payload of a frame's body; raise FrameError if it has no JSON object."""
     head, _, payload = body.partition(b"\0")
     try:
         message = json.loads(head)
@@ -51,41 +52,41 @@ def unpack(body: bytes) -> tuple[Message, bytes]:
 
 
 def length_of(header: bytes | bytearray, bound: int) -> int:
-    """The length that a frame's header announces."""
+    """Return the length of the body from a frame's header; raise FrameError if it exceeds ``bound``."""
     (length,) = LENGTH.unpack(header)
     if length > bound:
         raise FrameError(f"a frame of {length} bytes; at most {bound} are accepted")
     return int(length)
 
 
-def exactly(sock: socket.socket, size: int) -> bytearray:
-    """``size`` bytes from ``sock``, which blocks.
+def receive_exactly(sock: socket.socket, size: int) -> bytearray:
+    """Receive ``size`` bytes from ``sock``; block until they have arrived.
 
     Raises:
-        ConnectionResetError: the connection ended before.
+        ConnectionResetError: the connection ended early.
     """
     data = bytearray(size)
-    fill(sock, memoryview(data))
+    receive_into(sock, memoryview(data))
     return data
 
 
-def fill(sock: socket.socket, memory: memoryview) -> None:
-    """Fill ``memory`` from ``sock``; raises as :func:`exactly` does."""
-    at = 0
-    while at < len(memory):
-        got = sock.recv_into(memory[at : at + CHUNK])
-        if not got:
+def receive_into(sock: socket.socket, memory: memoryview) -> None:
+    """Fill ``memory`` from ``sock``; raise as :func:`receive_exactly` does."""
+    offset = 0
+    while offset < len(memory):
+        count = sock.recv_into(memory[offset : offset + CHUNK])
+        if not count:
             raise ConnectionResetError("closed by the other side")
-        at += got
+        offset += count
 
 
 def read_frame(sock: socket.socket, bound: int) -> tuple[Message, bytes]:
-    """Message and payload of the next frame from ``sock``."""
-    return unpack(bytes(exactly(sock, length_of(exactly(sock, LENGTH.size), bound))))
+    """Receive one frame from ``sock`` and return its message and payload."""
+    return unpack(bytes(receive_exactly(sock, length_of(receive_exactly(sock, LENGTH.size), bound))))
 
 
 def take_frames(data: bytearray, bound: int) -> Iterator[tuple[Message, bytes]]:
-    """Message and payload of each frame that is complete in ``data``, which loses it."""
+    """Yield message and payload of each complete frame in ``data``, and remove the frame from ``data``."""
     while len(data) >= LENGTH.size:
         end = LENGTH.size + length_of(data[: LENGTH.size], bound)
         if len(data) < end:
@@ -95,7 +96,7 @@ def take_frames(data: bytearray, bound: int) -> Iterator[tuple[Message, bytes]]:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Notice within 20 s that the other host is gone (no power, no network), and send small frames at once."""
+    """Detect within 20 s that the other host is unreachable (no power, no network); send small frames at once."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 8), ("TCP_KEEPINTVL", 4), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20000)):

@@ -1,4 +1,4 @@
-"""The ``hvdbridge`` command. Each subcommand is a module, imported only when it is asked for.
+"""The ``hvdbridge`` command. Each subcommand is a module, which is imported only if it is called.
 
 A subcommand's module has ``add_arguments(parser)`` and ``run(arguments) -> int`` (the exit status).
 """
@@ -12,7 +12,7 @@ from importlib import import_module
 
 from hvdbridge.errors import HvdbridgeError
 
-# name -> (module, one line of help)
+# subcommand -> (module, help text)
 COMMANDS = {
     "bench": ("hvdbridge.tools.bench.command", "measure policies against the native way, under any launcher"),
     "doctor": ("hvdbridge.tools.doctor", "what is installed, and what each launcher and backend would do here"),
@@ -25,7 +25,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status.
 
-    An error that hvdbridge raises on purpose is one message on stderr and status 2.
+    An :class:`.HvdbridgeError` becomes one message on stderr and status 2.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     about = "One training script, any backend, any launcher."

@@ -1,6 +1,6 @@
-"""``hvdbridge doctor``: what is installed, what each launcher and backend would do here, what would help.
+"""``hvdbridge doctor``: report what is installed, what each launcher and backend would do here, and the remedies.
 
-:func:`examine` looks at the machine, :func:`cells` only reasons about what it saw; printing comes last.
+:func:`examine` inspects the machine, :func:`cells` derives the table from those facts alone, :func:`report` prints.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INSTALL_HOROVOD = "hvdbridge install-horovod"
 INSTALL_MPICH = "pip install 'hvdbridge[mpich]'"
 INSTALL_COMPILER = "install a C compiler, or name one in CC: compression takes a fraction of the time"
 INSTALL = {"torchrun": "pip install torch", "horovodrun": INSTALL_HOROVOD, "mpiexec": INSTALL_MPICH, "srun": ""}
-"""Launcher -> what installs it."""
+"""Launcher -> the command that installs it."""
 
 HOW = {
     ("torchrun", "torch"): "natively",
@@ -45,15 +45,15 @@ HOW = {
     ("mpiexec", "horovod"): "Horovod's rendezvous server on rank 0, its address by an MPI broadcast",
     ("mpiexec", "mpi"): "natively",
 }
-"""Launcher and backend -> how the ranks find each other."""
+"""(launcher, backend) -> how the ranks find each other."""
 
 CONTAINERS = ("docker", "br-", "cni", "virbr", "podman", "flannel", "cbr")
-"""How the names of containers' and virtual machines' bridges begin, which have the same address on many hosts."""
+"""Name prefixes of container and virtual-machine bridges, which have the same address on many hosts."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher's command: where it is, whether a shell finds it there, and whose MPI it is of."""
+    """A launcher's command: its path, whether ``PATH`` has its directory, and the family of its MPI ("" if none)."""
 
     path: str
     on_path: bool = True
@@ -62,7 +62,7 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check looked at, and what it saw. ``remedy`` is empty where nothing stands in the way."""
+    """The subject of a check and the text of its result. ``remedy`` is empty if nothing needs fixing."""
 
     what: str
     text: str
@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Facts:
-    """What :func:`examine` saw; the libraries are answers to the questions of :mod:`~hvdbridge.tools.probe`."""
+    """The facts of :func:`examine`. ``torch`` to ``kernels`` are answers to :mod:`~hvdbridge.tools.probe`'s queries."""
 
     python: str
     system: str
@@ -88,7 +88,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one backend would do under one launcher. ``remedy`` is empty where it works."""
+    """The outcome for one backend under one launcher. ``remedy`` is empty if the combination works."""
 
     launcher: str
     backend: str
@@ -104,9 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; status 0 if at least the torch backend works."""
+    """Print the report and return 0 if the torch backend works; with ``--gpu``, compare the GPUs' kernels instead."""
     if arguments.gpu:
-        return _compare_gpus()
+        return _compare_gpus(arguments.json)
     facts = examine()
     table = cells(facts)
     if arguments.json:
@@ -116,33 +116,34 @@ def run(arguments: argparse.Namespace) -> int:
     return int(_why_not_torch(facts) is not None)
 
 
-def _compare_gpus() -> int:
-    """Print what the kernels of each GPU get wrong; status 0 if there is a GPU, and nothing is wrong."""
+AGREE = "all kernels give the bits of the CPU"
+
+
+def _compare_gpus(as_json: bool) -> int:
+    """Compare each GPU's kernels with the CPU. Return status 0 if there is a GPU and all their bits agree."""
     from torch import cuda, device
 
     from hvdbridge.tools.gpu_kernels import differences
 
-    devices = [device("cuda", i) for i in range(cuda.device_count())]
-    if not devices:
-        print("torch sees no GPU here")
-    wrong = not devices
-    for each in devices:
+    found: dict[str, str] = {}
+    for gpu in (device("cuda", i) for i in range(cuda.device_count())):
         try:
             import hvdbridge.kernels.cuda as kernels
 
-            found = differences(kernels, each)
-        except Exception as error:  # of any compiler
-            found = f"{type(error).__name__}: {error}"
-        wrong = wrong or found != ""
-        print(f"{each} ({cuda.get_device_name(each)}): {found or 'all kernels give the bits of the CPU'}")
-    return int(wrong)
+            difference = differences(kernels, gpu)
+        except Exception as error:  # Triton and the compilers that it calls raise many types
+            difference = f"{type(error).__name__}: {error}"
+        found[f"{gpu} ({cuda.get_device_name(gpu)})"] = difference or AGREE
+    texts = [f"{name}: {text}" for name, text in found.items()] or ["torch sees no GPU here"]
+    print(json.dumps({"gpus": found}, indent=2) if as_json else "\n".join(texts))
+    return int(set(found.values()) != {AGREE})
 
 
-# -- looking ---------------------------------------------------------------------------------------
+# -- the machine -----------------------------------------------------------------------------------
 
 
 def examine() -> Facts:
-    """Look at this machine and this interpreter's environment. Starts neither MPI nor Horovod."""
+    """Inspect this machine and this interpreter's environment, without starting MPI or Horovod."""
     return Facts(
         f"{platform.python_version()} ({sys.executable})",
         platform.platform(),
@@ -159,7 +160,7 @@ def examine() -> Facts:
 
 
 def _launcher(name: str) -> Launcher | None:
-    """Look on PATH, then beside the interpreter: the environment may not be activated."""
+    """Find a launcher on ``PATH``, else beside the interpreter, whose environment may not be activated."""
     on_path = shutil.which(name)
     path = on_path or shutil.which(name, path=os.path.dirname(sys.executable))
     family = mpi_family(_output(path, "--version")) if path and name == "mpiexec" else ""
@@ -167,7 +168,7 @@ def _launcher(name: str) -> Launcher | None:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing where it cannot be started, or has not ended after 10 s."""
+    """Return a command's stdout and stderr; "" if the command cannot be started or takes more than 10 s."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -176,7 +177,7 @@ def _output(*command: str) -> str:
 
 
 def mpi_family(text: str) -> str:
-    """Whose MPI wrote this version text. What shares MPICH's ABI and its PMI-1 counts as MPICH.
+    """Return the MPI family of a version text. Implementations with MPICH's ABI and PMI-1 count as MPICH.
 
     >>> mpi_family("Open MPI v5.0.11"), mpi_family("HYDRA build details:"), mpi_family("LAM 7.1")
     ('Open MPI', 'MPICH', '')
@@ -187,7 +188,7 @@ def mpi_family(text: str) -> str:
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Each ``HVDBRIDGE_*`` that is set, with the value it parses to or what is wrong with it."""
+    """Map each ``HVDBRIDGE_*`` variable that is set to its parsed value or its error."""
     parsed = {}
     kubernetes = {k: v for k, v in environ.items() if k.startswith(PREFIX) and k.endswith(HOST)}
     for name in sorted(k for k in environ if k.startswith(PREFIX)):
@@ -205,7 +206,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def findings(environ: Mapping[str, str]) -> list[Finding]:
-    """All that can be known before a start: the rank that the launcher's variables name, addresses, ports, cache."""
+    """Check, without starting ranks, what a start from this shell would use: variables, addresses, ports, cache."""
     try:
         config = Config.from_environment(environ)
     except ConfigurationError as error:
@@ -235,13 +236,13 @@ def _world(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
 
 def _slurm(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
     shown = _output("scontrol", "show", "config") if shutil.which("scontrol") and shutil.which("srun") else ""
-    if found := re.search(r"MpiDefault\s*=\s*(\S+)", shown):
+    if default := re.search(r"MpiDefault\s*=\s*(\S+)", shown):
         backend, remedy = "mpi", ""
-        if found[1] == "none":
+        if default[1] == "none":
             backend = "torch"
             remedy = "srun --mpi=pmi2 (MPICH, Intel MPI) or srun --mpi=pmix (Open MPI), for MPI under Slurm"
-        taken = f"srun python train.py takes the {backend} backend"
-        yield Finding("srun", f"Slurm's MpiDefault is {found[1]}: {taken}", remedy)
+        choice = f"srun python train.py takes the {backend} backend"
+        yield Finding("srun", f"Slurm's MpiDefault is {default[1]}: {choice}", remedy)
     if "SLURM_STEP_ID" in environ:
         yield Finding("Slurm's port", f"torch and Horovod meet at {channels.slurm_port(environ, config)}")
 
@@ -276,7 +277,7 @@ def _addresses(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
 
 def _ports(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
     if config.ports:
-        text = network.gloo_leaves(config.ports)
+        text = network.gloo_port_warning(config.ports)
         low, high = config.ports[0], config.ports[-1]
         remedy = f"sysctl net.ipv4.ip_local_port_range='{low} {high}', or HVDBRIDGE_BACKEND=mpi" if text else ""
         yield Finding("HVDBRIDGE_PORTS", text or f"all listen at {low}-{high}", remedy)
@@ -294,24 +295,24 @@ def _cache(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
 CHECKS = (_world, _slurm, _addresses, _ports, _cache)
 
 
-# -- reasoning -------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
 def cells(facts: Facts) -> list[Cell]:
-    """What each of the nine combinations of launcher and backend would do."""
+    """Return the outcome for each combination of launcher and backend in :data:`HOW`."""
     return [_cell(facts, launcher, backend) for launcher, backend in HOW]
 
 
 def _cell(facts: Facts, launcher: str, backend: str) -> Cell:
     for why, remedy in _obstacles(facts, launcher, backend):
         return Cell(launcher, backend, False, why, remedy)
-    carrier = _carrier(facts, launcher)
-    native = backend == "horovod" and carrier == "mpiexec" and getattr(facts.horovod, "mpi", False)
-    return Cell(launcher, backend, True, "natively" if native else HOW[carrier, backend])
+    starter = _starter(facts, launcher)
+    native = backend == "horovod" and starter == "mpiexec" and getattr(facts.horovod, "mpi", False)
+    return Cell(launcher, backend, True, "natively" if native else HOW[starter, backend])
 
 
 def _why_not_torch(facts: Facts) -> tuple[str, str] | None:
-    """Why no backend works here, and the remedy: the model and its gradients are torch's under every backend."""
+    """Return why no backend works here, and the remedy; None if torch works, which every backend needs."""
     if isinstance(facts.torch, Missing):
         return f"torch cannot be imported: {facts.torch.why}", INSTALL["torchrun"]
     if not (facts.torch.distributed and facts.torch.gloo):
@@ -320,40 +321,40 @@ def _why_not_torch(facts: Facts) -> tuple[str, str] | None:
 
 
 def _obstacles(facts: Facts, launcher: str, backend: str) -> Iterator[tuple[str, str]]:
-    """Why a backend does not run under a launcher, and the remedy; the first is the one to mend."""
+    """Yield each reason why a backend does not run under a launcher, and its remedy, most fundamental first."""
     if obstacle := _why_not_torch(facts):
         yield obstacle
     if isinstance(facts.horovod, Missing) and "horovod" in (launcher.removesuffix("run"), backend):
         yield f"Horovod cannot be imported: {facts.horovod.why}", INSTALL_HOROVOD
     if launcher not in facts.launchers:
         yield f"{launcher} was not found", INSTALL[launcher]
-    # Under mpiexec the ranks find each other by an MPI broadcast, whatever the backend
+    # Under mpiexec the ranks of every backend find each other by an MPI broadcast.
     if isinstance(facts.mpi, Missing) and (launcher == "mpiexec" or backend == "mpi"):
-        # With a launcher there is an MPI of the site's own, and mpi4py alone is missing.
+        # An mpiexec shows that the site has an MPI; then only mpi4py is missing.
         remedy = "pip install 'hvdbridge[mpi]'" if "mpiexec" in facts.launchers else INSTALL_MPICH
         yield f"mpi4py or its MPI library cannot be loaded: {facts.mpi.why}", remedy
-    library, carrier = mpi_family(getattr(facts.mpi, "implementation", "")), _carrier(facts, launcher)
+    library, starter = mpi_family(getattr(facts.mpi, "implementation", "")), _starter(facts, launcher)
     family = facts.launchers[launcher].family if launcher in facts.launchers else ""
     if launcher == "mpiexec" and family and library and family != library:
         yield (
             f"mpiexec is {family}'s and mpi4py loads {library}: each rank would be a job of size 1",
             f"put {library}'s mpiexec first on PATH, or let mpi4py load {family} (MPI4PY_LIBMPI)",
         )
-    if backend == "mpi" and carrier != "mpiexec" and library != "MPICH":
+    if backend == "mpi" and starter != "mpiexec" and library != "MPICH":
         library = library or "this MPI library"
         yield (
             f"{library} does not speak PMI-1, by which {launcher}'s ranks would join MPI",
             f"mpiexec -n 2 python train.py; or, in an environment without {library}: {INSTALL_MPICH}",
         )
-    if backend == "horovod" and carrier == "torchrun" and not facts.horovod.gloo:
+    if backend == "horovod" and starter == "torchrun" and not facts.horovod.gloo:
         yield (
             "this Horovod was built without Gloo, by which torchrun's ranks would join it",
             f"mpiexec -n 2 python train.py; or {INSTALL_HOROVOD} --rebuild",
         )
 
 
-def _carrier(facts: Facts, launcher: str) -> str:
-    """The command that starts the processes: horovodrun of a Horovod built with MPI calls mpirun."""
+def _starter(facts: Facts, launcher: str) -> str:
+    """Return the launcher that starts the processes: horovodrun calls mpirun if its Horovod was built with MPI."""
     return "mpiexec" if launcher == "horovodrun" and getattr(facts.horovod, "mpi", False) else launcher
 
 
@@ -363,12 +364,12 @@ def _carrier(facts: Facts, launcher: str) -> str:
 def report(facts: Facts, table: Sequence[Cell], console: Console) -> None:
     """Print the tables, then the remedies."""
     console.print(_grid("Found here", [(row, None) for row in _rows(facts)]))
-    marks = [((cell.launcher, cell.backend, "works" if cell.works else "cannot", cell.how), cell) for cell in table]
+    outcomes = [((cell.launcher, cell.backend, "works" if cell.works else "cannot", cell.how), cell) for cell in table]
     headings = ("launcher", "backend", "", "how, or why not")
-    console.print(_grid("What each launcher and backend would do here", marks, headings))
+    console.print(_grid("What each launcher and backend would do here", outcomes, headings))
     console.print(_grid("A start from this shell", [((one.what, one.text), one) for one in facts.starts]))
-    found: list[Cell | Finding] = [*table, *facts.starts]
-    remedies = dict.fromkeys(one.remedy for one in found if one.remedy)
+    subjects: list[Cell | Finding] = [*table, *facts.starts]
+    remedies = dict.fromkeys(subject.remedy for subject in subjects if subject.remedy)
     if getattr(facts.kernels, "failure", ""):
         remedies[INSTALL_COMPILER] = None
     hidden = [name for name, launcher in facts.launchers.items() if not launcher.on_path]
@@ -382,18 +383,18 @@ def report(facts: Facts, table: Sequence[Cell], console: Console) -> None:
 def _grid(
     title: str, rows: Sequence[tuple[Sequence[str], Cell | Finding | None]], headings: Sequence[str] = ()
 ) -> Table:
-    """A table; what has a remedy is yellow."""
+    """Build a table. The rows of subjects with a remedy are yellow."""
     grid = Table(*headings, title=title, title_justify="left", show_header=bool(headings))
     if not headings:
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
-    for row, of in rows:
-        grid.add_row(*row, style="yellow" if of and of.remedy else None)
+    for row, subject in rows:
+        grid.add_row(*row, style="yellow" if subject and subject.remedy else None)
     return grid
 
 
 def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    """What was found, a line each."""
+    """Yield the name and text of each fact."""
     yield from (("python", facts.python), ("system", facts.system), ("CPU cores", str(facts.cores)))
     yield "torch", _described(facts.torch, _torch_text)
     yield "GPUs", "\n".join(getattr(facts.torch, "gpus", ())) or "none that torch can use"
@@ -406,8 +407,8 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield from facts.variables.items()
 
 
-def _described(found: Any, text: Callable[[Any], str]) -> str:
-    return f"no ({found.why})" if isinstance(found, Missing) else text(found)
+def _described(answer: Any, text: Callable[[Any], str]) -> str:
+    return f"no ({answer.why})" if isinstance(answer, Missing) else text(answer)
 
 
 def _torch_text(torch: Any) -> str:

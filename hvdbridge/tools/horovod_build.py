@@ -1,8 +1,8 @@
-"""Builds the published Horovod against the torch that is installed; what that needs, and how it is done.
+"""Check the requirements of a Horovod build, and build the published Horovod against the torch that is installed.
 
-Horovod's last release, 0.28.1 of June 2023, asks the compiler for C++11 and C++14; the headers of today's torch need
-C++17 or C++20. The source compiles as either, so a wrapper around the compiler changes the flag. Whatever only the
-build needs (CMake, setuptools, ...) lives in a temporary directory.
+Horovod's last release, 0.28.1 of June 2023, requests C++11 and C++14 from the compiler; the headers of current torch
+need C++17 or C++20. The source compiles as either, so a wrapper around the compiler changes the flag. Tools that only
+the build needs (CMake, setuptools, ...) are installed in a temporary directory.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from hvdbridge.errors import HvdbridgeError
 from hvdbridge.startup.world import usable_cores
 
 RUN_NEEDS = ("cffi>=1.4", "cloudpickle", "packaging", "psutil", "pyyaml")
-BUILD_NEEDS = ("setuptools<81", "wheel")  # a setup.py of 2023: the setuptools that still has pkg_resources
+BUILD_NEEDS = ("setuptools<81", "wheel")  # Horovod's setup.py imports pkg_resources
 CMAKE_OLDEST, CMAKE_TOO_NEW = (3, 13), (4,)  # 4.0 refuses the third-party projects' cmake_minimum_required
 CMAKE_NEED = "cmake>=3.13,<4"
-DISK_BYTES = 1 << 29  # sources, objects and tools take about 0.3 GB while the build runs
-BYTES_PER_JOB = 2 << 30  # what one compiler process may take on torch's headers
+DISK_BYTES = 1 << 29  # enough for sources, objects and build tools
+BYTES_PER_JOB = 2 << 30  # memory that one compiler process may need for torch's headers
 TAIL_LINES = 15
 FRAMEWORKS = {
     "HOROVOD_WITH_PYTORCH": "1",
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
     "HOROVOD_WITH_GLOO": "1",
-    # Built with MPI, a plain `horovodrun` prefers MPI and stumbles over current releases of both MPICH and
-    # Open MPI. hvdbridge reaches MPI by mpi4py.
+    # If Horovod is built with MPI, `horovodrun` prefers MPI and fails with current releases of MPICH and Open MPI.
+    # hvdbridge uses MPI through mpi4py.
     "HOROVOD_WITHOUT_MPI": "1",
 }
 
-# What of the user's environment changes the wheel (_WITH covers _WITHOUT); other HOROVOD_* are for runs.
+# Prefixes of the variables that change the wheel (_WITH covers _WITHOUT). Other HOROVOD_* variables affect runs.
 BUILD_PREFIXES = ("HOROVOD_WITH", "HOROVOD_GPU", "HOROVOD_CUDA", "HOROVOD_NCCL", "HOROVOD_ROCM")
 COMPILER_VARIABLES = ("CC", "CXX", "CXXFLAGS")
 
-# The flag is changed where it stands: of several -std on one command line the last wins, and that is CMake's.
+# The wrapper replaces the flag in place: of several -std flags the last one wins, and that is CMake's.
 COMPILER_WRAPPER = """\
 #!/bin/sh
 for argument do
@@ -67,11 +67,11 @@ for argument do
 done
 exec {compiler} "$@"
 """
-# GCC 13 and later no longer include these by accident, on which Gloo and Horovod rely. A flag, not part of the
-# wrapper: nvcc gives the wrapper what is preprocessed already.
+# Gloo and Horovod use these headers without including them; GCC 13 and later do not include them implicitly. These are
+# flags and not part of the wrapper, because nvcc passes preprocessed source to the wrapper.
 COMPILER_FLAGS = "-include cstdint -include string"
 
-# Horovod's CMake starts any CUDA compiler that it finds, and fails if that one fails, though torch is without CUDA.
+# Horovod's CMake runs any CUDA compiler that it finds, and fails if that compiler fails, even if torch has no CUDA.
 CMAKE_WRAPPER = """\
 #!/bin/sh
 [ "$1" = --build ] || set -- "$@" {options}
@@ -82,7 +82,7 @@ NO_CUDA = "-DCMAKE_CUDA_COMPILER= -DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON"
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what the wheel contains; ``torch`` is the answer to :data:`~hvdbridge.tools.probe.TORCH`."""
+    """The inputs that determine a wheel; ``torch`` is the answer to :data:`~hvdbridge.tools.probe.TORCH`."""
 
     version: str
     torch: SimpleNamespace
@@ -91,17 +91,17 @@ class Recipe:
 
     @classmethod
     def of(cls, version: str, torch: SimpleNamespace, with_nccl: bool = False) -> Recipe:
-        """Our options, overruled by the user's own ``HOROVOD_*`` build variables and compiler flags."""
-        ours = {**FRAMEWORKS, **(_nccl_of_torch() if with_nccl else {})}
+        """Combine our options with the user's ``HOROVOD_*`` build variables and compiler flags, which override ours."""
+        options = {**FRAMEWORKS, **(_nccl_of_torch() if with_nccl else {})}
         chosen = (k for k in os.environ if k.startswith(BUILD_PREFIXES) or k in COMPILER_VARIABLES)
-        given = {k: os.environ[k] for k in chosen}
-        # HOROVOD_WITH_MPI=1 of the user's beats our HOROVOD_WITHOUT_MPI, which CMake would otherwise prefer
-        ours = {k: v for k, v in ours.items() if k.replace("WITHOUT", "WITH") not in given}
-        return cls(version, torch, {**ours, **given}, with_nccl)
+        user = {k: os.environ[k] for k in chosen}
+        # CMake prefers HOROVOD_WITHOUT_MPI, so a HOROVOD_WITH_MPI=1 of the user removes ours.
+        options = {k: v for k, v in options.items() if k.replace("WITHOUT", "WITH") not in user}
+        return cls(version, torch, {**options, **user}, with_nccl)
 
     @property
     def key(self) -> str:
-        """The wheel's name in the cache: readable parts first, then a digest of what has no short name."""
+        """The name of the wheel's cache directory: readable parts, then a digest of the other inputs."""
         torch = self.torch
         built = [torch.git, torch.cxx11_abi, torch.cxx_standard, torch.cuda, platform.libc_ver()]
         scripts = [COMPILER_WRAPPER, COMPILER_FLAGS, CMAKE_WRAPPER, NO_CUDA]
@@ -112,11 +112,11 @@ class Recipe:
         return f"horovod{self.version}-torch{torch.version}-{python}-{operations}-{digest[:8]}"
 
 
-# -- before anything starts ------------------------------------------------------------------------
+# -- requirements ----------------------------------------------------------------------------------
 
 
 def environment_lacks() -> Iterator[str]:
-    """What is missing to install anything here, each with its remedy."""
+    """Yield each requirement that this environment lacks for an installation, with its remedy."""
     if importlib.util.find_spec("pip") is None:
         yield f"pip in this environment. Run: {sys.executable} -m ensurepip"
     managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists() and sys.prefix == sys.base_prefix
@@ -128,7 +128,7 @@ def environment_lacks() -> Iterator[str]:
 
 
 def build_lacks(recipe: Recipe, cache: Path) -> Iterator[str]:
-    """What is missing to compile, each with its remedy. A CMake is not: the registry has one."""
+    """Yield each missing requirement of the build, with its remedy; CMake comes from the registry."""
     if shutil.which("make") is None:
         yield "make. Debian/Ubuntu: apt install make; conda: make; macOS: xcode-select --install"
     if shutil.which(shlex.split(os.environ.get("CC", "cc"))[0]) is None:
@@ -146,13 +146,13 @@ def build_lacks(recipe: Recipe, cache: Path) -> Iterator[str]:
 
 
 def _compiler() -> list[str] | None:
-    """The C++ compiler's command: ``$CXX``, which may be several words (``ccache g++``), or a usual name."""
+    """Return the C++ compiler's command: ``$CXX``, which may be several words (``ccache g++``), or a usual name."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     return next((shlex.split(name) for name in names if shutil.which(shlex.split(name)[0])), None)
 
 
 def _compiler_lacks(standard: int) -> Iterator[str]:
-    """Compiles a line, since a version number tells less; looks for Python's headers, too."""
+    """Check for Python's headers, and for C++ ``standard`` by compiling one line, whatever the compiler's version."""
     compiler = _compiler()
     if compiler is None:
         named = f"CXX={os.environ['CXX']} was not found" if os.environ.get("CXX") else "none on PATH"
@@ -171,13 +171,13 @@ def _compiler_lacks(standard: int) -> Iterator[str]:
 
 
 def _cuda_lacks(recipe: Recipe) -> Iterator[str]:
-    """Horovod compiles against the toolkit whenever torch has CUDA, without NCCL, too."""
+    """Check for the CUDA toolkit, which Horovod needs whenever torch has CUDA, and for NCCL's headers."""
     if recipe.torch.cuda is None:
         yield f"a torch with CUDA (this is {recipe.torch.version}), or leave out --with-nccl"
         return
-    given = recipe.options.get("HOROVOD_CUDA_HOME") or os.environ.get("CUDA_HOME")
+    cuda_home = recipe.options.get("HOROVOD_CUDA_HOME") or os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc")
-    home = Path(given or (Path(nvcc).resolve().parents[1] if nvcc else "/usr/local/cuda"))
+    home = Path(cuda_home or (Path(nvcc).resolve().parents[1] if nvcc else "/usr/local/cuda"))
     headers = [*home.glob("include/cuda_runtime.h"), *home.glob("targets/*/include/cuda_runtime.h")]
     if not (headers and (home / "bin" / "nvcc").exists()):
         yield (
@@ -185,13 +185,13 @@ def _cuda_lacks(recipe: Recipe) -> Iterator[str]:
             "CUDA_HOME; or, where GPUs are not used, install torch's CPU build"
         )
     named = any(recipe.options.get(name) for name in ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE"))
-    places = (Path(root, "include", "nccl.h") for root in (home, "/usr", "/usr/local"))
-    if recipe.with_nccl and not named and not any(header.exists() for header in places):
+    candidates = (Path(root, "include", "nccl.h") for root in (home, "/usr", "/usr/local"))
+    if recipe.with_nccl and not named and not any(header.exists() for header in candidates):
         yield "NCCL's headers (nccl.h). Install libnccl-dev, or set HOROVOD_NCCL_HOME"
 
 
 def _nccl_of_torch() -> dict[str, str]:
-    """GPU operations through the NCCL wheel that torch depends on: both then load one and the same library.
+    """Return the options that build GPU operations with torch's NCCL wheel, so that both load the same library.
 
     A torch built from source has no such wheel; CMake then looks for the system's NCCL.
     """
@@ -213,7 +213,7 @@ def build(recipe: Recipe, scratch: Path, log: Path, console: Console) -> Path:
     """Build the wheel in ``scratch`` and return its path.
 
     Raises:
-        HvdbridgeError: with the tail of the log, and where all of it is.
+        HvdbridgeError: the build failed; the message has the tail of the log and its path.
     """
     tools, wheels = scratch / "tools", scratch / "wheels"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +232,7 @@ def build(recipe: Recipe, scratch: Path, log: Path, console: Console) -> Path:
     }
     nccl = Path(recipe.options.get("HOROVOD_NCCL_LIB", ""))
     if recipe.with_nccl and (nccl / "libnccl.so.2").exists() and not (nccl / "libnccl.so").exists():
-        # A linker looks for libnccl.so, which NCCL's wheel lacks
+        # The linker needs libnccl.so, which NCCL's wheel lacks.
         (scratch / "nccl").mkdir()
         (scratch / "nccl" / "libnccl.so").symlink_to(nccl / "libnccl.so.2")
         environment["HOROVOD_NCCL_LIB"] = str(scratch / "nccl")
@@ -248,8 +248,8 @@ def build(recipe: Recipe, scratch: Path, log: Path, console: Console) -> Path:
     with log.open("w") as out:
         call([*pip("install"), "--no-compile", "--target", str(tools), *needs], log=out)
         console.print("  compiling")
-        # --no-cache-dir: pip would take a wheel that it once built against another torch.
-        # --use-pep517: the one way that all releases of pip have in common.
+        # --no-cache-dir: pip's cache may hold a wheel that was built against another torch.
+        # --use-pep517: the only build path that all releases of pip support.
         command = [*pip("wheel"), "-v", "--no-cache-dir", "--no-deps", "--no-binary=horovod"]
         command += ["--no-build-isolation", "--use-pep517"]
         command += ["--wheel-dir", str(wheels), f"horovod=={recipe.version}"]
@@ -258,23 +258,23 @@ def build(recipe: Recipe, scratch: Path, log: Path, console: Console) -> Path:
 
 
 def usable_cmake() -> str | None:
-    """A CMake that can build Horovod: ``$HOROVOD_CMAKE``, else PATH, else None (the registry has one)."""
+    """Return a CMake that can build Horovod, from ``$HOROVOD_CMAKE`` or ``PATH``; None: pip must install one."""
     for name in (os.environ.get("HOROVOD_CMAKE"), "cmake"):
         path = shutil.which(name) if name else None
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True).stdout if path else ""
-        found = re.search(r"version (\d+)\.(\d+)", answer)
-        if found and CMAKE_OLDEST <= (int(found[1]), int(found[2])) < CMAKE_TOO_NEW:
+        output = subprocess.run([path, "--version"], capture_output=True, text=True).stdout if path else ""
+        version = re.search(r"version (\d+)\.(\d+)", output)
+        if version and CMAKE_OLDEST <= (int(version[1]), int(version[2])) < CMAKE_TOO_NEW:
             return path
     return None
 
 
 def compiler_wrapper(directory: Path, compiler: Sequence[str], standard: int) -> str:
-    """Write a script that calls ``compiler`` with C++``standard`` where C++11 or C++14 is asked for."""
+    """Write a script that calls ``compiler`` with C++``standard`` instead of C++11 or C++14."""
     return _script(directory / "c++", COMPILER_WRAPPER.format(compiler=shlex.join(compiler), standard=standard))
 
 
 def cmake_wrapper(directory: Path, cmake: str, cuda: str | None) -> str:
-    """Write a script that calls ``cmake``, and hides a CUDA toolkit from it if torch is without CUDA."""
+    """Write a script that calls ``cmake``, with CUDA disabled if torch has no CUDA (``cuda`` is None)."""
     script = CMAKE_WRAPPER.format(cmake=shlex.quote(cmake), options="" if cuda else NO_CUDA)
     return _script(directory / "cmake", script)
 
@@ -289,12 +289,12 @@ def _script(path: Path, text: str) -> str:
 
 
 def pip(action: str) -> list[str]:
-    """The beginning of a pip command for this interpreter's environment."""
+    """Return the first words of a pip command for this interpreter's environment."""
     return [sys.executable, "-m", "pip", action, "--disable-pip-version-check", "--no-input"]
 
 
 def before_pythonpath(directory: Path) -> str:
-    """``PYTHONPATH`` with ``directory`` in front of what the user has there (a site's torch, say)."""
+    """Return ``PYTHONPATH`` with ``directory`` first and the user's entries (a site's torch, say) after it."""
     return os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
 
 
@@ -305,18 +305,18 @@ def call(
     watch: Callable[[str], None] | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Run a command, its output to ``log`` and line by line to ``watch``.
+    """Run a command, and pass each line of its output to ``log`` and ``watch``.
 
-    The command gets its own process group, which ends with this call also by an exception, a timeout or Ctrl-C.
+    The command has its own process group. This call ends the group, also on an exception, a timeout (s) or Ctrl-C.
 
     Raises:
-        HvdbridgeError: it failed or took too long; the message has the first error and the tail of its output.
+        HvdbridgeError: the command failed or timed out; the message has its first error and the tail of its output.
     """
     child = subprocess.Popen(
         command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace", start_new_session=True,
     )  # fmt: skip
-    late = time.monotonic() + (timeout or threading.TIMEOUT_MAX)
+    deadline = time.monotonic() + (timeout or threading.TIMEOUT_MAX)
     alarm = threading.Timer(timeout or threading.TIMEOUT_MAX, _end, [child])
     alarm.daemon = True
     alarm.start()
@@ -333,21 +333,21 @@ def call(
                 watch(line)
         status = child.wait()
     if status:
-        how = f"took more than {timeout:g} s" if time.monotonic() >= late else f"failed with status {status}"
+        failure = f"took more than {timeout:g} s" if time.monotonic() >= deadline else f"failed with status {status}"
         shown = "".join(lines[-TAIL_LINES:])
         errors = [i for i, line in enumerate(lines) if re.search(r"(?i)(^|\s)(fatal |cmake )?error( at|:)", line)]
         if errors and errors[0] < len(lines) - TAIL_LINES:
             shown = f"{''.join(lines[errors[0] : errors[0] + TAIL_LINES])}[...]\n{shown}"
-        where = f"\nAll of it: {log.name}" if log is not None else ""
-        raise HvdbridgeError(f"{shlex.join(command)} {how}:\n\n{shown}{where}")
+        log_path = f"\nAll of it: {log.name}" if log is not None else ""
+        raise HvdbridgeError(f"{shlex.join(command)} {failure}:\n\n{shown}{log_path}")
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """End the child's process group: politely, so that horovodrun ends its ranks, then by force."""
-    for number, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, None)):
+    """End the child's process group by SIGTERM, so that horovodrun ends its ranks, and after 5 s by SIGKILL."""
+    for number, seconds in ((signal.SIGTERM, 5), (signal.SIGKILL, None)):
         if child.poll() is not None:
             return
         with suppress(ProcessLookupError):
             os.killpg(child.pid, number)
         with suppress(subprocess.TimeoutExpired):
-            child.wait(patience)
+            child.wait(seconds)

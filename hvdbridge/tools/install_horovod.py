@@ -1,12 +1,12 @@
-"""``hvdbridge install-horovod``: builds the published Horovod against the torch that is installed.
+"""``hvdbridge install-horovod``: build the published Horovod against the torch that is installed.
 
 Rules that hold in this file:
 
-1. What is missing is named before anything starts, all of it at once, with the remedy.
-2. The environment changes once, at the end: the wheel first passes its smoke test from a directory beside it.
-   A build or a test that fails therefore leaves the environment as it was.
-3. A wheel enters the cache by one rename, under a lock, after its smoke test. One that fails it is dropped.
-4. A Horovod that works and that somebody else built is left alone.
+1. Before a build starts, one error lists all missing requirements, each with its remedy.
+2. The environment changes once, at the end: the wheel first passes its smoke test in a directory outside of it.
+   Therefore a build or a test that fails leaves the environment unchanged.
+3. A wheel enters the cache by one rename, under a lock, after its smoke test. A wheel that fails the test is deleted.
+4. A working Horovod that this command did not build is kept.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ hvd.shutdown()
 
 
 class SmokeTestFailed(HvdbridgeError):
-    """The wheel can be installed but does not work; the message has what its ranks printed."""
+    """The wheel can be installed but does not work; the message contains the output of its ranks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,23 +61,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check, build or take from the cache, test, install."""
+    """Check requirements, build the wheel or take it from the cache, test it and install it; return 0."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     torch = probe.ask(probe.TORCH)
     if isinstance(torch, probe.Missing):
         lack = f"torch, against which Horovod is built ({torch.why}). Run: pip install torch"
-        raise _lacking([lack, *environment_lacks()])
+        raise _requirements_error([lack, *environment_lacks()])
     recipe = Recipe.of(arguments.version, torch, with_nccl=arguments.with_nccl)
     cache = (arguments.cache or Config.from_environment().cache).expanduser().absolute() / "horovod"
-    shelf = cache / recipe.key
+    wheel_dir = cache / recipe.key
     with _locked(cache, recipe.key, console), _terminable():
-        if not arguments.rebuild and _nothing_to_do(shelf, console):
+        if not arguments.rebuild and _usable_installed(wheel_dir, console):
             return 0
-        wheel = None if arguments.rebuild else _cached(shelf)
+        wheel = None if arguments.rebuild else _cached(wheel_dir)
         if lacks := [*environment_lacks(), *(() if wheel else horovod_build.build_lacks(recipe, cache))]:
-            raise _lacking(lacks)
+            raise _requirements_error(lacks)
         if wheel is not None:
-            console.print(f"horovod {recipe.version}: wheel from {shelf}")
+            console.print(f"horovod {recipe.version}: wheel from {wheel_dir}")
             try:
                 _install(wheel, console)
                 return 0
@@ -85,32 +85,32 @@ def run(arguments: argparse.Namespace) -> int:
                 console.print(f"The cached wheel does not work here and is dropped.\n{error}")
                 wheel.unlink()
             if lacks := list(horovod_build.build_lacks(recipe, cache)):
-                raise _lacking(lacks)
+                raise _requirements_error(lacks)
         with tempfile.TemporaryDirectory(prefix="hvdbridge-horovod-") as scratch:
-            built = horovod_build.build(recipe, Path(scratch), shelf / "build.log", console)
-            _install(built, console, keep=shelf)
+            built = horovod_build.build(recipe, Path(scratch), wheel_dir / "build.log", console)
+            _install(built, console, keep=wheel_dir)
     return 0
 
 
-def _lacking(lacks: Sequence[str]) -> BackendUnavailable:
+def _requirements_error(lacks: Sequence[str]) -> BackendUnavailable:
     return BackendUnavailable("\n  - ".join(["Horovod cannot be installed yet. Missing:", *lacks]))
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM (a batch system's time limit) unwinds like Ctrl-C, so that nothing temporary is left behind."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """Raise SystemExit on SIGTERM (a batch system's time limit), so that temporary files are removed."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
-# -- what is there already -------------------------------------------------------------------------
+# -- installed and cached --------------------------------------------------------------------------
 
 
-def _nothing_to_do(shelf: Path, console: Console) -> bool:
-    """Is a Horovod installed that works, and that is either a site's own or ours from the same recipe?"""
+def _usable_installed(wheel_dir: Path, console: Console) -> bool:
+    """Return True if the installed Horovod works and is the site's own, or built here by the same recipe."""
     try:
         installed = distribution("horovod")
     except PackageNotFoundError:
@@ -119,22 +119,22 @@ def _nothing_to_do(shelf: Path, console: Console) -> bool:
     if isinstance(working, probe.Missing):
         console.print(f"horovod {installed.version} does not work here ({working.why}); replacing it")
         return False
-    # pip notes the file that a package came from (PEP 610); the shelf's name tells if we built it, and how.
+    # pip records the file that a package came from (PEP 610). Its directory identifies the recipe of our wheels.
     url = json.loads(installed.read_text("direct_url.json") or "{}").get("url", "")
     origin = Path(unquote(urlparse(url).path)).parent
-    said, ours = "not built by this command, used as it is (--rebuild replaces it)", False
-    if origin.name == shelf.name:
-        said = "already installed"
-    elif origin.parent.name == shelf.parent.name and "-torch" in origin.name:
-        said, ours = "built with other options or for another torch; replacing it", True
-    where = "" if ours else f"\n  {working.location}"
-    console.print(f"horovod {probe.horovod_text(working)}: {said}{where}")
-    return not ours
+    state, replace = "not built by this command, used as it is (--rebuild replaces it)", False
+    if origin.name == wheel_dir.name:
+        state = "already installed"
+    elif origin.parent.name == wheel_dir.parent.name and "-torch" in origin.name:
+        state, replace = "built with other options or for another torch; replacing it", True
+    where = "" if replace else f"\n  {working.location}"
+    console.print(f"horovod {probe.horovod_text(working)}: {state}{where}")
+    return not replace
 
 
-def _cached(shelf: Path) -> Path | None:
-    """The wheel on the shelf. A damaged one is removed."""
-    for wheel in shelf.glob("horovod-*.whl"):
+def _cached(wheel_dir: Path) -> Path | None:
+    """Return the cached wheel of a recipe, or None. Damaged wheels are deleted."""
+    for wheel in wheel_dir.glob("horovod-*.whl"):
         with suppress(zipfile.BadZipFile), zipfile.ZipFile(wheel) as archive:
             if archive.testzip() is None:
                 return wheel
@@ -144,7 +144,7 @@ def _cached(shelf: Path) -> Path | None:
 
 @contextmanager
 def _locked(cache: Path, key: str, console: Console) -> Iterator[None]:
-    """One installation per recipe at a time; a second one waits, and then finds the first one's wheel."""
+    """Hold the lock of a recipe, so that a second installation waits and then uses the first one's wheel."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = (cache / f"{key}.lock").open("w")
@@ -165,15 +165,15 @@ def _locked(cache: Path, key: str, console: Console) -> Iterator[None]:
 
 
 def _install(wheel: Path, console: Console, keep: Path | None = None) -> None:
-    """Test the wheel beside the environment, keep it on the shelf, then install it."""
+    """Test the wheel outside of the environment, copy it to the directory ``keep``, then install it."""
     with tempfile.TemporaryDirectory(prefix="hvdbridge-stage-") as directory:
         console.print("  smoke test: 1 rank, then 2 under horovodrun")
-        dependencies = ["--no-deps"] if _run_needs_are_met() else []
+        dependencies = ["--no-deps"] if _dependencies_installed() else []
         target = ["--no-compile", *dependencies, "--target", f"{directory}/site"]
         call([*horovod_build.pip("install"), *target, str(wheel)])
         smoke_test(Path(directory))
     if keep is not None:
-        wheel = _shelve(wheel, keep)
+        wheel = _store(wheel, keep)
     call([*horovod_build.pip("install"), *RUN_NEEDS])
     call([*horovod_build.pip("install"), "--no-deps", "--force-reinstall", str(wheel)])
     working = probe.ask(probe.HOROVOD)
@@ -186,8 +186,8 @@ def _install(wheel: Path, console: Console, keep: Path | None = None) -> None:
     console.print(f"horovod {probe.horovod_text(working)}: installed\n  {working.location}")
 
 
-def _run_needs_are_met() -> bool:
-    """Then a cached wheel is installed without a registry, as on a compute node."""
+def _dependencies_installed() -> bool:
+    """Return True if Horovod's dependencies are installed: no registry is needed then, as on a compute node."""
     try:
         return all(distribution(re.split("[<>=]", need)[0]) for need in RUN_NEEDS)
     except PackageNotFoundError:
@@ -195,10 +195,10 @@ def _run_needs_are_met() -> bool:
 
 
 def smoke_test(directory: Path) -> None:
-    """All-reduce at size 1, and at 2 ranks under horovodrun, with the Horovod in ``directory/site``.
+    """All-reduce on 1 rank, and on 2 ranks under horovodrun, with the Horovod in ``directory/site``.
 
     Raises:
-        SmokeTestFailed: with what the ranks printed.
+        SmokeTestFailed: with the output of the ranks.
     """
     environment = {**probe.clean_environment(), "PYTHONPATH": horovod_build.before_pythonpath(directory / "site")}
     launch = ["-m", "horovod.runner.launch", "--gloo", "-np", "2", "-H", "localhost:2", sys.executable]
@@ -211,13 +211,13 @@ def smoke_test(directory: Path) -> None:
             raise SmokeTestFailed(str(error)) from error
 
 
-def _shelve(wheel: Path, shelf: Path) -> Path:
-    """Put the wheel into the cache: copied, then renamed, so that nobody ever sees half of it."""
-    shelf.mkdir(parents=True, exist_ok=True)
-    partial = shelf / f".{wheel.name}.{os.getpid()}"
+def _store(wheel: Path, wheel_dir: Path) -> Path:
+    """Put the wheel into the cache by a copy and a rename, so that no process sees a partial file."""
+    wheel_dir.mkdir(parents=True, exist_ok=True)
+    partial = wheel_dir / f".{wheel.name}.{os.getpid()}"
     try:
         shutil.copyfile(wheel, partial)
-        partial.replace(shelf / wheel.name)
+        partial.replace(wheel_dir / wheel.name)
     finally:
         partial.unlink(missing_ok=True)
-    return shelf / wheel.name
+    return wheel_dir / wheel.name

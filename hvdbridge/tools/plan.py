@@ -5,9 +5,9 @@
     hvdbridge plan --model bert-base --gbits 10 --latency-us 30
     hvdbridge plan --model gpt2 --from bench.json     # network, computation, compression as `bench --json` found
 
-With --from, what was predicted is printed beside what was measured, for a computation as long as it was beside that
-policy; elsewhere all policies have the median. A policy that FILE does not have is timed on this machine alone. One of
-your own is what the module of --model registers.
+With --from, a second table compares each measured step with its prediction, which uses the computation time of that
+run. Forecasts use the median of all runs. A policy that is not in FILE is timed on this machine alone. To plan a policy
+of your own, let the module of --model register it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hvdbridge.tools.bench.transport import Network
 
 RANKS = (2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 100_000)
-# From the simplest to those that ask most of a training's recipe: docs/policies.md
+# In the order of how much of a training recipe they may change, least first; see docs/policies.md.
 POLICIES = [
     "mean", "bf16", "int8", "int4", "topk:ratio=0.01", "onebit", "powersgd:rank=4", "local_sgd:every=8",
 ]  # fmt: skip
@@ -42,10 +42,11 @@ LEAST = {
     "local_size": None, "gbits": None, "local_gbits": None, "compute_ms": None, "bucket_mb": None, "cores": None,
     "latency_us": 0, "local_latency_us": 0,
 }  # fmt: skip
-"""Option -> the least number that it takes; None: a positive one."""
+"""Option -> its least value; None: any positive number."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``hvdbridge plan``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = __doc__
     option = parser.add_argument
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a step without synchronization, on the machines planned for; policies are scaled by it (default: measured)"
     option("--compute-ms", type=float, help=text)
     option("--samples", type=int, help="images or tokens per step and rank")
-    option("--bucket-mb", type=float, help="(default: as FILE's was said, or the usual one)")
+    option("--bucket-mb", type=float, help="(default: FILE's if its run was given one, else the policy's)")
     text = (
         "cores per rank (default: as --from says, else those of this machine for each of its ranks; with "
         "--compute-ms at least as many as computing keeps busy)"
@@ -73,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """What is taken from a row of ``hvdbridge bench``: :class:`.measure.Row` says what it means."""
+    """The fields of a row of ``hvdbridge bench`` that a plan needs; :class:`hvdbridge.tools.bench.measure.Row`
+    documents them."""
 
     backend: str
     model: str
@@ -91,12 +93,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Job:
-    """What is known of the job: from the command line, or from what ``hvdbridge bench`` wrote.
+    """The job to predict, as the command line or the file of ``hvdbridge bench`` describes it.
 
     Attributes:
-        compute: seconds of a step without synchronization; None: they are measured here.
-        rows: policy -> its row of the file.
-        nccl: it was the backend's library; None: no job is known, so it is if this machine has CUDA.
+        compute: seconds of a step without synchronization; None: this machine measures them.
+        rows: policy spec -> its row of the file.
+        nccl: the file's backend used NCCL; None: without a file, NCCL is assumed if this machine has CUDA.
     """
 
     network: Network
@@ -108,6 +110,7 @@ class Job:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print the predictions; return status 0, or 2 if no policy could be predicted."""
     from hvdbridge.policies import from_spec
     from hvdbridge.tools.bench import report
     from hvdbridge.tools.bench.checks import MOST_RANKS, check_file, check_number, check_policies
@@ -128,33 +131,33 @@ def run(arguments: argparse.Namespace) -> int:
     with _threads(plan.cores(max(arguments.ranks))):
         plan.measure()
         specs = arguments.policies or list(dict.fromkeys([*POLICIES, *job.rows]))
-        first = sorted(specs, key=lambda spec: spec not in job.rows)  # what was measured says what others take beside
-        for spec in track(first, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal):
+        ordered = sorted(specs, key=lambda spec: spec not in job.rows)  # rows give the overhead of policies without one
+        for spec in track(ordered, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal):
             if not errors.is_terminal:
                 errors.print(f"arithmetic of {spec}", highlight=False, markup=False)
             try:
                 plan.add(spec, from_spec(spec))
-            except (ConfigurationError, Unsupported) as error:  # FILE's may be of another model's module
+            except (ConfigurationError, Unsupported) as error:  # another model's module may register FILE's policies
                 console.print(f"{spec}: left out: {error}", markup=False)
-    if not plan.found:
+    if not plan.predictions:
         return 2
-    plan.found.sort(key=lambda one: specs.index(one.policy))
+    plan.predictions.sort(key=lambda prediction: specs.index(prediction.policy))
     plan.report()
     return 0
 
 
 class _Plan:
-    """Predictions, policy by policy.
+    """Collect the predictions of one job, policy by policy.
 
     Attributes:
-        found: of each policy at each number of ranks.
-        beside: those of the file's rows, with the seconds that were measured.
-        overheads: those of the file's rows; a policy without a row has the least.
-        here: the computation takes so many times as long as on this machine, now.
-        planner: the job but for cores, overhead and bucket size, which depend on policy and ranks.
+        predictions: those of each policy at each number of ranks.
+        comparisons: for each row of the file, its prediction and the measured seconds of its step.
+        overheads: CPU seconds of each row's step beyond its prediction; a policy without a row has the least of them.
+        scale: planned computation time divided by the time measured on this machine.
+        planner: the job except for cores, overhead and bucket size, which depend on policy and ranks.
     """
 
-    here: float
+    scale: float
     planner: Planner
 
     def __init__(self, arguments: argparse.Namespace, job: Job, console: Console) -> None:
@@ -163,23 +166,23 @@ class _Plan:
         self.arguments, self.job, self.console = arguments, job, console
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.local_size = arguments.local_size or job.network.local_size
-        self.least_cores = 0.0
-        self.found: list[Prediction] = []
-        self.beside: list[tuple[Prediction, float]] = []
+        self.min_cores = 0.0
+        self.predictions: list[Prediction] = []
+        self.comparisons: list[tuple[Prediction, float]] = []
         self.overheads: list[float] = []
 
     def cores(self, ranks: int) -> float:
-        """Cores for each of so many ranks: no more of them share a machine than there are."""
+        """Return the cores per rank; at most ``ranks`` ranks share a machine."""
         network = self.job.network
         machine = len(usable_cores()) if network.cores is None else network.cores * network.local_size
-        return float(self.arguments.cores or max(self.least_cores, machine / min(self.local_size, ranks)))
+        return float(self.arguments.cores or max(self.min_cores, machine / min(self.local_size, ranks)))
 
     def measure(self) -> None:
-        """Time the model's own steps on this machine."""
+        """Time forward, backward and optimizer of the model on this machine, and set ``scale`` and ``planner``."""
         from torch.optim import SGD
 
         from hvdbridge.reduction.parameters import trainable
-        from hvdbridge.reduction.source import views_pay
+        from hvdbridge.reduction.source import prefer_bucket_views
         from hvdbridge.tools.bench.cost import Planner, measure_copy, timed
         from hvdbridge.tools.bench.models import model
 
@@ -188,91 +191,93 @@ class _Plan:
         module.to(self.device)
         params = {name: p.detach() for name, p in trainable(module).items()}
         sgd = SGD(module.parameters(), lr=1e-6)
-        _, (products, busy), (optimizer, more) = timed(sgd.zero_grad, lambda: loss(module).backward(), sgd.step)
-        compute = products + optimizer if job.compute is None else job.compute
-        here = self.here = compute / (products + optimizer)  # on another machine, all it computes scales alike
+        _, (passes, busy), (optimizer, more) = timed(sgd.zero_grad, lambda: loss(module).backward(), sgd.step)
+        compute = passes + optimizer if job.compute is None else job.compute
+        scale = self.scale = compute / (passes + optimizer)  # the planned machine scales all computation alike
         shares = [row.compute_cpu / row.compute for row in job.rows.values()]
-        busy = compute * statistics.median(shares) if shares else here * (busy + more)
-        if self.arguments.compute_ms is not None:  # that is how long it takes there, so there are the cores for it
-            self.least_cores = busy / compute
+        cpu = compute * statistics.median(shares) if shares else scale * (busy + more)
+        if self.arguments.compute_ms is not None:  # the given time implies the cores that computing keeps busy
+            self.min_cores = cpu / compute
         copies = measure_copy(self.device) * sum(p.numel() for p in params.values())
-        copies *= 1 if views_pay(module.parameters()) else 2
-        self.planner = Planner(  # one product in forward, two in backward
-            params, here * products / 3, here * products * 2 / 3, job.network, local_size=self.local_size,
-            optimizer=here * optimizer, copies=here * copies, compute_cpu=busy, one_device=self.device == "cuda",
+        copies *= 1 if prefer_bucket_views(module.parameters()) else 2
+        self.planner = Planner(  # backward takes two matrix products for each one of forward
+            params, scale * passes / 3, scale * passes * 2 / 3, job.network, local_size=self.local_size,
+            optimizer=scale * optimizer, copies=scale * copies, compute_cpu=cpu, one_device=self.device == "cuda",
         )  # fmt: skip
 
     def add(self, spec: str, policy: Policy) -> None:
-        """Raises ConfigurationError, Unsupported: the policy is not defined, or cannot be timed."""
-        from hvdbridge.tools.bench.cost import kinds, measure_computation
+        """Predict ``policy``; raises ConfigurationError or Unsupported if it is not defined or cannot be timed."""
+        from hvdbridge.tools.bench.cost import measure_computation, step_kinds
 
         row = self.job.rows.get(spec)
-        own, sizes = self._bucket_sizes(policy, row)
-        computation = measure_computation(policy, self.planner.params, own, self.device, self.local_size)
-        factor, overhead = self.here, min(self.overheads, default=0.0)
+        measured_mb, planned_mb = self._bucket_sizes(policy, row)
+        computation = measure_computation(policy, self.planner.params, measured_mb, self.device, self.local_size)
+        factor, overhead = self.scale, min(self.overheads, default=0.0)
         if row:
-            there = self._as_measured(row, own)
-            if not row.enqueued and kinds(policy)[1] in (0, 1):  # it says what the policy computes in every step
-                known = there.predict(spec, policy, row.ranks, computation)
-                factor = row.compression / known.compression if known.compression else self.here
-                overhead = row.cpu - there.predict(spec, policy, row.ranks, computation, factor).cpu
+            row_planner = self._as_measured(row, measured_mb)
+            if not row.enqueued and step_kinds(policy)[1] in (0, 1):  # the row's compression is that of every step
+                unscaled = row_planner.predict(spec, policy, row.ranks, computation)
+                factor = row.compression / unscaled.compression if unscaled.compression else self.scale
+                overhead = row.cpu - row_planner.predict(spec, policy, row.ranks, computation, factor).cpu
                 self.overheads.append(overhead)
-            there = replace(there, overhead=overhead)
+            row_planner = replace(row_planner, overhead=overhead)
         for ranks in self.arguments.ranks:
             try:
-                planner = replace(self.planner, bucket_mb=sizes[ranks], cores=self.cores(ranks), overhead=overhead)
-                self.found.append(planner.predict(spec, policy, ranks, computation, factor))
+                planner = replace(self.planner, bucket_mb=planned_mb[ranks], cores=self.cores(ranks), overhead=overhead)
+                self.predictions.append(planner.predict(spec, policy, ranks, computation, factor))
             except (ConfigurationError, Unsupported) as error:
                 self.console.print(f"{spec}, {ranks} ranks: left out: {error}", markup=False)
         if row:
-            self.beside.append((there.predict(spec, policy, row.ranks, computation, factor), row.step))
+            self.comparisons.append((row_planner.predict(spec, policy, row.ranks, computation, factor), row.step))
 
     def _as_measured(self, row: Measured, bucket_mb: float) -> Planner:
-        """For the machine, and the computation, of a row."""
+        """Return the planner for the machine and the computation time of a row."""
         planner, network = self.planner, self.job.network
-        own = planner.scaled(row.compute / (planner.forward + planner.backward + planner.optimizer))
+        scaled = planner.scaled(row.compute / (planner.forward + planner.backward + planner.optimizer))
         cores = network.cores or self.cores(row.ranks)
         return replace(
-            own, compute_cpu=row.compute_cpu, cores=cores, local_size=network.local_size, bucket_mb=bucket_mb
+            scaled, compute_cpu=row.compute_cpu, cores=cores, local_size=network.local_size, bucket_mb=bucket_mb
         )
 
     def _bucket_sizes(self, policy: Policy, row: Measured | None) -> tuple[float, dict[int, float]]:
-        """The size of a bucket in the row, and what each number of ranks would have: what the command line says, or who
-        measured the row did (it is not what was usual there), or what is usual."""
-        from hvdbridge.reduction.source import usual_bucket_mb
+        """Return the bucket size (MiB) of the row, and a map from number of ranks to its bucket size.
+
+        The option ``--bucket-mb`` decides, else a size of the row that is not the usual one, else the usual size.
+        """
+        from hvdbridge.reduction.source import default_bucket_mb
 
         nccl = self.device == "cuda" if self.job.nccl is None else self.job.nccl
 
         def usual(ranks: int, local_size: int) -> float:
-            return usual_bucket_mb(policy, range(-(-ranks // local_size)), blocks_host=not nccl)
+            return default_bucket_mb(policy, range(-(-ranks // local_size)), blocks_host=not nccl)
 
-        said, ranks = self.arguments.bucket_mb, self.arguments.ranks
-        own = said or (row.bucket_mb if row else usual(max(ranks), self.local_size))
+        explicit, ranks = self.arguments.bucket_mb, self.arguments.ranks
+        row_size = explicit or (row.bucket_mb if row else usual(max(ranks), self.local_size))
         if row and row.bucket_mb != usual(row.ranks, self.job.network.local_size):
-            said = own
-        return own, {n: said or usual(n, self.local_size) for n in ranks}
+            explicit = row_size
+        return row_size, {n: explicit or usual(n, self.local_size) for n in ranks}
 
     def report(self) -> None:
-        """Print the tables and a recommendation for each number of ranks; write the files that were asked for."""
+        """Print the tables and a recommendation for each number of ranks; write the files of --json and --plot."""
         from hvdbridge.tools.bench import report
 
-        report.show(report.predicted(self.found))
-        if self.beside:
-            report.show(report.compared(self.beside))
-        planned = sorted({one.ranks for one in self.found})
+        report.show(report.predicted(self.predictions))
+        if self.comparisons:
+            report.show(report.compared(self.comparisons))
+        planned = sorted({prediction.ranks for prediction in self.predictions})
         for ranks in planned:
-            self.console.print(report.recommend(self.found, ranks), highlight=False, markup=False)
-        said = " as said" if self.arguments.compute_ms is not None else ""
+            self.console.print(report.recommend(self.predictions, ranks), highlight=False, markup=False)
+        origin = " as given" if self.arguments.compute_ms is not None else ""
         per_rank = " to ".join(f"{n:.3g}" for n in sorted({self.cores(planned[0]), self.cores(planned[-1])}))
         self.console.print(
             "Step times say nothing of what a policy does to the loss: docs/policies.md has that. "
-            f"Computation {1e3 * self.found[0].compute:.1f} ms a step{said}, {per_rank} cores per rank.",
+            f"Computation {1e3 * self.predictions[0].compute:.1f} ms a step{origin}, {per_rank} cores per rank.",
             highlight=False,
         )
         if self.arguments.json is not None:
-            report.save(self.arguments.json, self.job.network, self.found, model=self.job.model)
+            report.save(self.arguments.json, self.job.network, self.predictions, model=self.job.model)
         if self.arguments.plot is not None:
-            report.plot_predicted(self.arguments.plot, self.found)
+            report.plot_predicted(self.arguments.plot, self.predictions)
 
 
 def _option(name: str) -> str:
@@ -280,46 +285,46 @@ def _option(name: str) -> str:
 
 
 def _job(arguments: argparse.Namespace) -> Job:
-    """From the command line alone; raises ConfigurationError: it names no network."""
+    """Return the job of the command line alone; raises ConfigurationError if it gives no network."""
     from hvdbridge.tools.bench.transport import Network
 
     local = _local(arguments)
     if arguments.gbits is None:
         raise ConfigurationError(
-            "which network? --gbits 10 --latency-us 30, or --from what hvdbridge bench --json wrote"
+            "name the network: --gbits 10 --latency-us 30, or --from a file of hvdbridge bench --json"
         )
-    network = Network.given(*_line(arguments.latency_us, 25.0, arguments.gbits), local)
+    network = Network.given(*_link(arguments.latency_us, 25.0, arguments.gbits), local)
     return Job(network, arguments.model or "bert-base", arguments.samples, _compute(arguments))
 
 
 def _job_of_file(arguments: argparse.Namespace, errors: Console) -> Job:
-    """Raises ConfigurationError: the file is not what ``hvdbridge bench`` writes, or of another job."""
+    """Return the job of ``--from FILE``; raises ConfigurationError for a malformed file, or that of another job."""
     from hvdbridge.tools.bench.transport import Network
 
     local, compute, source = _local(arguments), _compute(arguments), f"--from {arguments.source}"
-    if other := [_option(name) for name in ("gbits", "latency_us") if getattr(arguments, name) is not None]:
-        raise ConfigurationError(f"{', '.join(other)} and {source}: which network? FILE has one")
-    network, every = _read(arguments.source)
-    known = list(dict.fromkeys(row.model for row in every))
-    model = arguments.model or (known[0] if len(known) == 1 else None)
-    backend, most = every[-1].backend, max(row.ranks for row in every)  # the network is the last row's
-    if most == 1:
+    if conflicting := [_option(name) for name in ("gbits", "latency_us") if getattr(arguments, name) is not None]:
+        raise ConfigurationError(f"{', '.join(conflicting)} and {source}: FILE has a network already")
+    network, all_rows = _read(arguments.source)
+    models = list(dict.fromkeys(row.model for row in all_rows))
+    model = arguments.model or (models[0] if len(models) == 1 else None)
+    backend, most_ranks = all_rows[-1].backend, max(row.ranks for row in all_rows)  # the network is the last row's
+    if most_ranks == 1:
         raise ConfigurationError(
             f"{source}: one rank alone has measured no network. Start hvdbridge bench on several."
         )
     if model is None:
-        raise ConfigurationError(f"{source} has {', '.join(known)}: say which by --model")
-    rows = {row.policy: row for row in every if (row.model, row.backend) == (model, backend)}
+        raise ConfigurationError(f"{source} has {', '.join(models)}: say which by --model")
+    rows = {row.policy: row for row in all_rows if (row.model, row.backend) == (model, backend)}
     samples = {row.samples for row in rows.values()} or {arguments.samples}
     if arguments.samples is not None and samples != {arguments.samples}:
         raise ConfigurationError(
             f"--samples {arguments.samples}: in {arguments.source} it was {samples.pop() or 'the default'}"
         )
-    taken = f"rows of {model} with {backend}" if rows else f"the network alone: it has no row of {model}"
-    errors.print(f"{arguments.source}: {taken}", highlight=False, markup=False, soft_wrap=True)
-    if most <= network.local_size:
+    used = f"rows of {model} with {backend}" if rows else f"the network alone: it has no row of {model}"
+    errors.print(f"{arguments.source}: {used}", highlight=False, markup=False, soft_wrap=True)
+    if most_ranks <= network.local_size:
         errors.print(
-            f"All {most} ranks were on one node: what several nodes take is predicted as if nothing slower lay "
+            f"All {most_ranks} ranks were on one node: what several nodes take is predicted as if nothing slower lay "
             "between them. Measure there, or give --gbits in place of --from.", highlight=False, soft_wrap=True,
         )  # fmt: skip
     if local is not None:
@@ -331,7 +336,7 @@ def _job_of_file(arguments: argparse.Namespace, errors: Console) -> Job:
 
 
 def _read(path: Path) -> tuple[Network, list[Measured]]:
-    """The network and the rows of a file; raises ConfigurationError: it is not what ``hvdbridge bench`` writes."""
+    """Return the network and the rows of a file; raises ConfigurationError if ``hvdbridge bench`` did not write it."""
     from hvdbridge.tools.bench.checks import read
     from hvdbridge.tools.bench.transport import Network
 
@@ -357,28 +362,28 @@ def _compute(arguments: argparse.Namespace) -> float | None:
 
 
 def _local(arguments: argparse.Namespace) -> tuple[float, float] | None:
-    """Latency and bandwidth inside a node, where the command line has them."""
+    """Return seconds of latency and bytes per second inside a node; None if the command line has neither."""
     if arguments.local_gbits is not None:
-        return _line(arguments.local_latency_us, 5.0, arguments.local_gbits)
+        return _link(arguments.local_latency_us, 5.0, arguments.local_gbits)
     if arguments.local_latency_us is not None:
         raise ConfigurationError(f"--local-latency-us {arguments.local_latency_us:g} needs --local-gbits")
     return None
 
 
-def _line(microseconds: float | None, otherwise: float, gbits: float) -> tuple[float, float]:
-    """Seconds, and bytes per second."""
-    return (otherwise if microseconds is None else microseconds) / 1e6, gbits * 1e9 / 8
+def _link(microseconds: float | None, default: float, gbits: float) -> tuple[float, float]:
+    """Return latency in seconds and bandwidth in bytes per second."""
+    return (default if microseconds is None else microseconds) / 1e6, gbits * 1e9 / 8
 
 
 @contextmanager
 def _threads(cores: float) -> Iterator[None]:
-    """As many threads as a rank would have, unless the environment says how many."""
+    """Give torch as many threads as a rank has cores, unless ``OMP_NUM_THREADS`` is set; restore them at exit."""
     import torch
 
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(int(cores), len(usable_cores()))))
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)

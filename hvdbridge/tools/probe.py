@@ -1,8 +1,8 @@
-"""What is installed, asked in child processes.
+"""Queries about the installed packages, which run in child processes.
 
-A child asks because an import may start MPI, take seconds, or crash (a Horovod built against another torch
-ends in an undefined symbol), and because the caller may have to ask again after an installation.
-Each question is a source text that leaves a dictionary named ``answer``.
+A child runs each query because an import may start MPI, take seconds, or crash: a Horovod built against another torch
+ends with an undefined symbol. The caller may also have to repeat a query after an installation.
+Each query is a source text that assigns a dictionary to the name ``answer``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-# Variables of a launcher: a child that inherits them would take itself for one of its ranks.
+# Prefixes of launchers' variables: a child that inherits such variables would start as one of the launcher's ranks.
 LAUNCHER_PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "PMI2_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
 TIMEOUT_SECONDS = 120
 
@@ -68,22 +68,26 @@ if config.kernels != "torch":
 """
 
 
+ANSWER = "hvdbridge's answer: "
+"""Text before the answer in the output of a child."""
+
+
 @dataclass(frozen=True)
 class Missing:
-    """Something that cannot be imported, and the last line of why."""
+    """A package that cannot be imported; ``why`` is the last line of the error."""
 
     why: str
 
 
 def ask(source: str) -> SimpleNamespace | Missing:
-    """Run ``source`` in a child of this interpreter and return the ``answer`` that it leaves.
+    """Run the query ``source`` in a child of this interpreter and return its ``answer``.
 
     >>> ask("answer = dict(sum=1 + 1)")
     namespace(sum=2)
     >>> ask("import no_such_module")
     Missing(why="ModuleNotFoundError: No module named 'no_such_module'")
     """
-    command = [sys.executable, "-c", f"import json\n{source}\nprint(json.dumps(answer))"]
+    command = [sys.executable, "-c", f"import json\n{source}\nprint({ANSWER!r} + json.dumps(answer))"]
     try:
         child = subprocess.run(
             command, env=clean_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -94,16 +98,17 @@ def ask(source: str) -> SimpleNamespace | Missing:
     if child.returncode:
         lines = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]
         return Missing(lines[-1].strip())
-    # The last line only: a library may print when it is imported.
-    return SimpleNamespace(**json.loads(child.stdout.strip().splitlines()[-1]))
+    # A library may print when it is imported, and when the child exits.
+    _, marker, rest = child.stdout.partition(ANSWER)
+    return SimpleNamespace(**json.loads(rest.splitlines()[0])) if marker else Missing("it ended without an answer")
 
 
 def horovod_text(horovod: Any) -> str:
-    """Version and operations of an answer to :data:`HOROVOD`."""
+    """Return the version and the operations in an answer to :data:`HOROVOD`."""
     built = [name for name in ("gloo", "mpi", "nccl") if getattr(horovod, name)]
     return f"{horovod.version} ({', '.join(built)})"
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without the variables by which a launcher tells its ranks who they are."""
+    """Return this process's environment without the variables that launchers set for their ranks."""
     return {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}

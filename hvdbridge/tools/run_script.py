@@ -1,4 +1,4 @@
-"""``hvdbridge run``: an unmodified Horovod script, without Horovod; see :mod:`hvdbridge.run`."""
+"""``hvdbridge run``: run an unmodified Horovod script without Horovod; see :mod:`hvdbridge.run`."""
 
 from __future__ import annotations
 

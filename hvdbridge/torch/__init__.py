@@ -1,8 +1,8 @@
 """Horovod's API for PyTorch on any backend: ``import hvdbridge.torch as hvd``.
 
-The names, arguments and results are those of ``horovod.torch`` 0.28; Horovod need not be installed. Data travels by the
-backend that ``HVDBRIDGE_BACKEND`` names (torch.distributed, the real Horovod, or MPI), under any launcher.
-docs/horovod.md has a table of every name.
+The names, signatures and results are those of ``horovod.torch`` 0.28. Horovod need not be installed. The backend that
+``HVDBRIDGE_BACKEND`` selects (torch.distributed, the real Horovod, or MPI) carries the data, under any launcher.
+docs/horovod.md lists every name.
 """
 
 # ruff: noqa: I001

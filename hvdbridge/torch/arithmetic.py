@@ -1,10 +1,10 @@
-"""Arithmetic of raw operations around their collective: scaling, packing, and types that no library reduces.
+"""Arithmetic around the collectives of raw operations: scaling, byte packing, and dtypes that no backend reduces.
 
 Rules:
 
-1. Horovod's order: factors before the reduction, then the reduction, then the factor after it with the division of an
-   average in ONE multiplication, in the tensor's own type (float32 for 16-bit floats, float64 for integers).
-2. Every type that travels is reduced: int16 in int32, complex numbers as pairs, bool by any and all.
+1. The order is Horovod's: prescale factor, reduction, postscale factor. ONE multiplication applies the postscale
+   factor and divides an average. It computes in the tensor's dtype (16-bit floats: float32, integers: float64).
+2. Dtypes that no backend reduces are converted: int16 to int32, complex to pairs of reals. bool takes max or min.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from hvdbridge.backends.communicator import DTYPES, Communicator
 from hvdbridge.policy.collectives import AllGather, AllReduce, ReduceScatter
 
-OPS = {"Sum": "sum", "Average": "sum", "Min": "min", "Max": "max", "Product": "product"}
-BOOL_OPS = {"Sum": "max", "Max": "max", "Min": "min", "Product": "min"}
-TINY = 1.4916681462400413e-154
-"""The square root of the smallest normal float64: below, a squared norm counts as zero."""
+COLLECTIVE_OPS = {"Sum": "sum", "Average": "sum", "Min": "min", "Max": "max", "Product": "product"}
+BOOL_COLLECTIVE_OPS = {"Sum": "max", "Max": "max", "Min": "min", "Product": "min"}
+MIN_SQUARED_NORM = 1.4916681462400413e-154
+"""The square root of the smallest normal float64. Adasum treats a smaller squared norm as zero."""
 
 
-def refusal(dtype: torch.dtype, op: str) -> str:
-    """Why ``op`` does not reduce tensors of this type; empty if it does.
+def unsupported_reason(dtype: torch.dtype, op: str) -> str:
+    """Return why ``op`` cannot reduce tensors of this dtype, or an empty string if it can.
 
-    >>> refusal(torch.bool, "Average"), refusal(torch.bfloat16, "Sum")
+    >>> unsupported_reason(torch.bool, "Average"), unsupported_reason(torch.bfloat16, "Sum")
     ('Average has no meaning for torch.bool', '')
     """
     known = (*DTYPES, torch.int16, torch.complex64, torch.complex128)
@@ -39,7 +39,7 @@ def refusal(dtype: torch.dtype, op: str) -> str:
 
 
 def scale_(tensor: Tensor, factor: float) -> Tensor:
-    """Multiply in place by rule 1; integers are rounded towards zero.
+    """Multiply ``tensor`` by ``factor`` in place (rule 1); integer products are rounded towards zero.
 
     >>> scale_(torch.tensor([3, -3]), 0.5)
     tensor([ 1, -1])
@@ -55,27 +55,30 @@ def all_reduce(
     buffer: Tensor, op: str, factors: tuple[float, float], comm: Communicator,
     kind: type[AllReduce | ReduceScatter] = AllReduce,
 ) -> Tensor:  # fmt: skip
-    """``op`` over the ranks, factors included; may work in ``buffer``, and returns contiguous memory."""
+    """Scale and reduce ``buffer`` over the ranks, by ``op`` and pre- and postscale ``factors``; may overwrite it.
+
+    Returns a contiguous tensor of the same dtype. ``ReduceScatter`` takes ``[size, ...]`` and returns row ``rank``.
+    """
     scale_(buffer, factors[0])
-    wide = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    ours = (BOOL_OPS if buffer.dtype == torch.bool else OPS)[op]
-    answer = comm.execute(kind(wide.to(torch.int32) if wide.dtype == torch.int16 else wide, ours))
-    answer = torch.view_as_complex(answer) if buffer.is_complex() else answer.to(buffer.dtype)
-    return scale_(answer, factors[1] / comm.size if op == "Average" else factors[1])
+    real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    collective_op = (BOOL_COLLECTIVE_OPS if buffer.dtype == torch.bool else COLLECTIVE_OPS)[op]
+    reduced = comm.execute(kind(real.to(torch.int32) if real.dtype == torch.int16 else real, collective_op))
+    reduced = torch.view_as_complex(reduced) if buffer.is_complex() else reduced.to(buffer.dtype)
+    return scale_(reduced, factors[1] / comm.size if op == "Average" else factors[1])
 
 
 def reduce_scatter(tensor: Tensor, op: str, factors: tuple[float, float], comm: Communicator) -> Tensor:
-    """This rank's rows of the reduction; where ranks cannot have equally many, earlier ranks have one more."""
-    rows, more = divmod(tensor.shape[0], comm.size)
-    counts = [rows + (rank < more) for rank in range(comm.size)]
-    padded = tensor.new_zeros(comm.size, rows + (more > 0), *tensor.shape[1:])
-    for part, target in zip(tensor.split(counts), padded.unbind(), strict=True):
-        target[: part.shape[0]] = part
+    """Return this rank's rows of the reduction. If rows do not divide evenly, the first ranks get one row more."""
+    rows, remainder = divmod(tensor.shape[0], comm.size)
+    counts = [rows + (rank < remainder) for rank in range(comm.size)]
+    padded = tensor.new_zeros(comm.size, rows + (remainder > 0), *tensor.shape[1:])
+    for shard, target in zip(tensor.split(counts), padded.unbind(), strict=True):
+        target[: shard.shape[0]] = shard
     return all_reduce(padded, op, factors, comm, ReduceScatter)[: counts[comm.rank]].clone()
 
 
 def adasum(tensor: Tensor, factors: tuple[float, float], comm: Communicator) -> Tensor:
-    """Adasum of all ranks' tensors: pairs by rank xor 1, then 2, then 4. Gathers, and so holds, ``size`` tensors."""
+    """Return the Adasum (Maleki 2020) of all ranks' tensors, in pairs: rank xor 1, 2, 4, ... Holds ``size`` tensors."""
     rows = list(comm.execute(AllGather(scale_(tensor, factors[0]))).unbind())
     while len(rows) > 1:
         rows = [_adasum_pair(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True)]
@@ -83,19 +86,20 @@ def adasum(tensor: Tensor, factors: tuple[float, float], comm: Communicator) -> 
 
 
 def _adasum_pair(a: Tensor, b: Tensor) -> Tensor:
-    """
+    """Return ``(1 - ab / 2aa) a + (1 - ab / 2bb) b``, computed in float64, in the dtype of ``a``.
+
     >>> _adasum_pair(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0]))
     tensor([1.2500, 0.7500])
     """
     x, y = a.double(), b.double()
     dot, xx, yy = float((x * y).sum()), float((x * x).sum()), float((y * y).sum())
-    left = 1.0 - dot / xx * 0.5 if xx >= TINY else 1.0
-    right = 1.0 - dot / yy * 0.5 if yy >= TINY else 1.0
+    left = 1.0 - dot / xx * 0.5 if xx >= MIN_SQUARED_NORM else 1.0
+    right = 1.0 - dot / yy * 0.5 if yy >= MIN_SQUARED_NORM else 1.0
     return (left * x + right * y).to(a.dtype)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a tensor, flat; a copy only where it is not contiguous.
+    """Return the tensor's bytes as a flat uint8 tensor: a view, or a copy if ``tensor`` is not contiguous.
 
     >>> as_bytes(torch.tensor([[1]], dtype=torch.int16))
     tensor([1, 0], dtype=torch.uint8)
@@ -105,7 +109,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A tensor of its own with these bytes."""
+    """Return a new tensor of this dtype and shape with a copy of the bytes in ``data`` (uint8)."""
     result = torch.empty(tuple(shape), dtype=dtype, device=data.device)
     as_bytes(result).copy_(data)
     return result

@@ -1,6 +1,7 @@
-"""Horovod's operations without gradients: each starts at once and has a handle.
+"""Horovod's asynchronous and in-place operations, which autograd does not differentiate.
 
-Operations without a name get running numbers per kind and process set.
+An asynchronous operation starts at once and returns an integer handle. Operations without a name are numbered per kind
+and process set.
 """
 
 from __future__ import annotations
@@ -15,46 +16,50 @@ from torch import Tensor
 
 from hvdbridge.policy.buffer_pool import overlaps
 from hvdbridge.torch import arithmetic, basics
-from hvdbridge.torch.basics import _OPS, Adasum, Average, ReduceOp, Sum, _current, _handles, size
+from hvdbridge.torch.basics import _REDUCE_OPS, Adasum, Average, ReduceOp, Sum, _current, _handles, size
 from hvdbridge.torch.exceptions import internal_error
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 
-_numbers = count(1)
+_handle_numbers = count(1)
 
 
 def _start(
     kind: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, *,
     reduction: ReduceOp | None = None, in_place: bool = False, grouped: bool = False, **more: Any,
 ) -> int:  # fmt: skip
-    """A handle of the operation; ``more`` as in :meth:`~hvdbridge.torch.operations.Operations.submit`.
+    """Submit an operation to :meth:`~hvdbridge.torch.operations.Operations.submit`, and return its handle.
+
+    Args:
+        more: further arguments of ``submit``.
 
     Raises:
-        ValueError: tensors that cannot travel, be reduced or be written in place; a process set without number.
+        ValueError: the operation cannot take one of the tensors; the process set is not registered.
     """
     if not tensors:
         raise ValueError("a grouped operation needs at least one tensor")
     for tensor in tensors:
-        _check(tensor, reduction, in_place)
+        _check_tensor(tensor, reduction, in_place)
     if reduction is not None:
         more["op"] = reduction.name
     label = "allreduce" if kind == "adasum" else kind
     pending = _current().submit(
         kind, name, tensors, label=f"grouped_{label}" if grouped and kind != "alltoall" else label, in_place=in_place,
-        grouped=grouped, process_set=_number(process_set), **more,
+        grouped=grouped, process_set=_process_set_id(process_set), **more,
     )  # fmt: skip
-    number = next(_numbers)
-    _handles[number] = pending
-    return number
+    handle = next(_handle_numbers)
+    _handles[handle] = pending
+    return handle
 
 
-def _check(tensor: Any, reduction: ReduceOp | None = None, in_place: bool = False) -> None:
+def _check_tensor(tensor: Any, reduction: ReduceOp | None = None, in_place: bool = False) -> None:
+    """Raise ValueError if ``tensor`` cannot be sent, reduced by ``reduction`` or, with ``in_place``, overwritten."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"hvd's operations take tensors, got {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(f"Tensor type {tensor.type()} is not supported: use sparse_allreduce_async, or to_dense()")
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError("a lazily conjugated tensor has other bits than values: call .clone() first")
-    if reduction is not None and (reason := arithmetic.refusal(tensor.dtype, reduction.name)):
+    if reduction is not None and (reason := arithmetic.unsupported_reason(tensor.dtype, reduction.name)):
         raise ValueError(reason)
     if in_place and overlaps(tensor):
         raise ValueError(
@@ -64,10 +69,10 @@ def _check(tensor: Any, reduction: ReduceOp | None = None, in_place: bool = Fals
 
 
 def poll(handle: Any) -> bool:
-    """Whether :func:`synchronize` would not block.
+    """Return whether the operation has ended, so that :func:`synchronize` would not block.
 
     Raises:
-        ValueError: no such handle, or it was synchronized.
+        ValueError: ``handle`` is unknown, or was synchronized already.
     """
     if handle not in _handles:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
@@ -75,9 +80,13 @@ def poll(handle: Any) -> bool:
 
 
 def synchronize(handle: Any) -> Any:
-    """Wait for an asynchronous operation; its result: a tensor, or a tuple of tensors (grouped, all-to-all).
+    """Wait for an asynchronous operation, and return its result.
 
-    A handle of :func:`sparse_allreduce_async` is called; an unknown one gives None.
+    Args:
+        handle: the return value of an ``*_async`` function, :func:`sparse_allreduce_async` included.
+
+    Returns:
+        A tensor; a tuple of tensors for grouped operations and all-to-all; None for an unknown handle.
 
     Raises:
         HorovodInternalError: the operation failed, here or on another rank.
@@ -95,42 +104,44 @@ def synchronize(handle: Any) -> Any:
 
 
 def join(device: int = -1) -> int:
-    """This rank has no more data: it takes part in the others' all-reduces, and in the steps of their
-    DistributedOptimizers, with zeros until all have joined.
+    """Contribute zeros to the other ranks' all-reduces and optimizer steps until all ranks have joined.
+
+    A rank without further data calls this, while other ranks continue to train.
 
     Args:
-        device: not used; the zeros are on the device type of the others' tensors.
+        device: ignored; zeros are allocated on the device type of the other ranks' tensors.
 
     Returns:
         The rank that joined last.
 
     Raises:
-        HorovodInternalError: an operation other than an all-reduce was started meanwhile, or a rank ended.
+        HorovodInternalError: another rank started an operation that needs data of this rank, or ended.
     """
     return _current().join()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when all ranks of the set have called it."""
+    """Block until all ranks of the set have called this function."""
     operations = _current()
-    operations.wait(operations.submit("barrier", None, [], process_set=_number(process_set)))
+    operations.wait(operations.submit("barrier", None, [], process_set=_process_set_id(process_set)))
 
 
-def _number(process_set: ProcessSet) -> int:
-    number = process_set.process_set_id
-    if number is None:
+def _process_set_id(process_set: ProcessSet) -> int:
+    """Return the set's number; raise ValueError if the set is not registered."""
+    process_set_id = process_set.process_set_id
+    if process_set_id is None:
         raise ValueError(f"{process_set} does not exist, or has not been registered: use hvd.add_process_set()")
-    return number
+    return process_set_id
 
 
-def _chosen(op: int | None, average: bool | None) -> ReduceOp:
-    """The reduction that ``op`` or the older ``average`` means; the default is Average."""
+def _op_of(op: int | None, average: bool | None) -> ReduceOp:
+    """Return the reduction that ``op`` or the deprecated ``average`` selects; Average if both are None."""
     if op is not None:
         if average is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
-        if int(op) not in _OPS:
-            raise ValueError(f"op={op!r} is no reduction: use one of {', '.join(map(repr, _OPS.values()))}")
-        return _OPS[int(op)]
+        if int(op) not in _REDUCE_OPS:
+            raise ValueError(f"op={op!r} is no reduction: use one of {', '.join(map(repr, _REDUCE_OPS.values()))}")
+        return _REDUCE_OPS[int(op)]
     if average is None:
         return Average
     warnings.warn(
@@ -139,7 +150,7 @@ def _chosen(op: int | None, average: bool | None) -> ReduceOp:
     return Average if average else Sum
 
 
-handle_average_backwards_compatibility = _chosen
+handle_average_backwards_compatibility = _op_of
 
 
 def _allreduce(
@@ -161,25 +172,25 @@ def allreduce_async(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
-    """Start :func:`allreduce`; a handle for :func:`poll` and :func:`synchronize`. No gradient flows."""
-    return _allreduce([tensor], name, _chosen(op, average), prescale_factor, postscale_factor, process_set)
+    """Start :func:`allreduce` and return a handle for :func:`poll` and :func:`synchronize`. Not differentiable."""
+    return _allreduce([tensor], name, _op_of(op, average), prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_async_(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
-    """Start :func:`allreduce_`; a handle for :func:`poll` and :func:`synchronize`."""
-    chosen = _chosen(op, average)
-    return _allreduce([tensor], name, chosen, prescale_factor, postscale_factor, process_set, in_place=True)
+    """Start :func:`allreduce_` and return a handle for :func:`poll` and :func:`synchronize`."""
+    reduction = _op_of(op, average)
+    return _allreduce([tensor], name, reduction, prescale_factor, postscale_factor, process_set, in_place=True)
 
 
 def allreduce_(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Tensor:  # fmt: skip
-    """:func:`allreduce` in place; returns ``tensor``. No gradient flows."""
-    handle = allreduce_async_(tensor, None, name, _chosen(op, average), prescale_factor, postscale_factor, process_set)
+    """Reduce ``tensor`` in place as :func:`allreduce` does, and return it. Not differentiable."""
+    handle = allreduce_async_(tensor, None, name, _op_of(op, average), prescale_factor, postscale_factor, process_set)
     return synchronize(handle)  # type: ignore[no-any-return]
 
 
@@ -187,17 +198,17 @@ def grouped_allreduce_async(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
-    """Start :func:`grouped_allreduce`; a handle whose result is a tuple."""
-    return _allreduce(tensors, name, _chosen(op, average), prescale_factor, postscale_factor, process_set, grouped=True)
+    """Start :func:`grouped_allreduce` and return a handle, whose result is a tuple. Not differentiable."""
+    return _allreduce(tensors, name, _op_of(op, average), prescale_factor, postscale_factor, process_set, grouped=True)
 
 
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
-    """Start :func:`grouped_allreduce_`; a handle whose result is a tuple."""
+    """Start :func:`grouped_allreduce_` and return a handle, whose result is a tuple."""
     return _allreduce(
-        tensors, name, _chosen(op, average), prescale_factor, postscale_factor, process_set, in_place=True, grouped=True
+        tensors, name, _op_of(op, average), prescale_factor, postscale_factor, process_set, in_place=True, grouped=True
     )
 
 
@@ -205,9 +216,9 @@ def grouped_allreduce_(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """:func:`grouped_allreduce` in place; returns the tensors. No gradient flows."""
+    """Reduce tensors in place as :func:`grouped_allreduce` does, and return them. Not differentiable."""
     handle = grouped_allreduce_async_(
-        tensors, None, name, _chosen(op, average), prescale_factor, postscale_factor, process_set
+        tensors, None, name, _op_of(op, average), prescale_factor, postscale_factor, process_set
     )
     return synchronize(handle)  # type: ignore[no-any-return]
 
@@ -215,51 +226,52 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start the sum or average of sparse (COO) tensors: indices and values are gathered.
+    """Start the sum or average of sparse COO tensors, by all-gathers of their indices and values.
 
     Returns:
-        A function without arguments that waits and returns the result: a sparse tensor, not coalesced.
+        A function without arguments that waits for the result and returns it: an uncoalesced sparse COO tensor of the
+        same shape.
 
     Raises:
-        ValueError: an op other than Average and Sum.
+        ValueError: ``op`` is neither Average nor Sum.
     """
-    chosen = _chosen(op, None)
-    if chosen not in (Average, Sum):
-        raise ValueError(f"sparse_allreduce_async takes Average and Sum, got {chosen!r}")
-    title = name or None
-    indices = allgather_async(tensor._indices().t().contiguous(), title and f"{title}.indices", process_set)
-    values = allgather_async(tensor._values(), title and f"{title}.values", process_set)
+    reduction = _op_of(op, None)
+    if reduction not in (Average, Sum):
+        raise ValueError(f"sparse_allreduce_async takes Average and Sum, got {reduction!r}")
+    prefix = name or None
+    indices_handle = allgather_async(tensor._indices().t().contiguous(), prefix and f"{prefix}.indices", process_set)
+    values_handle = allgather_async(tensor._values(), prefix and f"{prefix}.values", process_set)
     members = process_set.size()
 
     def handle() -> Tensor:
-        total, where = synchronize(values), synchronize(indices)
-        if chosen == Average:
-            total = total / members
-        return torch.sparse_coo_tensor(where.t(), total, tensor.size(), check_invariants=False)
+        values, indices = synchronize(values_handle), synchronize(indices_handle)
+        if reduction == Average:
+            values = values / members
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.size(), check_invariants=False)
 
     return handle
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Start :func:`allgather`; a handle for :func:`poll` and :func:`synchronize`. No gradient flows."""
+    """Start :func:`allgather` and return a handle for :func:`poll` and :func:`synchronize`. Not differentiable."""
     return _start("allgather", [tensor], name, process_set)
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start :func:`grouped_allgather`; a handle whose result is a tuple."""
+    """Start :func:`grouped_allgather` and return a handle, whose result is a tuple. Not differentiable."""
     return _start("allgather", tensors, name, process_set, grouped=True)
 
 
 def _broadcast_async(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool) -> int:
-    root = _root("broadcast", root_rank, process_set)
+    root = _checked_root("broadcast", root_rank, process_set)
     return _start("broadcast", [tensor], name, process_set, in_place=in_place, root=root)
 
 
-def _root(kind: str, root_rank: int, process_set: ProcessSet) -> int:
-    """``root_rank``, which must be a member of the set (ValueError)."""
-    members = _current().members(_number(process_set))
+def _checked_root(kind: str, root_rank: int, process_set: ProcessSet) -> int:
+    """Return ``root_rank``; raise ValueError if it is not a member of the set."""
+    members = _current().members(_process_set_id(process_set))
     if root_rank not in members:
         raise ValueError(f"{kind} received invalid root rank {root_rank} for provided process set {members}")
     return int(root_rank)
@@ -268,34 +280,35 @@ def _root(kind: str, root_rank: int, process_set: ProcessSet) -> int:
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start :func:`broadcast`; a handle for :func:`poll` and :func:`synchronize`. No gradient flows."""
+    """Start :func:`broadcast` and return a handle for :func:`poll` and :func:`synchronize`. Not differentiable."""
     return _broadcast_async(tensor, root_rank, name, process_set, in_place=False)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start :func:`broadcast_`; a handle for :func:`poll` and :func:`synchronize`."""
+    """Start :func:`broadcast_` and return a handle for :func:`poll` and :func:`synchronize`."""
     return _broadcast_async(tensor, root_rank, name, process_set, in_place=True)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """:func:`broadcast` in place; returns ``tensor``. No gradient flows."""
+    """Overwrite ``tensor`` with the values of rank ``root_rank``, and return it. Not differentiable."""
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))  # type: ignore[no-any-return]
 
 
 def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start :func:`alltoall`; a handle whose result is ``(tensor, received_splits)``, with and without splits."""
-    _check(tensor)
-    counts = _splits(tensor, splits, len(_current().members(_number(process_set))))
+    """Start :func:`alltoall` and return a handle, whose result is always ``(tensor, received_splits)``."""
+    _check_tensor(tensor)
+    counts = _row_counts(tensor, splits, len(_current().members(_process_set_id(process_set))))
     return _start("alltoall", [tensor], name, process_set, grouped=True, splits=counts)
 
 
-def _splits(tensor: Tensor, splits: Any, members: int) -> tuple[int, ...]:
+def _row_counts(tensor: Tensor, splits: Any, members: int) -> tuple[int, ...]:
+    """Return how many rows of ``tensor`` go to each member; raise ValueError if ``splits`` do not fit."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None or (hasattr(splits, "__len__") and len(splits) == 0):
         if rows % members:
@@ -309,7 +322,7 @@ def _splits(tensor: Tensor, splits: Any, members: int) -> tuple[int, ...]:
         raise ValueError("alltoall expects a 1D splits tensor")
     if given.dtype != torch.int32:
         raise ValueError(f"alltoall expects splits to contain 32-bit integer elements, got {given.dtype}")
-    counts = tuple(int(each) for each in given.tolist())
+    counts = tuple(int(count) for count in given.tolist())
     if len(counts) != members:
         raise ValueError(f"Number of entries in splits does not equal number of workers: {len(counts)}, {members}")
     if min(counts) < 0:
@@ -325,20 +338,20 @@ def _reducescatter(
     tensors: Sequence[Tensor], name: str | None, op: int, process_set: ProcessSet, prescale_factor: float,
     postscale_factor: float, grouped: bool = False,
 ) -> int:  # fmt: skip
-    chosen = _chosen(op, None)
-    if chosen not in (Average, Sum):
-        raise internal_error(f"Reducescatter currently only supports AVERAGE and SUM, got {chosen!r}")
+    reduction = _op_of(op, None)
+    if reduction not in (Average, Sum):
+        raise internal_error(f"Reducescatter currently only supports AVERAGE and SUM, got {reduction!r}")
     if any(getattr(tensor, "ndim", 1) == 0 for tensor in tensors):
         raise ValueError("Reducescatter does not support scalar inputs")
     factors = float(prescale_factor), float(postscale_factor)
-    return _start("reducescatter", tensors, name, process_set, reduction=chosen, grouped=grouped, factors=factors)
+    return _start("reducescatter", tensors, name, process_set, reduction=reduction, grouped=grouped, factors=factors)
 
 
 def reducescatter_async(
     tensor: Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:  # fmt: skip
-    """Start :func:`reducescatter`; a handle for :func:`poll` and :func:`synchronize`. No gradient flows."""
+    """Start :func:`reducescatter` and return a handle for :func:`poll` and :func:`synchronize`. Not differentiable."""
     return _reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor)
 
 
@@ -346,5 +359,5 @@ def grouped_reducescatter_async(
     tensors: Sequence[Tensor], name: str | None = None, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:  # fmt: skip
-    """Start :func:`grouped_reducescatter`; a handle whose result is a tuple."""
+    """Start :func:`grouped_reducescatter` and return a handle, whose result is a tuple. Not differentiable."""
     return _reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, grouped=True)

@@ -1,4 +1,7 @@
-"""Horovod's session: start, end, ranks, what was built; and ``horovod.common.basics``."""
+"""Initialization, shutdown, ranks and build queries; the counterpart of ``horovod.common.basics``.
+
+Functions that return a rank or a number of processes raise ValueError before :func:`init`.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from hvdbridge.torch.actions import Pending
 from hvdbridge.torch.exceptions import NoInitError, internal_error
 from hvdbridge.torch.operations import Operations
 from hvdbridge.torch.process_sets import ProcessSet, _setup, add_process_set, global_process_set
-from hvdbridge.torch.settings import Settings, report_unheeded
+from hvdbridge.torch.settings import Settings, report_ignored_variables
 from hvdbridge.training import runtime
 
 
 class ReduceOp(IntEnum):
-    """A reduction: an integer, as in Horovod, whose text is its name.
+    """A reduction: an integer with Horovod's value, whose text is its name.
 
     >>> Average, int(Product)
     (Average, 5)
@@ -37,27 +40,29 @@ class ReduceOp(IntEnum):
 
 
 Average, Sum, Adasum, Min, Max, Product = ReduceOp
-_OPS = {int(op): op for op in ReduceOp}
+_REDUCE_OPS = {int(op): op for op in ReduceOp}
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 _operations: Operations | None = None
 _owns_session = False
 _handles: dict[int, Pending] = {}
-"""The operations that were started and not waited for, by handle."""
+"""Operations that were started and not synchronized yet, by handle."""
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Begin; collective. Calls ``hb.init()`` if the script has not. Harmless when repeated.
+    """Initialize this API on all ranks; collective. Calls ``hb.init()`` if the script has not.
+
+    A second call has no effect, unless :func:`shutdown` came between.
 
     Args:
-        comm: None, or all ranks (a list, or an mpi4py communicator). To work with some of them use process sets.
-        process_sets: sets to register at once; ``"dynamic"`` is accepted, since a script can always add sets here.
+        comm: None, or all ranks (a list, or an mpi4py communicator). For operations of some ranks use process sets.
+        process_sets: sets to register; ``"dynamic"`` has no effect, because a script can always add sets.
 
     Raises:
-        ValueError: a set is given twice, or has ranks that do not exist.
-        NotImplementedError: ``comm`` has a part of the ranks only.
-        HvdbridgeError: of ``hb.init()``: ranks that do not find each other, a backend that is not installed.
+        ValueError: two sets have the same ranks, or a set contains ranks that do not exist.
+        NotImplementedError: ``comm`` contains only some of the ranks.
+        HvdbridgeError: ``hb.init()`` failed: ranks do not find each other, or the backend is not installed.
     """
     global _operations, _owns_session
     if _operations is not None and not _operations.closed:
@@ -65,13 +70,13 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     _handles.clear()
     owns = not runtime.is_initialized()
     if owns:
-        path = os.environ.pop("HOROVOD_TIMELINE", None)  # the real Horovod below must not write that file, too
+        path = os.environ.pop("HOROVOD_TIMELINE", None)  # the Horovod backend would write the same file
         try:
             runtime.init()
         finally:
             os.environ.update({} if path is None else {"HOROVOD_TIMELINE": path})
     session = runtime.current()
-    if _size_of(comm) not in (0, session.world.size):
+    if _comm_size(comm) not in (0, session.world.size):
         if owns:
             runtime.shutdown()
         raise NotImplementedError(
@@ -79,9 +84,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             "use hvd.ProcessSet for operations of some of them"
         )
     settings = Settings.from_environment(session.config.stall_seconds, session.config.timeout_seconds)
-    if session.backend != "horovod":  # the real Horovod below heeds its own variables
-        report_unheeded(session.world.rank)
-    elif not owns and settings.timeline:  # and writes this file already
+    if session.backend != "horovod":  # the Horovod backend reads these variables itself
+        report_ignored_variables(session.world.rank)
+    elif not owns and settings.timeline:  # the Horovod backend writes this file already
         settings = replace(settings, timeline="")
     _operations = operations = Operations(session, settings)
     _owns_session = owns
@@ -91,14 +96,15 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     _setup(operations)
     global_process_set.ranks = list(range(operations.size))
     if not isinstance(process_sets, str):
-        for each in process_sets or ():
-            add_process_set(each)
+        for process_set in process_sets or ():
+            add_process_set(process_set)
 
 
 def shutdown() -> None:
-    """End; collective. Also closes the session, if :func:`init` opened it. Harmless without one.
+    """End this API on all ranks; collective. No effect before :func:`init`.
 
-    Operations of other ranks that wait for this one fail with HorovodInternalError.
+    If :func:`init` called ``hb.init()``, this function also calls ``hb.shutdown()``. Operations of other ranks that
+    wait for this rank fail with HorovodInternalError.
     """
     if _operations is None:
         return
@@ -113,7 +119,7 @@ def shutdown() -> None:
 
 
 def _close() -> None:
-    """All ranks close."""
+    """Free the operations of this session. All ranks do so together, so closing their communicators is safe."""
     global _operations
     operations, _operations = _operations, None
     if operations is not None:
@@ -123,74 +129,76 @@ def _close() -> None:
 
 
 def _leave_at_exit() -> None:
-    """The script has ended; the session closes after this and waits for all ranks."""
+    """Announce at exit that this rank submits nothing more. The session's own exit hook waits for all ranks later."""
     if _operations is not None and _operations.session._pid == os.getpid():
         _operations.leave()
 
 
-def _size_of(comm: Any) -> int:
-    """The number of ranks in ``comm``; 0: all."""
+def _comm_size(comm: Any) -> int:
+    """Return the number of ranks in ``comm``; 0 if it is None."""
     if comm is None:
         return 0
     return int(comm.Get_size()) if hasattr(comm, "Get_size") else len(list(comm))
 
 
 def _current() -> Operations:
+    """Return the operations of the session; raise NoInitError before :func:`init`."""
     if _operations is None:
         raise internal_error(NOT_INITIALIZED, NoInitError)
     return _operations
 
 
 def is_initialized() -> bool:
-    """Whether :func:`init` was called, and :func:`shutdown` not."""
+    """Return whether :func:`init` was called, and :func:`shutdown` was not called after it."""
     return _operations is not None
 
 
 def rank() -> int:
-    """This process among all. Raises ValueError before :func:`init`, as all of these do."""
+    """Return this process's rank, from 0 to ``size() - 1``. Raises ValueError before :func:`init`."""
     return _current().rank
 
 
 def size() -> int:
-    """How many processes there are."""
+    """Return the number of processes of the job."""
     return _current().size
 
 
 def local_rank() -> int:
-    """This process among those of its host."""
+    """Return this process's rank among the processes of its host."""
     return _current().session.world.local_rank
 
 
 def local_size() -> int:
-    """How many processes this host has."""
+    """Return the number of processes on this host."""
     return _current().session.world.local_size
 
 
 def cross_rank() -> int:
-    """This host among those that have a process of this local rank."""
+    """Return this process's rank among the processes of its local rank, one per host."""
     return _cross_peers().index(_current().rank)
 
 
 def cross_size() -> int:
-    """How many hosts have a process of this local rank."""
+    """Return the number of hosts that have a process of this local rank."""
     return len(_cross_peers())
 
 
 def _cross_peers() -> list[int]:
+    """Return the ranks of the processes of this local rank, one per host."""
     session = _current().session
     return [world.rank for world in session.worlds if world.local_rank == session.world.local_rank]
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has as many processes as the others."""
+    """Return whether all hosts have the same number of processes."""
     return len({world.local_size for world in _current().session.worlds}) == 1
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be called from several threads.
+    """Return whether several threads may call MPI at the same time (``MPI_THREAD_MULTIPLE``).
 
     Raises:
-        ValueError: MPI is not the backend.
+        ValueError: the backend is not MPI.
     """
     if not mpi_enabled():
         raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
@@ -199,27 +207,27 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether data travels by MPI now."""
+    """Return whether the session's backend is MPI."""
     return runtime.is_initialized() and runtime.backend() == "mpi"
 
 
 def mpi_built() -> bool:
-    """Whether the MPI backend is installed."""
+    """Return whether the MPI backend is installed."""
     return registry.installed("mpi")
 
 
 def gloo_enabled() -> bool:
-    """Whether data travels by Gloo now (torch.distributed's, or the real Horovod's)."""
+    """Return whether the session's backend is torch.distributed or the real Horovod."""
     return runtime.is_initialized() and runtime.backend() != "mpi"
 
 
 def gloo_built() -> bool:
-    """Whether torch.distributed has Gloo."""
+    """Return whether torch.distributed was built with Gloo."""
     return torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
 def nccl_built() -> int:
-    """NCCL's version as an integer (21805 is 2.18.5), 0 without NCCL."""
+    """Return NCCL's version as an integer (21805 is 2.18.5), or 0 without NCCL or a GPU."""
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available() and torch.cuda.is_available()):
         return 0
     major, minor, patch = (int(part) for part in (*torch.cuda.nccl.version(), 0, 0)[:3])
@@ -227,27 +235,31 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """IBM's DDL: never."""
+    """Return False: IBM's DDL is not supported."""
     return False
 
 
 def ccl_built() -> bool:
-    """Intel's oneCCL: never."""
+    """Return False: Intel's oneCCL is not supported."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether torch has CUDA."""
+    """Return whether torch was built with CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether torch has ROCm."""
+    """Return whether torch was built with ROCm."""
     return torch.version.hip is not None
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Rank 0 writes a trace of the operations from now on to ``file_path`` (Chrome's JSON).
+    """Start to trace operations into ``file_path`` (Chrome's JSON trace format). Only rank 0 writes the file.
+
+    Args:
+        file_path: the file, which is overwritten. An open trace ends.
+        mark_cycles: also trace when requests are sent.
 
     Raises:
         ValueError: before :func:`init`.
@@ -256,7 +268,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the trace that :func:`start_timeline` or HOROVOD_TIMELINE began.
+    """End the trace that :func:`start_timeline` or HOROVOD_TIMELINE started. No effect without one.
 
     Raises:
         ValueError: before :func:`init`.
@@ -265,10 +277,10 @@ def stop_timeline() -> None:
 
 
 class HorovodBasics:
-    """The session's functions and reductions as members of an object; all objects are alike.
+    """Horovod's class that has the functions of this module as static methods, and the reductions as attributes.
 
     Args:
-        pkg_path, args: of Horovod's library; there is none here.
+        pkg_path, args: ignored; there is no native library to load.
     """
 
     def __init__(self, pkg_path: str, *args: str) -> None:

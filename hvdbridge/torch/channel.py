@@ -1,4 +1,7 @@
-"""Channels of optimizers: opened in the agreed order of raw operations; what travels in them is not negotiated."""
+"""Channels: the communicators of a ``DistributedOptimizer``.
+
+Opening a channel is a raw operation, so all ranks open channels in one order. Its collectives are not negotiated.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +17,46 @@ from hvdbridge.torch.settings import Settings
 
 
 @dataclass(frozen=True)
-class Channel:
-    """Communicators for one purpose among the members of a process set.
+class OptimizerChannel:
+    """Communicators of one optimizer among the members of a process set.
 
     Attributes:
-        control: for host memory.
-        offers: the objects that the members gave when they opened it, in rank order.
-        check: compares collectives before they start, under HVDBRIDGE_DEBUG.
+        communicator: carries gradients.
+        control: carries objects and tensors in host memory.
+        member_infos: the object that each member passed to :meth:`open`, in rank order.
+        check: compares a collective's signature over the ranks before it starts; None without HVDBRIDGE_DEBUG.
     """
 
     communicator: Communicator
     control: Communicator
-    offers: list[Any]
+    member_infos: list[Any]
     check: Callable[[int, str], None] | None
 
     @classmethod
     def open(
-        cls, session: Session, settings: Settings, parent: Communicator, ranks: list[int], title: str, offer: Any
-    ) -> Channel:
-        """Collective among ``ranks``, the members of ``parent``; rank 0's ``title`` counts."""
+        cls, session: Session, settings: Settings, parent: Communicator, ranks: list[int], title: str, member_info: Any
+    ) -> OptimizerChannel:
+        """Open a channel; collective among ``ranks``, the members of ``parent``.
+
+        Args:
+            title: the channel's name in reports; that of the first member is used.
+            member_info: picklable object for the other members.
+        """
         communicator = parent.split([range(parent.size)])
         assert communicator is not None, "every member is in it"
         control = communicator.control()
-        offers = control.all_gather_object((offer, title))
-        # Waits in the channel bear its title in the monitor's reports, and have Horovod's limits.
-        communicator.watch = control.watch = partial(_watch, session, offers[0][1], settings)
+        member_infos = control.all_gather_object((member_info, title))
+        # The monitor reports waits in the channel under its title, and applies Horovod's time limits.
+        communicator.watch = control.watch = partial(_watch, session, member_infos[0][1], settings)
         check = session.check(None if len(ranks) == session.world.size else ranks)
-        return cls(communicator, control, [each for each, _ in offers], check)
+        return cls(communicator, control, [info for info, _ in member_infos], check)
 
     def close(self) -> None:
+        """Free both communicators."""
         self.control.close()
         self.communicator.close()
 
 
 def _watch(session: Session, title: str, settings: Settings, signature: str) -> AbstractContextManager[None]:
+    """Watch one collective of a channel in the monitor."""
     return session.monitor.watch(f"{title}: {signature}", settings.shutdown_seconds, settings.stall_seconds)

@@ -1,4 +1,4 @@
-"""``hvd.Compression``: conversions of a tensor before and after it travels."""
+"""``hvd.Compression``: compressors, which convert a tensor before it is sent and after it is received."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 class Compressor:
-    """Base of compressors. Operations take a subclass itself, without an instance."""
+    """Base of compressors. ``compression=`` takes a subclass itself, not an instance."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor that travels instead of ``tensor``, and the context that :meth:`decompress` needs."""
+        """Return the tensor to send in place of ``tensor``, and the context that :meth:`decompress` needs."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """``tensor`` from the other ranks, in the form that :meth:`compress` was given."""
+        """Convert a received ``tensor`` back to the form of the argument of :meth:`compress`."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Tensors travel as they are."""
+    """Sends tensors without a conversion."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -34,8 +34,8 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class _Narrowed(Compressor):
-    """Floating-point tensors travel in another floating-point type; others as they are."""
+class _CastCompressor(Compressor):
+    """Sends floating-point tensors as :attr:`dtype`, and other tensors without a conversion."""
 
     dtype: torch.dtype
 
@@ -48,23 +48,23 @@ class _Narrowed(Compressor):
         return tensor.to(ctx) if ctx.is_floating_point else tensor
 
 
-class FP16Compressor(_Narrowed):
-    """Floating-point tensors travel, and are added, in 16 bits: 5 of exponent, 10 of mantissa."""
+class FP16Compressor(_CastCompressor):
+    """Sends and sums floating-point tensors as float16."""
 
     dtype = torch.float16
 
 
-class BF16Compressor(_Narrowed):
-    """Floating-point tensors travel, and are added, in 16 bits with the range of float32. Not in Horovod."""
+class BF16Compressor(_CastCompressor):
+    """Sends and sums floating-point tensors as bfloat16, which has the range of float32. Not in Horovod."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """The compressors by name: ``hvd.Compression.fp16``.
+    """Compressors by name: ``hvd.Compression.fp16``.
 
-    >>> small, context = Compression.fp16.compress(torch.tensor([1.0, 2.0]))
-    >>> small.dtype, Compression.fp16.decompress(small, context).dtype
+    >>> compressed, context = Compression.fp16.compress(torch.tensor([1.0, 2.0]))
+    >>> compressed.dtype, Compression.fp16.decompress(compressed, context).dtype
     (torch.float16, torch.float32)
     """
 

@@ -1,17 +1,19 @@
-"""Negotiation by name: which raw operations are ready, in one order for all ranks. It runs in the process of rank 0.
+"""The coordinator on rank 0: matches the ranks' raw operations by name, and decides one order of execution.
 
 Rules:
 
-1. Logic without I/O: messages of ranks and the time go in; ``take()`` gives the messages to send.
+1. Logic without I/O: ``receive()`` and ``tick()`` take messages and the time; ``take()`` returns the messages to send.
 2. Operations match by name within a process set, in whatever order ranks submit them. An operation is ready when every
-   member has submitted it or has joined. All members execute ready operations in the order in which they became ready.
-3. The requests of an operation are compared when it is ready, so every rank gets the same error.
-4. A joined rank takes part in all-reduces with zeros, and in nothing else. The join ends when all ranks have joined.
-   Steps of optimizers are not negotiated. While a rank has joined, the others announce the steps that they begin, and
-   the joined rank is told to follow.
+   member has submitted it or has joined. All members execute ready operations in the order in which they became ready,
+   but fused ones (rule 7) together with the first of them.
+3. The coordinator compares an operation's requests when it is ready. If they differ, all ranks that submitted it get
+   the same error.
+4. A joined rank contributes zeros to all-reduces and Adasum, and passes barriers. Other collectives fail. The join ends
+   when all ranks have joined. Steps of optimizers are not negotiated. While a rank has joined, the others announce the
+   steps that they begin, and the coordinator sends ``follow`` messages to the joined rank.
 5. A rank that left (it shut down, or its script ended) submits nothing more: an operation that needs it fails at once.
-6. An incomplete operation is reported after ``stall`` seconds, and ends everything after ``timeout`` seconds.
-7. Small operations that are ready together are fused into one decision, up to ``fusion_bytes``.
+6. The coordinator reports an incomplete operation after ``stall`` seconds, and fails all after ``timeout`` seconds.
+7. Operations that become ready together are fused into one decision, up to ``fusion_bytes`` in all.
 """
 
 from __future__ import annotations
@@ -23,20 +25,21 @@ from typing import Any
 from hvdbridge.errors import ranks_text
 from hvdbridge.supervisor.wire import Message
 
-REDUCES = ("allreduce", "adasum")
-FUSES = ("allreduce", "broadcast")
+REDUCTIONS = ("allreduce", "adasum")
+FUSIBLE = ("allreduce", "broadcast")
 SAME_SHAPES = ("allreduce", "adasum", "broadcast", "reducescatter")
-ROWS = ("allgather", "alltoall", "reducescatter")
-"""Kinds whose tensors are divided along the first dimension."""
+ROW_KINDS = ("allgather", "alltoall", "reducescatter")
+"""Kinds that divide or concatenate tensors along the first dimension."""
 
-LEFT = "has called hvd.shutdown() or come to the end of its script"
-GONE = "is gone: its connection ended"
+SHUT_DOWN = "has called hvd.shutdown() or come to the end of its script"
+CONNECTION_ENDED = "is gone: its connection ended"
 
 
 class Packed:
-    """A dataclass that travels as the JSON list of its fields: ``Class(*packed)`` reads it."""
+    """Base of dataclasses that are sent as a JSON list of their fields; ``Class(*packed)`` restores one."""
 
     def pack(self) -> list[Any]:
+        """Return the values of all fields in order."""
         return list(vars(self).values())
 
 
@@ -47,17 +50,17 @@ class Request(Packed):
     Attributes:
         kind: ``allreduce``, ``adasum``, ``allgather``, ``broadcast``, ``broadcast_object``, ``alltoall``,
             ``reducescatter``, ``barrier``, ``join``, ``add_set``, ``remove_set`` or ``channel``.
-        name: with the kind in front, ``allreduce.loss``.
-        process_set: its number.
-        dtypes, shapes: of each tensor (several in a grouped operation).
-        op: of a reduction: ``Sum``, ``Average``, ``Min``, ``Max``, ``Product``.
-        root: of a broadcast, a rank of the job.
-        factors: before and after a reduction.
-        splits: of an all-to-all: the number of rows for each member.
+        name: kind and name, ``allreduce.loss``; ranks match operations by it.
+        process_set: number of the process set.
+        dtypes, shapes: dtype and shape of each tensor (several in a grouped operation).
+        op: name of a reduction: ``Sum``, ``Average``, ``Min``, ``Max``, ``Product``.
+        root: root of a broadcast, a rank of the job.
+        factors: prescale and postscale factor of a reduction.
+        splits: number of rows that an all-to-all sends to each member.
         device: ``cpu`` or ``cuda``.
-        ranks: of ``add_set``; the number of the set for ``remove_set``.
-        label: the name in messages, in place of ``name``.
-        bytes: of all tensors together.
+        ranks: the new set's ranks for ``add_set``; the set's number for ``remove_set``.
+        label: the operation's text in reports, in place of ``name``.
+        bytes: size of all tensors together.
     """
 
     kind: str
@@ -76,7 +79,7 @@ class Request(Packed):
 
     @property
     def title(self) -> str:
-        """The operation's name in messages.
+        """The operation's text in reports and errors.
 
         >>> Request("allreduce", "allreduce.loss").title
         "allreduce 'loss'"
@@ -86,21 +89,21 @@ class Request(Packed):
 
     @property
     def fusion(self) -> Hashable:
-        """Operations with the same value may travel in one collective."""
+        """Key for fusion: one collective may carry operations with equal keys."""
         return self.kind, self.process_set, self.op, self.root, tuple(self.factors), self.device
 
 
 @dataclass
 class Decision(Packed):
-    """What all members of a process set do next.
+    """Command to all members of a process set to execute operations.
 
     Attributes:
-        names: the operations to execute together.
-        error: instead, the operations fail with this text.
-        sizes: facts that follow from all requests together. ``allgather``: per member the rows of each tensor.
-            ``alltoall``: per member its splits. ``broadcast``: the root's number among the members.
-            ``broadcast_object``: the same, and the root's length. ``add_set``: the new set's number. ``join``: the rank
-            that joined last.
+        names: the operations to execute in one fused collective.
+        error: if not empty, the operations fail with this text instead.
+        sizes: values that depend on all members' requests. ``allgather``: per member the rows of each tensor.
+            ``alltoall``: per member its splits. ``broadcast``: the root's index among the members.
+            ``broadcast_object``: the same, and the root's length in bytes. ``add_set``: the new set's number.
+            ``join``: the rank that joined last.
         requests: a packed request for each name, for joined ranks, which have none of their own.
     """
 
@@ -114,30 +117,33 @@ class Decision(Packed):
 
 @dataclass
 class Entry:
-    """An operation that some ranks have submitted."""
+    """An undecided operation that some ranks have submitted. ``requests``: by rank, in the order of submission.
+    ``follow_sent``: joined ranks that were sent a ``follow`` message to open this channel."""
 
-    since: float
+    submitted_at: float
     requests: dict[int, Request] = field(default_factory=dict)
     warned: bool = False
-    asked: set[int] = field(default_factory=set)
+    follow_sent: set[int] = field(default_factory=set)
 
     @property
     def first(self) -> Request:
         return next(iter(self.requests.values()))
 
 
-JOIN = (0, "join")
+JOIN_KEY = (0, "join")
 
 
 class Coordinator:
     """The state of the negotiation among ``size`` ranks.
 
-    Attributes:
-        failure: why everything ends, or empty.
-        sets: the members of each process set.
-
     Args:
-        limit: the variable that ``timeout`` is from.
+        stall, timeout: time limits in seconds (rule 6).
+        fusion_bytes: maximum size of a fused decision; 0 disables fusion.
+        limit: the environment variable that sets ``timeout``, for error messages.
+
+    Attributes:
+        failure: the text with which all operations fail, or empty.
+        sets: the members of each process set, by its number.
     """
 
     def __init__(
@@ -151,16 +157,16 @@ class Coordinator:
         self._limit = f" ({limit}={timeout:g})"
         self._next_set = 1
         self._entries: dict[tuple[int, str], Entry] = {}
-        self._begun: dict[tuple[int, str], int] = {}  # of each channel the last announced step
-        self._heard = 0.0  # when a rank last submitted or announced something
+        self._announced_steps: dict[tuple[int, str], int] = {}  # the last one of each channel
+        self._last_activity = 0.0  # the time of the last submission or announcement
         self._left: dict[int, str] = {}
         self._ready: list[tuple[Decision, Request, list[int]]] = []
-        self._out: list[tuple[int, Message]] = []
+        self._outbox: list[tuple[int, Message]] = []
 
     # Events ---------------------------------------------------------------------------------------------
 
     def receive(self, rank: int, message: Message, now: float) -> None:
-        """Handle one message of a rank."""
+        """Handle a message of a rank; ``now`` is the time in seconds."""
         if "submit" in message:
             self.submit(rank, [Request(*packed) for packed in message["submit"]], now)
         elif "begun" in message:
@@ -168,14 +174,14 @@ class Coordinator:
         elif "fail" in message:
             self.fail(message["fail"])
         else:
-            self.leave(rank, LEFT)
+            self.leave(rank, SHUT_DOWN)
 
     def submit(self, rank: int, requests: Iterable[Request], now: float) -> None:
-        """A rank submits operations."""
+        """Handle operations that a rank submits."""
         if self.failure:
             self._send([rank], {"failed": self.failure})
             return
-        self._heard = now
+        self._last_activity = now
         for request in requests:
             key = (request.process_set, request.name)
             entry = self._entries.setdefault(key, Entry(now))
@@ -183,107 +189,112 @@ class Coordinator:
             if request.kind == "join":
                 entry.warned = False
                 self._send(range(self.size), {"announce": True})
-                for channel, step in self._begun.items():
-                    self._have_follow(rank, channel, step)
-                self._look_at_all()
+                for channel, step in self._announced_steps.items():
+                    self._send_follow(rank, channel, step)
+                self._check_all_ready()
             else:
-                self._look_at(key, entry)
+                self._check_ready(key, entry)
         self._flush()
 
     def begin(self, steps: Iterable[tuple[int, str, int]], now: float) -> None:
-        """A rank announces (process set, channel, number) of the last step that it began; joined ranks follow."""
-        self._heard = now
-        for process_set, name, number in steps:
-            if number > self._begun.get((process_set, name), 0):
-                self._begun[process_set, name] = number
+        """Send announced steps to joined ranks: (process set, channel, number) of the last step that a rank began."""
+        self._last_activity = now
+        for process_set, name, step in steps:
+            if step > self._announced_steps.get((process_set, name), 0):
+                self._announced_steps[process_set, name] = step
                 for rank in self._joined:
-                    self._have_follow(rank, (process_set, name), number)
+                    self._send_follow(rank, (process_set, name), step)
 
-    def leave(self, rank: int, how: str) -> None:
-        """A rank will submit nothing more: it has shut down, or its connection ended."""
+    def leave(self, rank: int, reason: str) -> None:
+        """Handle the end of a rank, which submits nothing more. ``reason`` is a text: it shut down, or is lost."""
         if rank in self._left:
             return
-        self._left[rank] = how
-        self._look_at_all()
+        self._left[rank] = reason
+        self._check_all_ready()
         self._flush()
         if len(self._left) == self.size:
             self._send(range(self.size), {"end": True})
 
     def fail(self, text: str) -> None:
-        """Everything ends: open and later operations fail on every rank with this text."""
+        """Fail open and later operations on every rank with ``text``."""
         if not self.failure:
             self.failure = text
             self._entries.clear()
             self._send(range(self.size), {"failed": text})
 
     def tick(self, now: float) -> None:
-        """Let time pass: report stalled operations, fail when one is too old."""
+        """Report operations that exceed ``stall``, and fail all operations when one exceeds ``timeout``."""
         for entry in list(self._entries.values()):
             join = entry.first.kind == "join"
             if join and len(self._entries) > 1:
-                continue  # ranks that have not joined are at work; the operation that they wait for is judged itself
-            age = now - (self._heard if join else entry.since)
+                continue  # the other ranks still submit operations, and the age of these is checked
+            age = now - (self._last_activity if join else entry.submitted_at)
             if age >= self._timeout:
-                what = "waits for" if join else "did not start within"
-                return self.fail(f"{entry.first.title} {what} {age:.1f} s{self._limit}: {self._who(entry)}")
+                verb = "waits for" if join else "did not start within"
+                return self.fail(f"{entry.first.title} {verb} {age:.1f} s{self._limit}: {self._missing_text(entry)}")
             if age >= self._stall and not entry.warned:
                 entry.warned = True
-                what = "waits for" if join else "has not started for"
-                text = f"{entry.first.title} {what} {age:.1f} s: {self._who(entry)}"
+                verb = "waits for" if join else "has not started for"
+                text = f"{entry.first.title} {verb} {age:.1f} s: {self._missing_text(entry)}"
                 self._send(sorted({0, *entry.requests}), {"stalled": text})
         return None
 
     def take(self) -> list[tuple[int, Message]]:
-        """The messages to send, in order: ``do`` (decisions), ``stalled``, ``failed``, ``end``, ``announce`` (a rank
-        has joined) and, to a joined rank, ``follow`` (``[process set, channel, step]``; step 0: open the channel)."""
-        out, self._out = self._out, []
-        return out
+        """Remove and return the messages to send, in order, each with its receiver's rank.
+
+        The keys of messages are ``do`` (decisions), ``stalled``, ``failed``, ``end``, ``announce`` (a rank has joined)
+        and, to a joined rank, ``follow`` (``[process set, channel, step]``; step 0: open the channel).
+        """
+        messages, self._outbox = self._outbox, []
+        return messages
 
     # Readiness ------------------------------------------------------------------------------------------
 
     @property
     def _joined(self) -> dict[int, Request]:
-        return self._entries[JOIN].requests if JOIN in self._entries else {}
+        return self._entries[JOIN_KEY].requests if JOIN_KEY in self._entries else {}
 
-    def _look_at_all(self) -> None:
+    def _check_all_ready(self) -> None:
         for key, entry in list(self._entries.items()):
-            if key != JOIN:
-                self._look_at(key, entry)
-        if JOIN in self._entries:  # last: until here its ranks count as joined
-            self._look_at(JOIN, self._entries[JOIN])
+            if key != JOIN_KEY:
+                self._check_ready(key, entry)
+        if JOIN_KEY in self._entries:  # last, because a decided join empties self._joined
+            self._check_ready(JOIN_KEY, self._entries[JOIN_KEY])
 
-    def _look_at(self, key: tuple[int, str], entry: Entry) -> None:
+    def _check_ready(self, key: tuple[int, str], entry: Entry) -> None:
+        """Decide an operation that is ready or can no longer become ready."""
         members, joined = self.sets.get(key[0], []), self._joined
-        opens = entry.first.kind == "channel"  # joined ranks open it, too, to follow its steps
-        missing = [rank for rank in members if rank not in entry.requests and (opens or rank not in joined)]
-        gone = [rank for rank in missing if rank in self._left]
-        if missing and not gone:
+        is_channel = entry.first.kind == "channel"  # joined ranks open it, too, to follow its steps
+        missing = [rank for rank in members if rank not in entry.requests and (is_channel or rank not in joined)]
+        left = [rank for rank in missing if rank in self._left]
+        if missing and not left:
             for rank in missing:
-                if rank in joined and rank not in entry.asked:
-                    entry.asked.add(rank)
-                    self._have_follow(rank, key, 0)
+                if rank in joined and rank not in entry.follow_sent:
+                    entry.follow_sent.add(rank)
+                    self._send_follow(rank, key, 0)
             return
         del self._entries[key]
         request = entry.first
         decision = Decision(request.kind, [request.name], request.process_set)
-        absent = [rank for rank in members if rank not in entry.requests]
+        not_submitted = [rank for rank in members if rank not in entry.requests]
         if key[0] not in self.sets:
             decision.error = f"{request.title}: its process set, number {key[0]}, was removed"
-        elif gone:
-            ends = "; ".join(f"rank {rank} {self._left[rank]}" for rank in gone)
+        elif left:
+            ends = "; ".join(f"rank {rank} {self._left[rank]}" for rank in left)
             decision.error = f"{request.title} cannot complete: {ends}, and {ranks_text(entry.requests)} waits for it"
         else:
-            decision.error = _difference(entry.requests) or self._refusal(request, absent)
+            decision.error = _difference(entry.requests) or self._rejection(request, not_submitted)
         if not decision.error:
-            self._complete(decision, request, members, entry.requests)
-            decision.requests = [request.pack()] if absent else []
+            self._apply(decision, request, members, entry.requests)
+            decision.requests = [request.pack()] if not_submitted else []
         self._ready.append((decision, request, list(entry.requests) if decision.error else members))
 
-    def _refusal(self, request: Request, joined: list[int]) -> str:
-        if joined and request.kind not in (*REDUCES, "barrier"):
-            who = f"{ranks_text(joined)} called hvd.join()"
-            return f"{request.title}: {request.kind.capitalize()} is not supported with Join at this time: {who}"
-        if request.kind in ROWS and not all(request.shapes):
+    def _rejection(self, request: Request, joined: list[int]) -> str:
+        """Return why the operation cannot be executed, or an empty string; ``joined`` ranks did not submit it."""
+        if joined and request.kind not in (*REDUCTIONS, "barrier"):
+            cause = f"{ranks_text(joined)} called hvd.join()"
+            return f"{request.title}: {request.kind.capitalize()} is not supported with Join at this time: {cause}"
+        if request.kind in ROW_KINDS and not all(request.shapes):
             return f"{request.title}: the tensors need a first dimension, and have none (a rank-zero tensor, a scalar)"
         if request.kind == "add_set" and list(request.ranks) in self.sets.values():
             return f"Attempted to add a duplicate process set: ranks {list(request.ranks)} are one already"
@@ -291,7 +302,8 @@ class Coordinator:
             return f"there is no process set {request.ranks[0]} to remove"
         return ""
 
-    def _complete(self, decision: Decision, request: Request, members: list[int], requests: dict[int, Request]) -> None:
+    def _apply(self, decision: Decision, request: Request, members: list[int], requests: dict[int, Request]) -> None:
+        """Set ``decision.sizes``, and update process sets and channels."""
         match request.kind:
             case "allgather":
                 decision.sizes = [[shape[0] for shape in requests[rank].shapes] for rank in members]
@@ -309,79 +321,80 @@ class Coordinator:
                 self._next_set += 1
             case "remove_set":
                 del self.sets[request.ranks[0]]
-                for key, entry in list(self._entries.items()):  # nobody can complete what is still open there
+                for key, entry in list(self._entries.items()):  # its open operations fail
                     if key[0] == request.ranks[0]:
-                        self._look_at(key, entry)
+                        self._check_ready(key, entry)
             case "channel":
-                self._begun.pop((request.process_set, request.name), None)
+                self._announced_steps.pop((request.process_set, request.name), None)
 
-    def _have_follow(self, rank: int, channel: tuple[int, str], number: int) -> None:
+    def _send_follow(self, rank: int, channel: tuple[int, str], step: int) -> None:
         if rank in self.sets.get(channel[0], ()):
-            self._send([rank], {"follow": [*channel, number]})
+            self._send([rank], {"follow": [*channel, step]})
 
     def _flush(self) -> None:
-        """Send the decisions about ready operations, fused."""
-        decided: list[tuple[Decision, list[int]]] = []
-        open_: dict[Hashable, tuple[Decision, int]] = {}
-        for decision, request, told in self._ready:
-            if request.kind in FUSES and not decision.error and self._fusion_bytes > 0:
+        """Fuse the decisions on ready operations, and send each to its recipients."""
+        fused: list[tuple[Decision, list[int]]] = []
+        fusible: dict[Hashable, tuple[Decision, int]] = {}  # the last decision of each key and its size in bytes
+        for decision, request, recipients in self._ready:
+            if request.kind in FUSIBLE and not decision.error and self._fusion_bytes > 0:
                 key = (request.fusion, bool(decision.requests))
-                before = open_.get(key)
-                if before is not None and before[1] + request.bytes <= self._fusion_bytes:
-                    before[0].names += decision.names
-                    before[0].requests += decision.requests
-                    open_[key] = (before[0], before[1] + request.bytes)
+                previous = fusible.get(key)
+                if previous is not None and previous[1] + request.bytes <= self._fusion_bytes:
+                    previous[0].names += decision.names
+                    previous[0].requests += decision.requests
+                    fusible[key] = (previous[0], previous[1] + request.bytes)
                     continue
-                open_[key] = (decision, request.bytes)
-            decided.append((decision, told))
+                fusible[key] = (decision, request.bytes)
+            fused.append((decision, recipients))
         self._ready.clear()
-        packed = [decision.pack() for decision, _ in decided]
-        messages: dict[tuple[int, ...], Message] = {}  # most often all ranks are sent the same
+        packed = [decision.pack() for decision, _ in fused]
+        messages: dict[tuple[int, ...], Message] = {}  # shared, because the hub serializes a message object once
         for rank in range(self.size):
-            mine = tuple(i for i, (_, told) in enumerate(decided) if rank in told)
-            if mine:
-                self._send([rank], messages.setdefault(mine, {"do": [packed[i] for i in mine]}))
+            indices = tuple(i for i, (_, recipients) in enumerate(fused) if rank in recipients)
+            if indices:
+                self._send([rank], messages.setdefault(indices, {"do": [packed[i] for i in indices]}))
 
-    # Words ----------------------------------------------------------------------------------------------
+    # Texts of reports and errors ------------------------------------------------------------------------
 
-    def _who(self, entry: Entry) -> str:
+    def _missing_text(self, entry: Entry) -> str:
+        """Describe which ranks have submitted an operation, and which have not."""
         members, joined = self.sets[entry.first.process_set], self._joined
         missing = self._describe([rank for rank in members if rank not in entry.requests and rank not in joined])
         if entry.first.kind == "join":
             return f"{ranks_text(joined)} joined; missing: {missing}"
-        there = f"{ranks_text(entry.requests)} submitted it"
-        return f"{there}; missing: {missing}. Every member of a process set must submit it"
+        submitted = f"{ranks_text(entry.requests)} submitted it"
+        return f"{submitted}; missing: {missing}. Every member of a process set must submit it"
 
     def _describe(self, ranks: list[int], limit: int = 8) -> str:
-        """Each rank with what it waits for itself."""
+        """Describe ranks, each with the open operations that it has submitted; at most ``limit`` in detail."""
         parts = []
         for rank in ranks[:limit]:
             waits = [entry.first.title for entry in self._entries.values() if rank in entry.requests]
             also = f" and {len(waits) - 3} more" if len(waits) > 3 else ""
-            what = f"waits for {', '.join(waits[:3])}{also}" if waits else "has submitted nothing that is open"
-            parts.append(f"rank {rank} ({what})")
+            state = f"waits for {', '.join(waits[:3])}{also}" if waits else "has submitted nothing that is open"
+            parts.append(f"rank {rank} ({state})")
         if ranks[limit:]:
             parts.append(ranks_text(ranks[limit:]))
         return ", ".join(parts)
 
     def _send(self, ranks: Iterable[int], message: Message) -> None:
-        self._out += [(rank, message) for rank in ranks]
+        self._outbox += [(rank, message) for rank in ranks]
 
 
 def _difference(requests: dict[int, Request]) -> str:
-    """What the ranks do not agree about, with ranks and values; empty if they agree."""
+    """Return an error text for the first property in which requests differ, or an empty string."""
     first = next(iter(requests.values()))
-    for what, value, concerned in _COMPARED:
-        if concerned and first.kind not in concerned:
+    for label, value, kinds in _COMPARED:
+        if kinds and first.kind not in kinds:
             continue
         groups: dict[str, list[int]] = {}
         for rank in sorted(requests):
             groups.setdefault(value(requests[rank]), []).append(rank)
         if len(groups) > 1:
-            who = "; ".join(
+            values = "; ".join(
                 f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} {text}" for text, ranks in groups.items()
             )
-            return f"{first.title}: Mismatched {what.format(kind=first.kind)}: {who}"
+            return f"{first.title}: Mismatched {label.format(kind=first.kind)}: {values}"
     return ""
 
 
@@ -395,7 +408,7 @@ def _shapes(request: Request) -> str:
 
 
 def _inner_shapes(request: Request) -> str:
-    """All dimensions but the first, which may differ."""
+    """Return the shapes with ``*`` for the first dimension, which may differ between ranks."""
     shapes = [["*", *shape[1:]] if shape else [] for shape in request.shapes]
     return str(shapes[0] if len(shapes) == 1 else shapes).replace("'", "")
 
@@ -406,10 +419,10 @@ _COMPARED: tuple[tuple[str, Callable[[Request], str], tuple[str, ...]], ...] = (
     ("data types", _dtypes, ()),
     ("{kind} tensor shapes", _shapes, SAME_SHAPES),
     ("{kind} tensor shapes", _inner_shapes, ("allgather", "alltoall")),
-    ("prescale and/or postscale factors", lambda r: str(tuple(r.factors)), (*REDUCES, "reducescatter")),
-    ("reduction operation", lambda r: r.op, (*REDUCES, "reducescatter")),
+    ("prescale and/or postscale factors", lambda r: str(tuple(r.factors)), (*REDUCTIONS, "reducescatter")),
+    ("reduction operation", lambda r: r.op, (*REDUCTIONS, "reducescatter")),
     ("{kind} root ranks", lambda r: str(r.root), ("broadcast", "broadcast_object")),
     ("{kind} CPU/GPU device selection", lambda r: r.device.upper(), ()),
     ("ranks of a process set", lambda r: str(list(r.ranks)), ("add_set", "remove_set")),
 )
-"""What is compared, how it is written, and for which kinds (empty: all)."""
+"""Compared properties: text in the error, value of a request as text, and kinds to compare (empty: all)."""

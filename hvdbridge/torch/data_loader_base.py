@@ -1,4 +1,4 @@
-"""The stand-in for ``horovod.data.data_loader_base``: loaders that read ahead in a thread."""
+"""The counterpart of ``horovod.data.data_loader_base``: data loaders that prefetch batches in a thread."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 
 class BaseDataLoader:
-    """Base of loaders: a subclass writes :meth:`_iterate` and ``__len__``."""
+    """Base of data loaders. A subclass implements :meth:`_iterate` and ``__len__``."""
 
     def __len__(self) -> int:
-        """How many batches there are."""
+        """Return the number of batches of an epoch."""
         raise NotImplementedError
 
     def _iterate(self) -> Iterable[Any]:
-        """The batches of one epoch."""
+        """Return an iterable over the batches of one epoch."""
         raise NotImplementedError
 
     def _process_batch(self, batch: Any) -> Any:
-        """Convert each batch before the loop gets it."""
+        """Return ``batch``; a subclass may convert each batch here."""
         return batch
 
     def __iter__(self) -> Iterator[Any]:
@@ -30,15 +30,15 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin:
-    """Reads ahead in a thread; stands before a :class:`BaseDataLoader` among a class's bases.
+    """Prefetches batches in a thread. Put it before a :class:`BaseDataLoader` among the bases of a class.
 
-    The thread ends with its epoch, so ``set_epoch`` between two epochs changes the next one. (Horovod's own thread
-    reads on into the next epoch.) The loop over the batches raises an exception of ``_iterate``.
+    The thread ends with its epoch, so ``set_epoch`` between two epochs takes effect in the next one. (Horovod's own
+    thread reads on into the next epoch.) An exception in ``_iterate`` is raised in the loop over the batches.
 
     Args:
-        async_loader_queue_size: how many batches the thread may be ahead; 0: there is no thread.
-        debug_data_loader: without effect.
-        args, kwargs: of the loader.
+        async_loader_queue_size: maximum number of prefetched batches; 0: no thread.
+        debug_data_loader: ignored.
+        args, kwargs: arguments of the other bases.
 
     >>> class Numbers(BaseDataLoader):
     ...     def _iterate(self):
@@ -61,7 +61,7 @@ class AsyncDataLoaderMixin:
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:
-        """End the threads of epochs that the script left. Harmless when repeated."""
+        """End the threads of epochs that the script did not iterate to their end. Harmless when repeated."""
         while self._readers:
             thread, stop = self._readers.popitem()
             stop()
@@ -86,7 +86,7 @@ class AsyncDataLoaderMixin:
             queue.put((False, end))
 
         def stop() -> None:
-            """Let the thread end with its present batch, without waiting, and drop what it has read."""
+            """Make the thread end after its current batch, and drop prefetched batches. Does not wait."""
             stopped.set()
             with suppress(Empty):
                 while True:
@@ -100,6 +100,6 @@ class AsyncDataLoaderMixin:
                 yield self._process_batch(item[1])
             if item[1] is not None:
                 raise item[1]
-        finally:  # also where the script leaves the loop over the batches
+        finally:  # also when the script breaks out of the loop over the batches
             stop()
             self._readers.pop(thread, None)

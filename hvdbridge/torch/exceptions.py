@@ -3,14 +3,14 @@
 ::
 
     HorovodInternalError (HvdbridgeError, RuntimeError)   an operation failed; elastic training restores
-    ├── DuplicateNameError (ValueError)                   a name that is in flight already
-    ├── DifferentParameters (RankMismatch)                ranks gave an optimizer other parameters or options
-    └── NoInitError (NotInitialized, ValueError)          hvd.init() is missing
-    HostsUpdatedInterrupt (RuntimeError)                  the set of hosts changed; elastic training goes on
-    HorovodVersionMismatchError (ImportError)             never raised by hvdbridge; there for except clauses
+    ├── DuplicateNameError (ValueError)                   an operation of the same name is in flight
+    ├── DifferentParameters (RankMismatch)                ranks gave an optimizer different parameters or options
+    └── NoInitError (NotInitialized, ValueError)          hvd.init() was not called
+    HostsUpdatedInterrupt (RuntimeError)                  the set of hosts changed; elastic training continues
+    HorovodVersionMismatchError (ImportError)             never raised by hvdbridge; for except clauses of scripts
 
-Where the real Horovod is imported (``HVDBRIDGE_BACKEND=horovod``), these errors are instances of its
-``HorovodInternalError``, too, so that either name in an ``except`` clause catches them.
+If the real Horovod is imported (``HVDBRIDGE_BACKEND=horovod``), these errors are also instances of its
+``HorovodInternalError``, so an ``except`` clause with either name catches them.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class HorovodInternalError(HvdbridgeError):
 
 
 class DuplicateNameError(HorovodInternalError, ValueError):
-    """A second operation of a name was started on this rank before the first was complete.
+    """This rank started a second operation of a name before the first was complete.
 
-    Horovod raises a ValueError here; this is one.
+    Horovod raises a ValueError in this case, so this class is one.
     """
 
 
 class DifferentParameters(HorovodInternalError, RankMismatch):
-    """Ranks gave one ``DistributedOptimizer`` other parameters, or other options."""
+    """Ranks gave one ``DistributedOptimizer`` different parameters or options."""
 
 
 class NoInitError(HorovodInternalError, NotInitialized, ValueError):
-    """``hvd.init()`` is missing. Horovod raises a ValueError or a HorovodInternalError, as it happens; this is both."""
+    """``hvd.init()`` was not called. Horovod raises a ValueError or a HorovodInternalError; this class is both."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
     """The set of hosts of an elastic job changed; no state is lost.
 
     Attributes:
-        skip_sync: whether the state needs no broadcast afterwards, because no host was added.
+        skip_sync: whether the state needs no broadcast before training continues, because no host was added.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -53,12 +53,12 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """The text of :class:`HorovodVersionMismatchError`."""
+    """Return the message of :class:`HorovodVersionMismatchError`."""
     return f"{name} {version} is installed, and Horovod was built for {installed_version}"
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Horovod was built for another version of the framework. hvdbridge has nothing that is built for one."""
+    """Horovod was built for another version of the framework. hvdbridge is not built for any version."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))
@@ -68,7 +68,7 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def internal_error(text: str, kind: type[HorovodInternalError] = HorovodInternalError) -> HorovodInternalError:
-    """A ``kind`` with this text, which the real Horovod's ``except`` clauses catch as well where it is imported.
+    """Return a ``kind`` with this text. If the real Horovod is imported, it is an instance of its error, too.
 
     >>> str(internal_error("allreduce 'a' failed"))
     "allreduce 'a' failed"

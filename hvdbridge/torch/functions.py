@@ -1,10 +1,10 @@
-"""Broadcasts of parameters, optimizer state and objects, made of the raw operations.
+"""Broadcasts of parameters, optimizer state and objects, composed of raw operations.
 
 Rules:
 
-1. The root sends a structure before the tensors that it describes. Nothing is inferred from the other ranks' state,
-   which may be empty, older or of another shape.
-2. Objects travel by ``cloudpickle`` where it is installed, else by ``pickle``.
+1. The root sends the structure of a state before its tensors. The other ranks' own state determines nothing, because
+   it may be empty, older or of another shape.
+2. Objects are serialized by ``cloudpickle`` if it is installed, else by ``pickle``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdbridge.torch.asynchronous import _number, _root, allgather_async, broadcast_async_, synchronize
+from hvdbridge.torch.asynchronous import _checked_root, _process_set_id, allgather_async, broadcast_async_, synchronize
 from hvdbridge.torch.basics import _current, rank
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 
@@ -28,22 +28,22 @@ from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Copy rank ``root_rank``'s values into ``params`` in place.
+    """Overwrite tensors with the values of rank ``root_rank``, in place.
 
     Args:
-        params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()``, or lists of them. Values
-            that are no tensors are left as they are.
+        params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()``, or a list of tensors or of
+            pairs of name and tensor. Values other than tensors are ignored.
         root_rank: a rank of the job.
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: ``params`` is nothing of these; ``root_rank`` is not in the process set.
-        HorovodInternalError: ranks have other names, shapes or dtypes.
+        ValueError: ``params`` has another type; ``root_rank`` is not in the process set.
+        HorovodInternalError: names, shapes or dtypes differ between ranks.
     """
     if isinstance(params, Mapping):
         pairs: list[tuple[str | None, Any]] = sorted(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, Tensor)):
-        pairs = [each if isinstance(each, tuple) else (None, each) for each in params]
+        pairs = [item if isinstance(item, tuple) else (None, item) for item in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}: a state dict or (named) parameters are expected")
     tensors = [(name, value) for name, value in pairs if isinstance(value, Tensor)]
@@ -57,16 +57,16 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give every rank the state and the options of rank ``root_rank``'s optimizer.
+    """Load the state and the options of rank ``root_rank``'s optimizer on every rank.
 
     If the root's optimizer has no state yet, every rank without state first makes a step with gradients of zero.
-    Horovod does the same, so moved scripts give the same bits (Adam counts that step, and weight decay acts on it). If
-    the root's optimizer has state, no rank steps: parameters that were broadcast before stay equal.
+    Horovod does the same, so migrated scripts give the same bits (Adam counts that step, and weight decay acts on it).
+    If the root's optimizer has state, no rank steps: parameters that were broadcast before stay equal.
 
     Args:
         optimizer: an optimizer, wrapped by ``DistributedOptimizer`` or not.
         root_rank: a rank of the job.
-        model: tells which parameters have sparse gradients.
+        model: its modules with ``sparse=True`` determine which of SGD's zero gradients are sparse.
         process_set: the ranks that take part.
 
     Raises:
@@ -74,17 +74,17 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state: use broadcast_object(optimizer.state_dict())")
-    mine = optimizer.state_dict()
-    fresh = broadcast_object(not mine["state"], root_rank, None, process_set)
-    if fresh and not mine["state"]:
+    state = optimizer.state_dict()
+    root_is_empty = broadcast_object(not state["state"], root_rank, None, process_set)
+    if root_is_empty and not state["state"]:
         _step_on_zeros(optimizer, model)
-        mine = optimizer.state_dict()
+        state = optimizer.state_dict()
     tensors: list[Tensor] = []
-    structure = _replaced(mine, Tensor, partial(_taken_out, tensors)) if rank() == root_rank else None
+    structure = _map_instances(state, Tensor, partial(_extract_tensor, tensors)) if rank() == root_rank else None
     structure = broadcast_object(structure, root_rank, "broadcast_optimizer_state", process_set)
     devices = [parameter.device for group in optimizer.param_groups for parameter in group["params"]]
     if rank() != root_rank:
-        mine = _replaced(structure, _Place, partial(_filled_later, tensors, devices))
+        state = _map_instances(structure, _TensorSpec, partial(_allocate_tensor, tensors, devices))
     handles = [
         broadcast_async_(tensor, root_rank, f"broadcast_optimizer_state.{number}", process_set)
         for number, tensor in enumerate(tensors)
@@ -92,10 +92,11 @@ def broadcast_optimizer_state(
     for handle in handles:
         synchronize(handle)
     if rank() != root_rank:
-        optimizer.load_state_dict(mine)
+        optimizer.load_state_dict(state)
 
 
 def _step_on_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    """Create the optimizer's state by a step with gradients of zero, which stay in ``p.grad``."""
     modules = [] if model is None else [m for m in model.modules() if getattr(m, "sparse", False)]
     sparse = {p for module in modules for p in module.parameters()}
     for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
@@ -106,55 +107,56 @@ def _step_on_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | No
 
 
 @dataclass
-class _Place:
-    """In a structure, the place of a tensor."""
+class _TensorSpec:
+    """Stands for a tensor in a structure; ``cuda``: the tensor is on a GPU."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     cuda: bool
 
 
-def _taken_out(tensors: list[Tensor], tensor: Tensor) -> _Place:
+def _extract_tensor(tensors: list[Tensor], tensor: Tensor) -> _TensorSpec:
+    """Append ``tensor`` to ``tensors``, and return its description."""
     tensors.append(tensor.detach().contiguous())
-    return _Place(tensor.dtype, tuple(tensor.shape), tensor.is_cuda)
+    return _TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.is_cuda)
 
 
-def _filled_later(tensors: list[Tensor], devices: list[torch.device], place: _Place) -> Tensor:
-    """A new tensor: on a GPU of this rank, if the root's tensor was on a GPU."""
-    device = next((each for each in devices if each.type == "cuda"), None) if place.cuda else None
-    tensors.append(torch.empty(place.shape, dtype=place.dtype, device=device))
+def _allocate_tensor(tensors: list[Tensor], devices: list[torch.device], spec: _TensorSpec) -> Tensor:
+    """Append a new uninitialized tensor to ``tensors``, and return it. It is on a GPU if the root's tensor is."""
+    gpu = next((device for device in devices if device.type == "cuda"), None) if spec.cuda else None
+    tensors.append(torch.empty(spec.shape, dtype=spec.dtype, device=gpu))
     return tensors[-1]
 
 
-def _replaced(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
-    """A copy of nested dicts, lists and tuples in which ``replace`` was called for each object of a kind, in order."""
+def _map_instances(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    """Copy nested dicts, lists and tuples, with ``replace(x)`` for each ``x`` of type ``kind``, in order."""
     if isinstance(value, kind):
         return replace(value)
     if isinstance(value, dict):
-        return {key: _replaced(each, kind, replace) for key, each in value.items()}
+        return {key: _map_instances(item, kind, replace) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_replaced(each, kind, replace) for each in value)
+        return type(value)(_map_instances(item, kind, replace) for item in value)
     return value
 
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Rank ``root_rank``'s object on every rank; there it is ``obj`` itself.
+    """Return rank ``root_rank``'s object on every rank. The root returns ``obj`` itself.
 
     Args:
-        obj: what can be pickled; on other ranks it is not looked at.
+        obj: picklable object; ignored on other ranks.
         root_rank: a rank of the job.
-        name: by which ranks match operations.
+        name: ranks match operations by it; None: a running number.
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: ``root_rank`` is not in the process set; this rank is not.
-        HorovodInternalError: ranks disagree about the root; another rank failed.
+        ValueError: ``root_rank`` or this rank is not in the process set.
+        HorovodInternalError: ranks gave different roots; another rank failed.
     """
-    operations, root = _current(), _root("broadcast_object", root_rank, process_set)
-    mine = _dump(obj) if operations.rank == root_rank else torch.empty(0, dtype=torch.uint8, device="cpu")
-    pending = operations.submit("broadcast_object", name, [mine], process_set=_number(process_set), root=root)
+    operations, root = _current(), _checked_root("broadcast_object", root_rank, process_set)
+    data = _dump(obj) if operations.rank == root_rank else torch.empty(0, dtype=torch.uint8, device="cpu")
+    pending = operations.submit("broadcast_object", name, [data], process_set=_process_set_id(process_set), root=root)
     data = operations.wait(pending)
     return obj if operations.rank == root_rank else _load(data)
 
@@ -162,21 +164,22 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """A function that broadcasts the object that it is given; see :func:`broadcast_object`."""
+    """Return a function ``f(obj)`` that calls :func:`broadcast_object` with these arguments."""
     return partial(broadcast_object, root_rank=root_rank, name=name, process_set=process_set)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Every rank's object, in rank order; see :func:`broadcast_object`."""
-    mine = _dump(obj)
-    handle = allgather_async(mine, f"object.{name}" if name else None, process_set)
-    length = torch.tensor([mine.numel()], device="cpu")
+    """Return the objects of all ranks, in rank order; ``obj``, ``name`` and errors as in :func:`broadcast_object`."""
+    data = _dump(obj)
+    handle = allgather_async(data, f"object.{name}" if name else None, process_set)
+    length = torch.tensor([data.numel()], device="cpu")
     lengths = allgather_async(length, f"object.{name}.length" if name else None, process_set)
-    data = synchronize(handle)
-    return [_load(part) for part in data.split(synchronize(lengths).tolist())]
+    gathered = synchronize(handle)
+    return [_load(pickled) for pickled in gathered.split(synchronize(lengths).tolist())]
 
 
 def _dump(obj: Any) -> Tensor:
+    """Serialize ``obj`` into a flat uint8 tensor on the CPU."""
     pickler: Any = import_module("cloudpickle") if find_spec("cloudpickle") else pickle
     return torch.frombuffer(bytearray(pickler.dumps(obj)), dtype=torch.uint8)
 

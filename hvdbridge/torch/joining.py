@@ -1,12 +1,11 @@
-"""The optimizers that take part in the steps of others after this rank called ``hvd.join()``.
+"""Followers: the optimizers by which a joined rank contributes zeros to the steps of other ranks.
 
 Rules:
 
-1. Steps of a ``DistributedOptimizer`` are not negotiated, so a joined rank does not know of them. While a rank has
-   joined, the others announce to the coordinator the step of each channel that they begin, and the joined rank follows
-   with zeros. Otherwise nothing is sent.
+1. Steps of a ``DistributedOptimizer`` are not negotiated. While a rank has joined (``hvd.join()``), the others announce
+   to the coordinator each step that they begin, and the joined rank submits zeros. At other times no rank announces.
 2. If a channel is not open yet on the joined rank, the optimizer that it belongs to opens it.
-3. A follower submits a step and does not wait for it: the other ranks may need another channel first.
+3. A follower submits a step and does not wait for it, because the other ranks may need another channel first.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ class Follower(Protocol):
     """An optimizer in whose steps a joined rank can take part."""
 
     def channel(self) -> tuple[int, str]:
-        """Process set and name of its channel, or of the one that it would open next; the same on all ranks."""
+        """Return process set and name of the open channel, or of the one to open next; equal on all ranks."""
         ...
 
     def follow(self, step: int) -> None:
-        """Submit zeros for its steps up to this number; 0: only open the channel."""
+        """Submit zeros for the steps up to number ``step``; 0: only open the channel."""
         ...
 
     def join(self, begins: bool) -> None:
-        """``begins``: this rank joins, so submit what is missing in its step. Otherwise all ranks have joined, so wait
-        for the steps that it followed."""
+        """Begin or end the join. With ``begins`` this rank joins: submit the missing gradients of its own open step.
+        Otherwise all ranks have joined: wait for the followed steps."""
         ...
 
 
@@ -38,18 +37,18 @@ _followers: WeakValueDictionary[int, Follower] = WeakValueDictionary()
 _numbers = count()
 
 
-def add(follower: Follower) -> None:
-    """Let it follow until it is garbage."""
+def register(follower: Follower) -> None:
+    """Register a follower, held by a weak reference."""
     _followers[next(_numbers)] = follower
 
 
 def followers() -> Iterator[Follower]:
-    """In the order of construction: names of channels depend on it if parameters' names are equal."""
+    """Yield followers in the order of construction, on which names of channels depend if parameters share names."""
     for number in sorted(_followers):
-        if (found := _followers.get(number)) is not None:
-            yield found
+        if (follower := _followers.get(number)) is not None:
+            yield follower
 
 
-def find(process_set: int, name: str) -> Follower | None:
-    """The follower with this channel."""
-    return next((each for each in followers() if each.channel() == (process_set, name)), None)
+def find_follower(process_set: int, name: str) -> Follower | None:
+    """Return the follower with this channel, or None."""
+    return next((follower for follower in followers() if follower.channel() == (process_set, name)), None)

@@ -1,4 +1,4 @@
-"""The stand-in for ``horovod.runner.launch``: without Horovod there is no horovodrun; the error names a remedy."""
+"""The counterpart of ``horovod.runner.launch``: hvdbridge has no horovodrun, and raises an error with a remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hvdbridge.errors import Unsupported
 
 
 def run_commandline() -> NoReturn:
-    """The command ``horovodrun``.
+    """Refuse the command ``horovodrun``.
 
     Raises:
         Unsupported: always.

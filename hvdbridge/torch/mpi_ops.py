@@ -1,12 +1,12 @@
-"""Horovod's operations on tensors, on whatever backend runs.
+"""Horovod's operations on tensors (``horovod.torch.mpi_ops``), on any backend, with or without MPI.
 
 Rules:
 
 1. Names, arguments, defaults, results and types of exceptions are those of ``horovod.torch`` 0.28. docs/horovod.md
    lists the differences, where Horovod is wrong or refuses without need.
-2. A gradient's name is made of the name of its forward operation, so gradients of several operations never match.
-3. ``Average`` sums first. One multiplication afterwards divides and applies the postscale factor, as in Horovod, so the
-   bits are the same.
+2. The name of a backward operation is derived from its forward operation, so backwards of two operations never match.
+3. ``Average`` sums first. One multiplication then divides and applies the postscale factor, as in Horovod, so results
+   are equal bit by bit.
 4. Autograd differentiates the sum of all ranks' losses: the gradient of a sum is the sum of all ranks' gradients. As in
    Horovod, the gradient of an average, a gather or a broadcast is the average of the ranks' gradients.
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.torch.asynchronous import (
-    _allreduce, _chosen, _reducescatter, _start, allgather_async, allreduce_, allreduce_async,
+    _allreduce, _op_of, _reducescatter, _start, allgather_async, allreduce_, allreduce_async,
     allreduce_async_, alltoall_async, barrier, broadcast_, broadcast_async, broadcast_async_, grouped_allgather_async,
     grouped_allreduce_, grouped_allreduce_async, grouped_allreduce_async_, grouped_reducescatter_async,
     handle_average_backwards_compatibility, join, poll, reducescatter_async, sparse_allreduce_async, synchronize,
@@ -47,26 +47,28 @@ def allreduce(
     op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:  # fmt: skip
-    """Reduce a tensor of the same shape and dtype on all ranks; returns a new one. Differentiable.
+    """Reduce a tensor over the ranks into a new tensor of the same shape and dtype. Differentiable.
 
     Args:
-        tensor: dense, any shape, contiguous or not; float, int, bool and complex types.
-        average: old form of ``op``: True is Average, False is Sum.
-        name: ranks match operations by it.
-        compression: of the data that travels (:class:`Compression`).
+        tensor: dense tensor of any shape and strides, of equal shape and dtype on all ranks; a floating-point, integer,
+            bool or complex dtype.
+        average: deprecated form of ``op``: True is Average, False is Sum.
+        name: ranks match operations by it; None: a running number.
+        compression: compressor of the data to send (:class:`Compression`).
         op: ``Average`` (default), ``Sum``, ``Adasum``, ``Min``, ``Max``, ``Product``.
-        prescale_factor, postscale_factor: before and after the reduction.
+        prescale_factor, postscale_factor: factors that multiply the tensor before and after the reduction.
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: before ``init``; a dtype that ``op`` does not know; this rank is not in the set.
+        ValueError: before ``init``; ``op`` does not support the dtype; this rank is not in the process set.
+        NotImplementedError: Adasum on a process set, or with a number of ranks that is not a power of two.
         DuplicateNameError: the name is in flight (a ValueError and a HorovodInternalError).
-        HorovodInternalError: ranks disagree about shape, dtype, op or factors; or another rank failed.
+        HorovodInternalError: shape, dtype, op or factors differ between ranks; another rank failed.
     """
-    small, context = compression.compress(tensor)
-    chosen, factors = _chosen(op, average), (prescale_factor, postscale_factor)
-    (answer,) = _allreduced([small], False, name, chosen, factors, process_set)
-    return compression.decompress(answer, context)  # type: ignore[no-any-return]
+    compressed, context = compression.compress(tensor)
+    reduction, factors = _op_of(op, average), (prescale_factor, postscale_factor)
+    (reduced,) = _allreduced([compressed], False, name, reduction, factors, process_set)
+    return compression.decompress(reduced, context)  # type: ignore[no-any-return]
 
 
 def grouped_allreduce(
@@ -74,22 +76,26 @@ def grouped_allreduce(
     compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:  # fmt: skip
-    """:func:`allreduce` of several tensors as one operation, which succeeds or fails as a whole. Differentiable."""
-    small, contexts = zip(*map(compression.compress, tensors), strict=True)
-    chosen, factors = _chosen(op, average), (prescale_factor, postscale_factor)
-    answers = _allreduced(small, True, name, chosen, factors, process_set)
-    return [compression.decompress(answer, context) for answer, context in zip(answers, contexts, strict=True)]
+    """Reduce several tensors as one :func:`allreduce`, which succeeds or fails as a whole. Differentiable."""
+    compressed, contexts = _compress_all(compression, tensors)
+    reduction, factors = _op_of(op, average), (prescale_factor, postscale_factor)
+    results = _allreduced(compressed, True, name, reduction, factors, process_set)
+    return [compression.decompress(reduced, context) for reduced, context in zip(results, contexts, strict=True)]
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """The ranks' tensors one after the other along the first dimension, which may differ. Differentiable.
+    """Concatenate the ranks' tensors along the first dimension, in rank order. Differentiable.
 
     Args:
-        tensor: ``[n, ...]``, ``n`` of this rank; the other dimensions and the dtype are the same on all ranks.
+        tensor: tensor of shape ``[n, ...]``; the dtype and all dimensions but ``n`` are equal on all ranks.
         name, process_set: as in :func:`allreduce`.
 
+    Returns:
+        A tensor of shape ``[sum of n, ...]``.
+
     Raises:
-        HorovodInternalError: a tensor without dimensions, or other dimensions that differ; see :func:`allreduce`.
+        HorovodInternalError: the tensor has no dimension; dtypes or the other dimensions differ between ranks.
+        ValueError, DuplicateNameError: see :func:`allreduce`.
     """
     return _allgathered([tensor], False, name, process_set)[0]
 
@@ -97,18 +103,22 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
-    """:func:`allgather` of several tensors as one operation. Differentiable."""
+    """Concatenate several tensors as one :func:`allgather`. Differentiable."""
     return _allgathered(tensors, True, name, process_set)
 
 
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """A new tensor with the values of rank ``root_rank`` (a rank of the job). Differentiable.
+    """Return a new tensor with the values of rank ``root_rank`` (a rank of the job). Differentiable.
+
+    Args:
+        tensor: dense tensor of equal shape and dtype on all ranks.
+        name, process_set: as in :func:`allreduce`.
 
     Raises:
-        ValueError: ``root_rank`` is not in the process set.
-        HorovodInternalError: ranks disagree about shape, dtype or root; see :func:`allreduce`.
+        ValueError: ``root_rank`` is not in the process set; see :func:`allreduce`.
+        HorovodInternalError: shape, dtype or root differ between ranks; another rank failed.
     """
 
     def start(tensors: Sequence[Tensor]) -> int:
@@ -127,26 +137,27 @@ def alltoall(
     """Send rows to each rank and receive rows from each. Differentiable.
 
     Args:
-        tensor: ``[n, ...]``; the other dimensions and the dtype are the same on all ranks.
-        splits: how many of the first rows go to rank 0, how many of the next to rank 1, and so on: a list, or an int32
-            tensor. Default: as many to each.
+        tensor: tensor of shape ``[n, ...]``; the other dimensions and the dtype are equal on all ranks.
+        splits: the number of consecutive rows for each rank, in rank order: a list, or a 1D int32 tensor. Their sum is
+            at most ``n``. Default: ``n / size`` rows for each.
         name, process_set: as in :func:`allreduce`.
 
     Returns:
-        The received rows in rank order; with ``splits`` a pair of them and of how many came from each rank (int32).
+        The received rows in rank order. With ``splits`` a pair: the rows, and an int32 tensor of their number by rank.
 
     Raises:
-        ValueError: splits that do not fit the tensor or the number of ranks.
+        ValueError: ``splits`` do not fit the tensor or the number of ranks; see :func:`allreduce`.
+        HorovodInternalError: dtypes or the other dimensions differ between ranks; another rank failed.
     """
 
     def start(tensors: Sequence[Tensor]) -> int:
         return alltoall_async(tensors[0], splits, name, process_set)
 
     def gradient(ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        received = [each[process_set.rank()] for each in ctx.sizes]
-        mine, _ = alltoall(gradients[0], received, ctx.name, process_set)
-        unsent = mine.new_zeros(ctx.shapes[0][0] - mine.shape[0], *mine.shape[1:])
-        return [torch.cat([mine, unsent]) if len(unsent) else mine]
+        received = [counts[process_set.rank()] for counts in ctx.sizes]
+        sent, _ = alltoall(gradients[0], received, ctx.name, process_set)
+        unsent = sent.new_zeros(ctx.shapes[0][0] - sent.shape[0], *sent.shape[1:])
+        return [torch.cat([sent, unsent]) if len(unsent) else sent]
 
     result, received = _apply(start, gradient, [tensor])
     if splits is None:
@@ -158,42 +169,50 @@ def reducescatter(
     tensor: Tensor, name: str | None = None, compression: Any = Compression.none, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """This rank's part of the reduction, divided along the first dimension. Differentiable.
+    """Reduce a tensor over the ranks, and return this rank's rows of the result. Differentiable.
 
     Args:
-        tensor: ``[n, ...]``, the same shape on all ranks; where ``n`` cannot be divided evenly, the first ranks get one
-            row more.
+        tensor: tensor of shape ``[n, ...]``, equal on all ranks. Rank 0 gets the first rows, and so on; if ``n`` is not
+            a multiple of the number of ranks, the first ranks get one row more.
         op: ``Average`` (default) or ``Sum``.
         name, compression, process_set, prescale_factor, postscale_factor: as in :func:`allreduce`.
 
     Raises:
-        ValueError: a tensor without dimensions; see :func:`allreduce`.
-        HorovodInternalError: another op; ranks disagree; see :func:`allreduce`.
+        ValueError: the tensor has no dimension; see :func:`allreduce`.
+        HorovodInternalError: another ``op``; shape, dtype, op or factors differ between ranks; another rank failed.
     """
-    small, context = compression.compress(tensor)
-    (answer,) = _reducescattered([small], False, name, op, (prescale_factor, postscale_factor), process_set)
-    return compression.decompress(answer, context)  # type: ignore[no-any-return]
+    compressed, context = compression.compress(tensor)
+    (reduced,) = _reducescattered([compressed], False, name, op, (prescale_factor, postscale_factor), process_set)
+    return compression.decompress(reduced, context)  # type: ignore[no-any-return]
 
 
 def grouped_reducescatter(
     tensors: Sequence[Tensor], name: str | None = None, compression: Any = Compression.none, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Tensor]:  # fmt: skip
-    """:func:`reducescatter` of several tensors as one operation. Differentiable."""
-    small, contexts = zip(*map(compression.compress, tensors), strict=True)
-    answers = _reducescattered(small, True, name, op, (prescale_factor, postscale_factor), process_set)
-    return [compression.decompress(answer, context) for answer, context in zip(answers, contexts, strict=True)]
+    """Reduce several tensors as one :func:`reducescatter`. Differentiable."""
+    compressed, contexts = _compress_all(compression, tensors)
+    results = _reducescattered(compressed, True, name, op, (prescale_factor, postscale_factor), process_set)
+    return [compression.decompress(reduced, context) for reduced, context in zip(results, contexts, strict=True)]
+
+
+def _compress_all(compression: Any, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    """Return the compressed tensors and their contexts; raise ValueError if there are none."""
+    if not tensors:
+        raise ValueError("a grouped operation needs at least one tensor")
+    compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
+    return compressed, contexts
 
 
 Gradient = Callable[[Any, Sequence[Tensor]], Sequence[Tensor]]
-"""Of a context and the gradients of an operation's results: the gradients of its tensors."""
+"""Backward function: takes a context and the gradients of the outputs, and returns the gradients of the inputs."""
 
 
 class HorovodOperation(torch.autograd.Function):
-    """A raw operation with a gradient.
+    """A differentiable raw operation.
 
-    ``forward`` calls ``start`` with the tensors and waits for the handle that it returns. ``backward`` calls
-    ``gradient`` with the context: a ``name`` for its own operation, the decision's ``sizes``, the tensors' ``shapes``
+    ``forward`` calls ``start(tensors)`` and waits for the handle that it returns. ``backward`` calls ``gradient`` with
+    the context, which holds a ``name`` for the backward operation, the decision's ``sizes``, the tensors' ``shapes``
     and, if ``saves``, the tensors themselves.
     """
 
@@ -222,71 +241,76 @@ HorovodBroadcast = HorovodAlltoall = HorovodReducescatter = HorovodGroupedReduce
 def _apply(
     start: Callable[[Sequence[Tensor]], int], gradient: Gradient, tensors: Sequence[Tensor], saves: bool = False
 ) -> tuple[Tensor, ...]:
-    answer = HorovodOperation.apply(start, gradient, saves, *tensors)  # type: ignore[no-untyped-call]
-    return answer if isinstance(answer, tuple) else (answer,)
+    result = HorovodOperation.apply(start, gradient, saves, *tensors)  # type: ignore[no-untyped-call]
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _allreduced(
     tensors: Sequence[Tensor], grouped: bool, name: str | None, op: ReduceOp, factors: tuple[float, float],
-    members: ProcessSet,
+    process_set: ProcessSet,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    picking = op in (Min, Max, Product)
+    """Run a differentiable all-reduce of one tensor or a group."""
+    nonlinear = op in (Min, Max, Product)
 
     def start(tensors: Sequence[Tensor]) -> int:
-        return _allreduce(tensors, name, op, *factors, members, grouped=grouped)
+        return _allreduce(tensors, name, op, *factors, process_set, grouped=grouped)
 
     def gradient(ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        if not picking:
-            return _allreduced(gradients, grouped, ctx.name, op, factors, members)
+        if not nonlinear:
+            return _allreduced(gradients, grouped, ctx.name, op, factors, process_set)
         return [
-            _picked_gradient(op, factors, tensor, gradient, f"{ctx.name}.{i}", members)
+            _nonlinear_gradient(op, factors, tensor, gradient, f"{ctx.name}.{i}", process_set)
             for i, (tensor, gradient) in enumerate(zip(ctx.saved_tensors, gradients, strict=True))
         ]
 
-    return _apply(start, gradient, tensors, saves=picking)
+    return _apply(start, gradient, tensors, saves=nonlinear)
 
 
-def _picked_gradient(
-    op: ReduceOp, factors: tuple[float, float], tensor: Tensor, gradient: Tensor, name: str, members: ProcessSet
+def _nonlinear_gradient(
+    op: ReduceOp, factors: tuple[float, float], tensor: Tensor, gradient: Tensor, name: str, process_set: ProcessSet
 ) -> Tensor:
-    """Min, Max: to the ranks that have the result, in equal parts. Product: times the other ranks' values."""
-    total = allreduce(gradient, None, f"{name}.sum", Compression.none, Sum, process_set=members)
-    rows = allgather(tensor.detach().unsqueeze(0) * factors[0], f"{name}.inputs", members)
-    mine = members.rank()
-    assert mine is not None
+    """Return the gradient of Min, Max or Product with respect to this rank's ``tensor``.
+
+    Of Min and Max it goes, in equal shares, to the ranks that have the result; of Product it is multiplied by the other
+    ranks' values.
+    """
+    total = allreduce(gradient, None, f"{name}.sum", Compression.none, Sum, process_set=process_set)
+    inputs = allgather(tensor.detach().unsqueeze(0) * factors[0], f"{name}.inputs", process_set)
+    index = process_set.rank()
+    assert index is not None
     if op == Product:
-        others = torch.cat([rows[:mine], rows[mine + 1 :]]).prod(0)
+        others = torch.cat([inputs[:index], inputs[index + 1 :]]).prod(0)
         return total * others * (factors[0] * factors[1])
-    best = rows.amin(0) if op == Min else rows.amax(0)
-    winners = (rows == best).to(total.dtype)
-    return total * (winners[mine] / winners.sum(0)) * (factors[0] * factors[1])
+    extremum = inputs.amin(0) if op == Min else inputs.amax(0)
+    is_extremum = (inputs == extremum).to(total.dtype)
+    return total * (is_extremum[index] / is_extremum.sum(0)) * (factors[0] * factors[1])
 
 
 def _allgathered(
-    tensors: Sequence[Tensor], grouped: bool, name: str | None, members: ProcessSet
+    tensors: Sequence[Tensor], grouped: bool, name: str | None, process_set: ProcessSet
 ) -> tuple[Tensor, ...]:
     def start(tensors: Sequence[Tensor]) -> int:
-        return _start("allgather", tensors, name, members, grouped=grouped)
+        return _start("allgather", tensors, name, process_set, grouped=grouped)
 
     def gradient(ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        means = _allreduced(gradients, grouped, ctx.name, Average, (1.0, 1.0), members)
-        rows = zip(*ctx.sizes, strict=True)  # of each tensor, by member
-        return [mean.split(counts)[members.rank()] for mean, counts in zip(means, rows, strict=True)]
+        means = _allreduced(gradients, grouped, ctx.name, Average, (1.0, 1.0), process_set)
+        row_counts = zip(*ctx.sizes, strict=True)  # [tensor][member]
+        return [mean.split(counts)[process_set.rank()] for mean, counts in zip(means, row_counts, strict=True)]
 
     return _apply(start, gradient, tensors)
 
 
 def _reducescattered(
     tensors: Sequence[Tensor], grouped: bool, name: str | None, op: int, factors: tuple[float, float],
-    members: ProcessSet,
+    process_set: ProcessSet,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     def start(tensors: Sequence[Tensor]) -> int:
-        return _reducescatter(tensors, name, op, members, *factors, grouped=grouped)
+        return _reducescatter(tensors, name, op, process_set, *factors, grouped=grouped)
 
     def gradient(ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        count = members.size() if op == Sum else 1  # Horovod's: what was summed counts for every rank
-        assert count is not None
-        factor = count * factors[0] * factors[1]
-        return _allgathered([gradient * factor for gradient in gradients], grouped, ctx.name, members)
+        scale = process_set.size() if op == Sum else 1  # as in Horovod
+        assert scale is not None
+        factor = scale * factors[0] * factors[1]
+        return _allgathered([gradient * factor for gradient in gradients], grouped, ctx.name, process_set)
 
     return _apply(start, gradient, tensors)

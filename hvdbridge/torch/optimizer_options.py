@@ -1,4 +1,4 @@
-"""The arguments of ``hvd.DistributedOptimizer``: what they mean, and which are refused."""
+"""The arguments of ``hvd.DistributedOptimizer``: checks, and their translation into a policy and names."""
 
 from __future__ import annotations
 
@@ -15,26 +15,31 @@ from hvdbridge.policies import from_spec, label
 from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State
 from hvdbridge.policy.bucket import DDP_MB, Bucket
 from hvdbridge.policy.collectives import AllReduce
-from hvdbridge.reduction.source import usual_bucket_mb
+from hvdbridge.reduction.source import default_bucket_mb
 from hvdbridge.torch.basics import Adasum, Average, Max, Min, Product, Sum
 from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.operations import Operations
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 from hvdbridge.training import runtime
 
-OPS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
-"""Horovod's reductions and ours."""
+ALL_REDUCE_OPS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
+"""The ``op`` of the policy's all-reduce for each of Horovod's reductions."""
 
-ONE_WAY = "policy= stands in the place of op, compression and gradient_predivide_factor: give one"
+POLICY_CONFLICT = "policy= stands in the place of op, compression and gradient_predivide_factor: give one"
 
 
 @dataclass(frozen=True, repr=False)
 class Reduction(Policy):
-    """What Horovod does to a gradient: compress, scale, reduce, scale, decompress.
+    """Policy that aggregates gradients as Horovod does: compress, scale, reduce, scale, decompress.
 
-    ``Average`` divides after the sum. A compressor of ``hvd.Compression`` gets the whole bucket. Any other class or
-    object with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)`` gets each gradient by
-    itself.
+    ``Average`` divides after the sum. A compressor of ``hvd.Compression`` converts the whole bucket. Any other class or
+    object with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)`` converts each gradient
+    separately.
+
+    Attributes:
+        op: one of ``Average``, ``Sum``, ``Min``, ``Max``, ``Product``.
+        compression: the compressor.
+        predivide: the divisor before the sum; the division after it uses ``size / predivide``.
     """
 
     op: Any = Average
@@ -44,38 +49,38 @@ class Reduction(Policy):
 
     @property
     def rounds(self) -> int | None:
-        """One for a compressor of the whole bucket; an object of the user's may remember what it sees."""
-        return 1 if self._whole else None
+        """1 if the compressor takes the whole bucket; None for other compressors, which may keep state."""
+        return 1 if self._takes_bucket else None
 
     @property
-    def _whole(self) -> bool:
+    def _takes_bucket(self) -> bool:
         return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
 
     def __post_init__(self) -> None:
-        """Checks nothing: :func:`DistributedOptimizer` checks these objects of Horovod's API."""
+        """Skip the checks of policies: :func:`DistributedOptimizer` checks these objects of Horovod's API."""
 
     def __repr__(self) -> str:
-        """Ranks compare this text, so it holds no address of an object."""
+        """Return a text without object addresses, because ranks compare it."""
         compression = getattr(self.compression, "__qualname__", type(self.compression).__qualname__)
         return f"Reduction(op={self.op}, compression={compression}, predivide={self.predivide})"
 
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
-        if self._whole:
+        if self._takes_bucket:
             return Aggregated((yield from self._reduce(bucket.buffer, bucket.size)))
-        parts = []
+        results = []
         for gradient in bucket.grads.values():
-            parts.append((yield from self._reduce(gradient, bucket.size)).reshape(-1))
-        return Aggregated(torch.cat(parts))
+            results.append((yield from self._reduce(gradient, bucket.size)).reshape(-1))
+        return Aggregated(torch.cat(results))
 
     def _reduce(self, tensor: Tensor, size: int) -> Exchange:
-        sent, context = self.compression.compress(tensor)
+        compressed, context = self.compression.compress(tensor)
         if self.predivide != 1.0:
-            sent = sent * (1.0 / self.predivide)
-        total = yield AllReduce(sent, OPS[self.op])
+            compressed = compressed * (1.0 / self.predivide)
+        reduced = yield AllReduce(compressed, ALL_REDUCE_OPS[self.op])
         factor = self.predivide / size if self.op == Average else 1.0
         if factor != 1.0:
-            total = total.mul_(factor)
-        return self.compression.decompress(total, context)  # type: ignore[no-any-return]
+            reduced = reduced.mul_(factor)
+        return self.compression.decompress(reduced, context)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -90,13 +95,13 @@ class Settings:
 def check_options(
     op: Any, predivide: float, passes: int, groups: Any, policy: object, process_set: ProcessSet, delta: bool
 ) -> None:
-    """Refuse options without meaning.
+    """Check options of ``DistributedOptimizer``.
 
     Args:
-        delta: the optimizer combines steps, by Adasum.
+        delta: whether the optimizer combines steps by Adasum.
 
     Raises:
-        ValueError: an option, or two of them together, have no meaning.
+        ValueError: an option is invalid, or two options contradict each other.
         NotImplementedError: Adasum on a process set.
     """
     if predivide != 1.0 and op != Average:
@@ -106,7 +111,7 @@ def check_options(
     if delta and process_set is not global_process_set:
         raise NotImplementedError("Adasum takes the global process set only")
     if delta and policy is not None:
-        raise ValueError(ONE_WAY)
+        raise ValueError(POLICY_CONFLICT)
     if groups is None or (isinstance(groups, int) and groups >= 0):
         return
     if not isinstance(groups, list):
@@ -119,16 +124,20 @@ def check_options(
 
 
 def choose_policy(policy: str | Policy | None, op: Any, compression: Any, predivide: float) -> Policy:
-    """The policy that these arguments, or the session, ask for."""
-    if op != Adasum and op not in OPS:
+    """Return ``policy``, or by default the session's policy, or a :class:`Reduction` of the other arguments.
+
+    Raises:
+        ValueError: ``op`` is unknown, or ``policy`` is combined with one of the other arguments.
+    """
+    if op != Adasum and op not in ALL_REDUCE_OPS:
         raise ValueError(f"op={op!r} is not one of hvd.Average, Sum, Adasum, Min, Max, Product")
-    plain = op == Average and compression is Compression.none and predivide == 1.0
+    is_default = op == Average and compression is Compression.none and predivide == 1.0
     if policy is not None:
-        if not plain:
-            raise ValueError(ONE_WAY)
+        if not is_default:
+            raise ValueError(POLICY_CONFLICT)
         return from_spec(policy)
     default = from_spec(runtime.current().policy)
-    if plain and label(default) != "mean":
+    if is_default and label(default) != "mean":
         return default
     if label(default) != "mean":
         text = f"the policy {label(default)!r} is not used: the script asks for an op or a compression of its own"
@@ -139,10 +148,10 @@ def choose_policy(policy: str | Policy | None, op: Any, compression: Any, prediv
 def names_of(
     param_groups: Sequence[Mapping[str, Any]], named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> dict[Tensor, str]:
-    """The name of each parameter.
+    """Return the name of each parameter; ``allreduce.noname.<group>.<index>`` without ``named_parameters``.
 
     Raises:
-        ValueError: not pairs, a name twice, or a parameter of the optimizer without a name.
+        ValueError: ``named_parameters`` are not tuples, repeat a name, or lack a parameter of the optimizer.
     """
     numbered = {p: f"{i}.{j}" for i, group in enumerate(param_groups) for j, p in enumerate(group["params"])}
     if named_parameters is None:
@@ -150,23 +159,23 @@ def names_of(
     named = list(named_parameters)
     if any(not isinstance(pair, tuple) for pair in named):
         raise ValueError("named_parameters takes tuples (name, parameter), as model.named_parameters() gives them")
-    if twice := sorted(name for name, times in Counter(name for name, _ in named).items() if times > 1):
-        raise ValueError(f"named_parameters: names must be unique, these occur twice: {', '.join(twice)}")
-    found = {p: name for name, p in named}
-    if missing := [number for p, number in numbered.items() if p not in found]:
+    if repeated := sorted(name for name, times in Counter(name for name, _ in named).items() if times > 1):
+        raise ValueError(f"named_parameters: names must be unique, these occur twice: {', '.join(repeated)}")
+    names = {p: name for name, p in named}
+    if missing := [number for p, number in numbered.items() if p not in names]:
         raise ValueError(
             f"named_parameters names no parameter for {len(missing)} of the optimizer's (group.index): "
             f"{', '.join(missing[:8])}. Pass the names of all, or none."
         )
-    return found
+    return names
 
 
 def bucket_mb(operations: Operations, policy: Policy, ranks: Iterable[int]) -> float:
-    """``HOROVOD_FUSION_THRESHOLD`` in MiB, or the session's size, or the usual size among these ranks."""
-    given = operations.settings.bucket_bytes
-    if given is not None:
-        return given / 2**20
+    """Return the bucket size in MiB: ``HOROVOD_FUSION_THRESHOLD``, the session's, or the default for ``ranks``."""
+    bucket_bytes = operations.settings.bucket_bytes
+    if bucket_bytes is not None:
+        return bucket_bytes / 2**20
     world = operations.session.communicator
     nodes = [world.nodes[rank] for rank in ranks] if world.nodes else ()
-    usual = usual_bucket_mb(policy, nodes, world.capabilities.blocks_host)
-    return operations.session.config.fixed_bucket_mb(usual, "hvdbridge.torch.DistributedOptimizer")
+    default = default_bucket_mb(policy, nodes, world.capabilities.blocks_host)
+    return operations.session.config.fixed_bucket_mb(default, "hvdbridge.torch.DistributedOptimizer")

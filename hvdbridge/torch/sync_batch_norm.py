@@ -1,4 +1,4 @@
-"""``hvd.SyncBatchNorm``: batch normalisation over the batches of all ranks; on CPUs, too."""
+"""``hvd.SyncBatchNorm``: batch normalization over the batches of all ranks, on CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hvdbridge.training import sync_batchnorm
 
 
 class SyncBatchNorm(sync_batchnorm.SyncBatchNorm):
-    """Drop-in for ``BatchNorm1d/2d/3d``: input ``[N, C, ...]``, floating point, ``N`` may differ between ranks.
+    """Drop-in replacement of ``BatchNorm1d/2d/3d``, with the arguments of ``torch.nn.BatchNorm2d``.
 
-    Its arguments are those of ``torch.nn.BatchNorm2d``.
+    The input has shape ``[N, C, ...]`` and a floating-point dtype; ``N`` may differ between ranks.
 
     Raises:
-        ValueError: at forward: fewer than two dimensions, or ``hvd.init()`` is missing.
+        ValueError: in ``forward``: the input has fewer than two dimensions, or ``hvd.init()`` was not called.
     """
 
     def __init__(

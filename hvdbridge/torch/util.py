@@ -1,4 +1,4 @@
-"""What scripts import from ``horovod.common.util``."""
+"""The counterpart of ``horovod.common.util``: functions that scripts import from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether there is a ``hvd`` for this framework: ``"torch"`` alone.
+    """Return whether a framework is supported; only ``"torch"`` is. ``verbose`` is ignored.
 
     >>> extension_available("torch"), extension_available("tensorflow")
     (True, False)
@@ -26,31 +26,31 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Raises ImportError for any framework but torch."""
+    """Raise ImportError for frameworks other than torch. The other arguments are ignored."""
     if ext_name not in ("horovod.torch", "hvdbridge.torch"):
         raise ImportError(f"{ext_name}: hvdbridge stands in for horovod.torch alone")
 
 
 def check_installed_version(name: str, version: str, exception: BaseException | None = None) -> None:
-    """Does nothing: hvdbridge is not built for one version of a framework."""
+    """Do nothing: hvdbridge is not built for a version of a framework."""
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, bool | None], Any]:
-    """``f(op, average)``: the reduction that a caller means who may give either, or neither.
+    """Return a function ``f(op, average)``, which returns the reduction that either argument selects.
 
     Args:
-        reduce_ops: not used; hvdbridge has one set of reductions.
+        reduce_ops: ignored; hvdbridge has one set of reductions.
     """
     return handle_average_backwards_compatibility
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether torch sees a GPU."""
+    """Return whether torch can use a GPU; False for other frameworks."""
     return ext_base_name == "torch" and torch.cuda.is_available()
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """As ``hvd.mpi_built()``; so are the next four."""
+    """Return ``hvd.mpi_built()``. The next four functions correspond to functions of ``hvd`` in the same way."""
     return basics.mpi_built()
 
 
@@ -72,14 +72,14 @@ def ccl_built(verbose: bool = False) -> bool:
 
 @contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """These environment variables within the block; None leaves one as it is."""
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
+    """Set environment variables within the block; a variable with value None is not changed."""
+    variables = {name: value for name, value in kwargs.items() if value is not None}
+    previous = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -87,7 +87,7 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether ``num_rank`` is a power of two.
+    """Return whether ``num_rank`` is a power of two.
 
     >>> [n for n in range(10) if num_rank_is_power_2(n)]
     [1, 2, 4, 8]
@@ -96,7 +96,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(items: Sequence[T], parts: int) -> list[list[T]]:
-    """``items`` in ``parts`` runs whose lengths differ by one at most, longer ones first.
+    """Split ``items`` into ``parts`` consecutive lists whose lengths differ by at most one, longer lists first.
 
     >>> split_list("abcde", 3)
     [['a', 'b'], ['c', 'd'], ['e']]
@@ -107,5 +107,5 @@ def split_list(items: Sequence[T], parts: int) -> list[list[T]]:
 
 
 def is_iterable(x: object) -> bool:
-    """Whether ``iter(x)`` works."""
+    """Return whether ``x`` defines ``__iter__`` or ``__getitem__``."""
     return isinstance(x, Iterable) or hasattr(x, "__getitem__")

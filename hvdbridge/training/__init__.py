@@ -1,1 +1,1 @@
-"""What training scripts import."""
+"""The training API: synchronizers, communication hooks and primitives."""

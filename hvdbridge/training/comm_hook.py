@@ -1,13 +1,13 @@
-"""A policy as a communication hook of a DistributedDataParallel that somebody else has made.
+"""Run a policy as a communication hook of the user's or a framework's DistributedDataParallel.
 
 Rules:
 
-1. Nothing is started before the first bucket comes. What wraps DDP (Lightning, Accelerate) starts
-   ``torch.distributed`` itself, after the user has named the hook. hvdbridge then joins what runs.
-2. Without a model parameters are named by their position in it. The first step shows the positions: the hook holds its
-   buckets until the last one comes. State then fits models that register the same parameters in the same order.
-3. DDP calls hooks in bucket order, and a step ends with its backward. Where DDP calls hooks outside of a backward
-   (``join()``), the next step's first bucket ends the step, or whatever asks the state for something.
+1. hvdbridge is initialized at the first bucket, on the running ``torch.distributed``. Frameworks that wrap DDP
+   (Lightning, Accelerate) initialize ``torch.distributed`` themselves, after the user has passed the hook to them.
+2. Without a model, a parameter's name is its position. The positions follow from all buckets of the first step, so the
+   hook holds them until the last one. State then fits models that register the same parameters in the same order.
+3. DDP calls the hook in bucket order, and a step ends with its backward. In ``join()``, DDP calls the hook outside of
+   a backward. Then the next step's first bucket ends the step, or any call that needs the aggregator.
 """
 
 from __future__ import annotations
@@ -22,131 +22,131 @@ from torch.nn import Module
 
 from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec
-from hvdbridge.policy.base import Policy
-from hvdbridge.policy.bucket import Layout, refuse_complex
+from hvdbridge.policy.base import Policy, refuse_complex
+from hvdbridge.policy.bucket import Layout
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.autograd import at_end_of_backward, inside_backward
-from hvdbridge.reduction.ddp import Layouts, Strided, future_of
-from hvdbridge.reduction.parameters import ignored, trainable
+from hvdbridge.reduction.ddp import BucketLayouts, Strided, bucket_future
+from hvdbridge.reduction.parameters import ignored_names, trainable
 from hvdbridge.training import runtime
 from hvdbridge.training.hook_state import HookState, join_torch
 
-Bucket = tuple[Sequence[Tensor], Tensor, "torch.futures.Future[Tensor]"]
-"""Parameters, flat gradients, and the future of the update."""
+HeldBucket = tuple[Sequence[Tensor], Tensor, "torch.futures.Future[Tensor]"]
+"""Parameters, their flat gradients, and the future of the update."""
 
 
-class HookLayouts(Layouts):
-    """Those of a model that the user names."""
+class HookLayouts(BucketLayouts):
+    """The layouts of DDP's buckets of one model; parameters of another model raise ConfigurationError."""
 
-    def look(self, parameters: Sequence[Tensor]) -> tuple[Layout, list[Strided]]:
+    def make_layout(self, parameters: Sequence[Tensor]) -> tuple[Layout, list[Strided]]:
         if unknown := [list(p.shape) for p in parameters if p not in self.names]:
             raise ConfigurationError(
                 f"rank {runtime.rank()}: DDP's bucket has parameters of shapes {unknown} that the hook does not "
                 "know. Give to_comm_hook the model that DDP wraps; one hook serves one model."
             )
-        return super().look(parameters)
+        return super().make_layout(parameters)
 
 
 class CommHookState(HookState):
-    """What :func:`to_comm_hook` gives as ``state``; see :class:`~hvdbridge.training.hook_state.HookState`."""
+    """The ``state`` that :func:`to_comm_hook` returns; see :class:`~hvdbridge.training.hook_state.HookState`."""
 
     def __init__(self, policy: Policy, model: Module | None, weighted: bool | None = None, seed: int = 0) -> None:
         super().__init__(policy, weighted, seed)
         self._model = model
         self._layouts = HookLayouts({})
-        self._held: list[Bucket] = []
-        self._running = self._outside = False  # a step is open; it began outside of a backward
+        self._held_buckets: list[HeldBucket] = []
+        self._step_open = self._outside_backward = False  # a step is open, and it began outside of a backward
 
     def bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """The hook."""
+        """Submit a bucket of DDP, a ``GradBucket``, and return the future of its update: the hook itself."""
         if bucket.index() == 0:
-            self._end_shadow()
-            self._outside = not inside_backward()
-            if not self._outside:
-                at_end_of_backward(self._finish)
-            self._running = True
+            self._end_join_step()
+            self._outside_backward = not inside_backward()
+            if not self._outside_backward:
+                at_end_of_backward(self._end_step)
+            self._step_open = True
             if self._aggregator is None and self._model is not None:
-                self._join_by_model(self._model)
+                self._start_with_model(self._model)
             if self._aggregator is not None:
                 self._aggregator.begin()
         buffer = bucket.buffer()
         if buffer.layout != torch.strided:
             raise Unsupported("to_comm_hook: no policy takes sparse gradients. Use sparse=False in the Embedding.")
-        future = future_of(buffer)
-        self._held.append((bucket.parameters(), buffer, future))
+        future = bucket_future(buffer)
+        self._held_buckets.append((bucket.parameters(), buffer, future))
         if self._aggregator is None and bucket.is_last():
-            self._join_by_position().begin()
+            self._start_by_position().begin()
         if self._aggregator is not None:
             self._submit(self._aggregator, bucket.is_last())
         return future
 
     def _submit(self, aggregator: Aggregator, last: bool) -> None:
-        held, self._held = self._held, []
+        held, self._held_buckets = self._held_buckets, []
         for i, (parameters, buffer, future) in enumerate(held, 1):
-            piece = self._layouts.piece(parameters, buffer, future, aggregator.policy)
-            aggregator.submit(piece, last and i == len(held))
-        if last:  # where DDP waits within backward (static_graph, Join), nothing else flushes
+            bucket = self._layouts.bucket(parameters, buffer, future, aggregator.policy)
+            aggregator.submit(bucket, last and i == len(held))
+        if last:  # with static_graph or Join, DDP waits for the futures before anything else flushes
             aggregator.scheduler.flush()
-            if self._outside:
+            if self._outside_backward:
                 aggregator.end_ahead()
 
-    def _opened(self) -> Aggregator:
-        self._end_shadow()
-        return super()._opened()
+    def _require_aggregator(self) -> Aggregator:
+        self._end_join_step()
+        return super()._require_aggregator()
 
     def close(self) -> None:
         if self._aggregator is not None and self._aggregator.scheduler.failure is None:
-            self._end_shadow()
+            self._end_join_step()
         super().close()
 
-    def _end_shadow(self) -> None:
-        """The last step within ``join()`` of a rank that had no more batches: no bucket follows that would end it."""
-        if self._running and self._outside:
-            self._finish()
+    def _end_join_step(self) -> None:
+        """End a step that began in ``join()``, on a rank without more batches, if it is open: no backward ends it."""
+        if self._step_open and self._outside_backward:
+            self._end_step()
 
-    def _finish(self) -> None:
-        self._running = False
+    def _end_step(self) -> None:
+        self._step_open = False
         if self._aggregator is not None:
             self._aggregator.end()
 
     # -- the start ------------------------------------------------------------------------------------------------
 
-    def _join_by_model(self, model: Any) -> None:
+    def _start_with_model(self, model: Any) -> None:
         group = None
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model, group = model.module, dist.get_process_group_ranks(model.process_group)
-        self._join(trainable(model, ignored(model)), group)
+        self._start(trainable(model, ignored_names(model)), group)
 
-    def _join_by_position(self) -> Aggregator:
-        """The first step's buckets are DDP's from last to first, each in registered order."""
-        found = [p for parameters, _, _ in reversed(self._held) for p in parameters]
-        self._join({f"parameter.{i}": p for i, p in enumerate(found)}, None)
-        return super()._opened()
+    def _start_by_position(self) -> Aggregator:
+        """Name the parameters by position: DDP's first buckets are in reverse order, each in registered order."""
+        registered = [p for parameters, _, _ in reversed(self._held_buckets) for p in parameters]
+        self._start({f"parameter.{i}": p for i, p in enumerate(registered)}, None)
+        return super()._require_aggregator()
 
-    def _join(self, params: Mapping[str, Tensor], group: Any) -> None:
+    def _start(self, params: Mapping[str, Tensor], group: Any) -> None:
         join_torch()
         refuse_complex(params)
         self._layouts = HookLayouts({p: name for name, p in params.items()})
-        self._open(params, group, next(iter(params.values())).device, {})
+        self._create_aggregator(params, group, next(iter(params.values())).device, {})
 
 
 def to_comm_hook(
     policy: str | Policy, model: Module | None = None, weighted: bool | None = None, seed: int = 0
 ) -> tuple[CommHookState, Any]:
-    """``(state, hook)`` for ``DistributedDataParallel.register_comm_hook(state, hook)``, and for all that call it.
+    """Return ``(state, hook)`` for ``DistributedDataParallel.register_comm_hook(state, hook)``.
 
-    hvdbridge need not be initialized: the hook joins ``torch.distributed`` when the first bucket comes.
+    hvdbridge need not be initialized: the first bucket initializes it on the running ``torch.distributed``.
 
     Args:
         policy: a spec string or a policy.
-        model: the module that DDP wraps, or the DDP: parameters have their names in it, and DDP's process group is
-            the one that aggregates. None: names by position, and all ranks.
+        model: the module that DDP wraps, or the DDP module itself; it defines the names of parameters. A DDP module's
+            process group is the one that aggregates. None: parameters are named by position, and all ranks aggregate.
         weighted: True: exchange ``state.weight`` in every step; False: never; None: the first step decides.
-        seed: of the randomness that all ranks share.
+        seed: the seed of the random numbers that all ranks share.
 
     Raises:
-        SpecError: the policy does not parse.
-        ConfigurationError: it acts after the optimizer's step.
+        SpecError: the spec string is invalid.
+        ConfigurationError: the policy acts after the optimizer's step.
 
     >>> state, hook = to_comm_hook("ef(bf16)")
     >>> state.weight is None
@@ -154,7 +154,7 @@ def to_comm_hook(
     """
     state = CommHookState(from_spec(policy), model, weighted, seed)
 
-    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations and names with its own
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares names and annotations with its own
         return state.bucket(bucket)
 
     return state, hook

@@ -1,12 +1,13 @@
-"""DistributedDataParallel's own signature on every backend.
+"""DistributedDataParallel: torch's signature, on every backend.
 
 Rules:
 
-1. Under torch it is a DistributedDataParallel. Elsewhere it is a module around the user's, and our reducer aggregates
-   the gradients. A :class:`~hvdbridge.training.synchronizer.GradientSynchronizer` without an optimizer makes both.
-2. ``state_dict()`` has the bare module's keys, also as a part of another module's.
-3. An option of DDP either has the same effect here, or is refused.
-4. A copy (``copy.deepcopy``, ``AveragedModel``, ``torch.save``) is of the module alone: to evaluate, not to train.
+1. On torch the model is a torch.nn.parallel.DistributedDataParallel. On other backends it is a module around the
+   user's, and our reducer aggregates the gradients. Both have a
+   :class:`~hvdbridge.training.synchronizer.GradientSynchronizer` without an optimizer.
+2. ``state_dict()`` has the bare module's keys, also within the state of another module.
+3. An option of DDP has the same effect here, or raises an error.
+4. A copy (``copy.deepcopy``, ``AveragedModel``, ``torch.save``) contains only the module. It can evaluate, not train.
 """
 
 from __future__ import annotations
@@ -22,60 +23,61 @@ from torch.nn import Module
 from hvdbridge.errors import StepError, Unsupported
 from hvdbridge.policies import label
 from hvdbridge.policy.base import Policy
-from hvdbridge.reduction.ddp import JOIN, TORCHS
-from hvdbridge.reduction.ddp import DistributedDataParallel as TorchDDP
+from hvdbridge.reduction.ddp import JOIN_MESSAGE, TORCH_DDP
+from hvdbridge.reduction.ddp import DistributedDataParallel as SynchronizedDDP
 from hvdbridge.reduction.parameters import Ignore
 from hvdbridge.reduction.wrapper import Wrapper
 from hvdbridge.training import runtime
 from hvdbridge.training.foreign_hook import from_comm_hook
 from hvdbridge.training.synchronizer import GradientSynchronizer
 
-REFUSED = {
+UNSUPPORTED_OPTIONS = {
     "bucket_cap_mb_list": "Give one size for all buckets, bucket_cap_mb.",
     "delay_all_reduce_named_params": "Leave it out: all gradients are aggregated when backward() returns.",
     "mixed_precision": "Run the forward under torch.autocast; with policy='bf16' gradients travel in 16 bits.",
     "param_to_hook_all_reduce": "Leave it out: all gradients are aggregated when backward() returns.",
     "skip_all_reduce_unused_params": "Freeze unused parameters by requires_grad_(False) before they are wrapped.",
 }
-"""torch's options of which only None and False are taken, and what to do instead."""
+"""Options of torch for which only None and False are allowed, and what to do instead."""
 
 
 class DistributedDataParallel(Module):
-    """``model = hb.DistributedDataParallel(model)``: gradients are aggregated when ``backward()`` returns.
+    """Module that aggregates its gradients over the ranks when ``backward()`` returns.
 
-    All ranks of the job construct it alike. Rank 0's parameters and buffers are copied to all.
+    Use it as ``model = hb.DistributedDataParallel(model)``. All ranks of the job pass the same arguments. Rank 0's
+    parameters and buffers are copied to all ranks. A second wrapper around a module replaces the first. From then on a
+    forward of the first raises an error, unless gradients are disabled.
 
     Args:
         module: the module to train.
-        device_ids, output_device: None, or the one device that the module is on already.
-        dim: 0.
-        broadcast_buffers, forward_sync_buffers: as in torch's; the second, where given, counts. Both None: True.
-        find_unused_parameters, static_graph: as in torch's.
+        device_ids, output_device: None, or the one device that the module is on.
+        dim: must be 0.
+        broadcast_buffers, forward_sync_buffers: as in torch. The second one wins if both are given. Both None: True.
+        find_unused_parameters, static_graph: as in torch.
         init_sync: must be True.
-        process_group: the ranks that aggregate together (iterable of ranks, a process group of torch, or the backend's
-            own group); None: all.
-        device_mesh: the same as a DeviceMesh of one dimension.
-        bucket_cap_mb: size of a bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or as in
-            ``GradientSynchronizer``: among several nodes not DDP's 25, so that with three ranks and more sums differ
-            from DDP's by rounding.
-        check_reduction, batched_grad_copy: without effect, as in torch's; and because copies are made all at once.
-        gradient_as_bucket_view: as in torch's; None: where that is faster, as for ``GradientSynchronizer``.
+        process_group: the ranks that aggregate together: an iterable of ranks, a process group of torch, the backend's
+            own group, or None for all ranks.
+        device_mesh: the same as a one-dimensional DeviceMesh.
+        bucket_cap_mb: size of a bucket in MiB. None: ``HVDBRIDGE_BUCKET_MB``, or the default of
+            ``GradientSynchronizer``. Among several nodes it is not DDP's 25, so that sums over three or more ranks
+            differ from DDP's by rounding.
+        check_reduction, batched_grad_copy: no effect. torch ignores the first too, and copies are always batched.
+        gradient_as_bucket_view: as in torch. None: the faster way, as for ``GradientSynchronizer``.
         delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision,
-            skip_all_reduce_unused_params, bucket_cap_mb_list: None or False; another value is refused.
-        policy: a spec string, a policy, or None for what ``hb.init`` was given.
-        weighted: as for ``GradientSynchronizer``; the weights are set by :attr:`weight`.
+            skip_all_reduce_unused_params, bucket_cap_mb_list: must be None or False.
+        policy: a spec string, a policy, or None for the policy given to ``hb.init``.
+        weighted: as for ``GradientSynchronizer``; set the weights by :attr:`weight`.
         ignore, broadcast: as for ``GradientSynchronizer``.
 
     Attributes:
         module: the user's module.
-        synchronizer: what aggregates: its ``stats()``, ``state_dict()`` (the policy's state), ``close()``.
+        synchronizer: the ``GradientSynchronizer``, for ``stats()``, ``state_dict()`` (the policy's state) and
+            ``close()``.
 
     Raises:
-        NotInitialized: ``hb.init()`` is missing.
+        NotInitialized: ``hb.init()`` was not called.
         RankMismatch: ranks differ in model, policy or options.
-        Unsupported: an option that has no meaning here.
-
-    A second wrapper around a module takes the place of the first, which refuses to be trained from then on.
+        Unsupported: an option is not supported.
     """
 
     synchronizer: GradientSynchronizer
@@ -84,8 +86,8 @@ class DistributedDataParallel(Module):
     def __new__(cls: Any, *args: Any, **options: Any) -> Any:
         if issubclass(cls, Wrapper):
             return super().__new__(cls)
-        kind = _OnTorch if runtime.current().backend == "torch" else _Elsewhere
-        return super().__new__(kind if cls is DistributedDataParallel else _subclass(cls, kind))
+        backend_class = _OnTorch if runtime.current().backend == "torch" else _ModuleWrapper
+        return super().__new__(backend_class if cls is DistributedDataParallel else _subclass(cls, backend_class))
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class DistributedDataParallel(Module):
                 f"DistributedDataParallel(dim={dim}, init_sync={init_sync}): only dim=0 and init_sync=True"
             )
         check_devices(module, device_ids, output_device)
-        for name, remedy in REFUSED.items():
+        for name, remedy in UNSUPPORTED_OPTIONS.items():
             if arguments[name] is not None and arguments[name] is not False:
                 raise Unsupported(f"DistributedDataParallel({name}=...) has no meaning here. {remedy}")
         if device_mesh is not None and process_group is not None:
@@ -141,7 +143,7 @@ class DistributedDataParallel(Module):
 
     @property
     def weight(self) -> float | None:
-        """This rank's weight of the next step; see ``GradientSynchronizer.weight``."""
+        """This rank's weight in the next step; see ``GradientSynchronizer.weight``."""
         return self.synchronizer.weight
 
     @weight.setter
@@ -150,11 +152,11 @@ class DistributedDataParallel(Module):
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: Module, params_and_buffers_to_ignore: Any) -> None:
-        """As torch's, for a wrapper that is made later; see ``ignore``."""
-        TORCHS._set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore)
+        """Set the names to ignore for a wrapper that is constructed later, as in torch; see ``ignore``."""
+        TORCH_DDP._set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore)
 
     def _set_static_graph(self) -> None:
-        """As torch's, which scripts call for want of ``static_graph=True``; before the first step.
+        """Declare the graph static, as in torch. Scripts that lack ``static_graph=True`` call it before the first step.
 
         Raises:
             StepError: a step has been made.
@@ -168,18 +170,18 @@ class DistributedDataParallel(Module):
         source.static_graph, source.find_unused = True, False
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Refused: ``Join([...])`` of torch; see :meth:`join`.
+        """Refuse torch's ``Join([...])``; see :meth:`join`.
 
         Raises:
             Unsupported: always.
         """
-        raise Unsupported(JOIN)
+        raise Unsupported(JOIN_MESSAGE)
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Aggregate by a communication hook of DDP's, on whatever backend; before the first backward, on every rank.
+        """Aggregate with a communication hook of DDP on any backend. Call it before the first backward, on every rank.
 
         Raises:
-            Unsupported: see :func:`~hvdbridge.training.foreign_hook.from_comm_hook`; or the policy is no plain mean.
+            Unsupported: see :func:`~hvdbridge.training.foreign_hook.from_comm_hook`; or the policy is not ``mean``.
             StepError: a step has been made.
         """
         synchronizer = self.synchronizer
@@ -188,12 +190,12 @@ class DistributedDataParallel(Module):
                 f"register_comm_hook beside policy={label(synchronizer.policy)!r}: a hook takes the place of a policy. "
                 "Give one of the two."
             )
-        chosen = from_comm_hook(state, hook)
-        synchronizer._aggregator.use(chosen, synchronizer._params)
-        synchronizer.policy = chosen
+        hook_policy = from_comm_hook(state, hook)
+        synchronizer._aggregator.use(hook_policy, synchronizer._params)
+        synchronizer.policy = hook_policy
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Refused: see :meth:`register_comm_hook`, and the policies ``mean`` and ``fp16``.
+        """Refuse builtin hooks; the policies ``mean`` and ``fp16`` do the same.
 
         Raises:
             Unsupported: always.
@@ -207,11 +209,11 @@ class DistributedDataParallel(Module):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """For ranks with unequal numbers of steps; see ``GradientSynchronizer.join``.
+        """Train with unequal numbers of steps per rank; see ``GradientSynchronizer.join``.
 
         Args:
-            divide_by_initial_world_size: a rank that is through counts as zeros; False: it does not count.
-            enable: False: do nothing.
+            divide_by_initial_world_size: True: a rank without data contributes zeros. False: it has weight 0.
+            enable: False: this method has no effect.
             throw_on_early_termination: must be False.
 
         Raises:
@@ -228,39 +230,39 @@ class DistributedDataParallel(Module):
             aggregator.joined_weight = 0.0
 
 
-class _OnTorch(DistributedDataParallel, TorchDDP):
-    """A DistributedDataParallel of torch; nothing here shadows its own."""
+class _OnTorch(DistributedDataParallel, SynchronizedDDP):
+    """The wrapper on torch, a DistributedDataParallel of torch; no method here hides one of torch's."""
 
     join: Any = DistributedDataParallel.join
 
     def _set_static_graph(self) -> None:
-        """As torch's, which calls it itself while it is constructed."""
+        """Declare the graph static; torch's constructor calls this, too."""
         if "synchronizer" in self.__dict__:
             super()._set_static_graph()
-            logged: Any = self._get_ddp_logging_data
+            get_data: Any = self._get_ddp_logging_data
             source: Any = self.synchronizer._source
-            source.unmarked = len(logged()["bucket_sizes"].split(","))
-            self.find_unused_parameters = False  # the reducer finds them now, and join() goes by this
-        TORCHS._set_static_graph(self)
+            source.unmarked_buckets = len(get_data()["bucket_sizes"].split(","))
+            self.find_unused_parameters = False  # the reducer now detects them itself, and torch's join() reads this
+        TORCH_DDP._set_static_graph(self)
 
-    join_hook: Any = TorchDDP.join_hook
+    join_hook: Any = SynchronizedDDP.join_hook
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's DistributedDataParallel's."""
+        """Run torch's forward."""
         self.synchronizer.check_in_use()
         return super().forward(*args, **kwargs)
 
 
-class _Elsewhere(Wrapper, DistributedDataParallel):
-    """A module around the user's."""
+class _ModuleWrapper(Wrapper, DistributedDataParallel):
+    """The wrapper on other backends, a module around the user's."""
 
-    def adopt(self, module: Module) -> None:
-        """Called by the synchronizer: ``module`` is what it aggregates."""
+    def init_wrapper(self, module: Module) -> None:
+        """Initialize this wrapper around ``module``; the synchronizer's source calls it."""
         Module.__init__(self)
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's module's."""
+        """Run the user's module, and notify the source before and after."""
         self.synchronizer.check_in_use()
         if self.closed:
             return self.module(*args, **kwargs)
@@ -271,12 +273,12 @@ class _Elsewhere(Wrapper, DistributedDataParallel):
 
     @property
     def closed(self) -> bool:
-        """Whether its gradients stay local."""
+        """True if gradients stay local."""
         return "synchronizer" not in self.__dict__ or self.synchronizer._closed
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the backward of the next forward aggregates; ``no_sync()`` sets it."""
+        """True if the backward of the next forward aggregates; ``no_sync()`` sets it to False."""
         return self.synchronizer._source.synchronizing
 
     @require_backward_grad_sync.setter
@@ -284,51 +286,52 @@ class _Elsewhere(Wrapper, DistributedDataParallel):
         self.synchronizer._source.synchronizing = value
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients of forwards within accumulate locally; the next backward of one outside aggregates them."""
+        """Accumulate gradients locally; see ``GradientSynchronizer.no_sync``."""
         return self.synchronizer.no_sync()
 
 
-class _Copy(_Elsewhere):
-    """A copy, or what was saved. Its gradients would not be aggregated, so it makes none."""
+class _Copy(_ModuleWrapper):
+    """A deep copy or a saved wrapper. No synchronizer aggregates its gradients, so it refuses to train."""
 
     def __init__(self, module: Module) -> None:
-        self.adopt(module)
+        self.init_wrapper(module)
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's.
+        """Run the module.
 
         Raises:
-            StepError: it would be trained.
+            StepError: the forward would record gradients in training mode.
         """
         if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             raise StepError(
-                "forward of a copy of a DistributedDataParallel, whose gradients nobody aggregates. To train it: "
-                "hb.DistributedDataParallel(copy.module), on every rank; to evaluate: copy.eval(), or torch.no_grad()."
+                "forward of a copy of a DistributedDataParallel, whose gradients no synchronizer aggregates. To train "
+                "it: hb.DistributedDataParallel(copy.module), on every rank; to evaluate: copy.eval(), or no_grad()."
             )
         return self.module(*args, **kwargs)
 
 
 @functools.cache
-def _subclass(cls: Any, kind: Any) -> Any:
-    """The user's subclass ``cls`` on a backend."""
-    return type(cls.__name__, (cls, kind), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+def _subclass(cls: Any, backend_class: Any) -> Any:
+    """Return the user's subclass ``cls`` with the base class of the backend."""
+    return type(cls.__name__, (cls, backend_class), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def check_devices(module: Module, device_ids: list[Any] | None, output_device: Any) -> None:
-    """
+    """Check the device options.
+
     Raises:
-        Unsupported: several devices, or others than the module's.
+        Unsupported: they name several devices, or another one than the module's.
     """
     if device_ids is not None and len(device_ids) > 1:
         raise Unsupported(f"device_ids={device_ids}: one process drives one device. Start a process for each.")
-    found = {p.device for p in module.parameters()}
-    for what, wanted in (("device_ids", (device_ids or [None])[0]), ("output_device", output_device)):
-        if wanted is None:
+    devices = {p.device for p in module.parameters()}
+    for option, given in (("device_ids", (device_ids or [None])[0]), ("output_device", output_device)):
+        if given is None:
             continue
-        device = torch.device("cuda", wanted) if isinstance(wanted, int) else torch.device(wanted)
-        if found and found != {device}:
+        device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+        if devices and devices != {device}:
             raise Unsupported(
-                f"{what} says {device}, and the module is on {', '.join(sorted(map(str, found)))}. Move it there "
-                f"first, or leave {what} out."
+                f"{option} says {device}, and the module is on {', '.join(sorted(map(str, devices)))}. Move it there "
+                f"first, or leave {option} out."
             )

@@ -1,4 +1,4 @@
-"""The samples of a data set that belong to this rank."""
+"""DistributedSampler: the samples of a data set for this rank."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from hvdbridge.training import runtime
 
 
 class DistributedSampler(Sampler[int]):
-    """Deals a data set out to the ranks, one sample each in turn.
+    """Samples a data set for this rank: every ``size``-th sample, from ``rank`` on.
 
-    ``torch.utils.data.DistributedSampler`` repeats samples until all ranks have equally many, which counts those twice,
-    in training and in evaluation. Here every sample is used exactly once per epoch, so the lengths may differ by one.
-    Then the last batches differ too, and even their number where the shorter part fills whole batches. With
-    ``sync.weight = len(x)`` the result is that of one process on the union of the batches, and ``sync.join()`` lets a
-    rank end earlier. ``pad=True`` is torch's way, in torch's order.
+    Every sample is used exactly once per epoch, so the ranks' numbers of samples may differ by one. torch's
+    ``DistributedSampler`` repeats samples until the numbers are equal. Here the last batches may differ in size, and
+    ranks in their numbers of batches. ``sync.weight = len(x)`` gives the result of one process on the union of the
+    batches, and ``sync.join()`` lets a rank end earlier.
 
     Args:
-        dataset: anything with a length.
-        rank, size: the rank that gets the samples, and the number of ranks; None: this job's.
-        shuffle: a new order for each epoch, a function of ``seed`` and :meth:`set_epoch` alone.
-        seed: equal on all ranks.
-        pad: repeat the first samples until every rank has equally many.
+        dataset: an object with a length.
+        rank, size: the rank to sample for and the number of ranks; None: those of this job.
+        shuffle: use a new order for each epoch, which depends only on ``seed`` and :meth:`set_epoch`.
+        seed: seed of the order, equal on all ranks.
+        pad: as torch does, repeat the first samples until every rank has the same number.
 
     >>> [list(DistributedSampler(range(5), rank=r, size=2, shuffle=False)) for r in (0, 1)]
     [[0, 2, 4], [1, 3]]
@@ -50,20 +49,20 @@ class DistributedSampler(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration; call it with the same number on all ranks."""
+        """Set the epoch, which determines the next order; call it with the same number on all ranks."""
         self.epoch = epoch
 
-    def _own(self) -> range:
-        """This rank's numbers in the order of an epoch; those beyond its end begin it again."""
+    def _positions(self) -> range:
+        """Return this rank's positions in the order of an epoch; positions beyond its end wrap around."""
         count = len(self.dataset)
         return range(self.rank, -(-count // self.size) * self.size if self.pad else count, self.size)
 
     def __len__(self) -> int:
-        return len(self._own())
+        return len(self._positions())
 
     def __iter__(self) -> Iterator[int]:
         order = list(range(len(self.dataset)))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(len(order), generator=generator, device="cpu").tolist()
-        return iter([order[i % len(order)] for i in self._own()])
+        return iter([order[i % len(order)] for i in self._positions()])

@@ -1,4 +1,4 @@
-"""The controls of a policy that aggregates gradients, and what hooks of foreign data parallelism have in common."""
+"""Controls of a policy that aggregates gradients, and the base class of the state of DDP and FSDP hooks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hvdbridge.training import runtime
 
 
 @dataclass
-class Settings:
-    """What users set of an aggregator before it exists."""
+class PendingSettings:
+    """Values that the user sets before the aggregator exists."""
 
     weight: float | None = None
     loss_scale: float = 1.0
@@ -31,15 +31,15 @@ class Settings:
 
 
 class Controls:
-    """What users set and read of a policy that aggregates."""
+    """The interface that a synchronizer and a hook's state share: weights, statistics, saved state."""
 
     policy: Policy
-    _settings: Settings | Aggregator
+    _settings: PendingSettings | Aggregator
 
     @property
     def weight(self) -> float | None:
-        """This rank's weight: samples, tokens, trust. Read at the first gradient of a synchronizing backward; applies
-        to all that was accumulated. The result is ``sum(w g) / sum(w)``; 0 excludes the rank."""
+        """This rank's weight ``w``, such as a number of samples. The result is ``sum(w g) / sum(w)``; 0 excludes the
+        rank. It is read at the first gradient of a synchronizing backward, for all accumulated gradients."""
         return self._settings.weight
 
     @weight.setter
@@ -48,7 +48,7 @@ class Controls:
 
     @property
     def loss_scale(self) -> float:
-        """GradScaler's scale: residuals are rescaled when it changes. Set it before backward."""
+        """The scale of ``torch.amp.GradScaler``. Set it before backward; residuals are rescaled when it changes."""
         return self._settings.loss_scale
 
     @loss_scale.setter
@@ -59,64 +59,69 @@ class Controls:
 
     @property
     def skipped(self) -> bool:
-        """Whether the weights of the last step added up to zero, so that nothing moves."""
+        """Whether the last step's weights summed to zero. Then nothing is aggregated; gradients are zeros or None."""
         return self._settings.skipped
 
     def stats(self) -> dict[str, float]:
-        """Figures of the last step: ``step``, ``collectives``, ``bytes_sent`` (by this rank, see
-        :meth:`Collective.bytes_sent <hvdbridge.policy.collectives.Collective.bytes_sent>`), ``communication_seconds``,
-        ``compression_seconds`` (in which the policy computed); ``state_bytes``, what the policy keeps on this rank;
-        and whatever the policy reports of itself (its ``statistics(params, state)``).
-        Waits for a step that runs in the background.
+        """Return statistics of the last step, after waiting for a step that still runs in the background.
+
+        Keys: ``step``; ``collectives``; ``bytes_sent`` by this rank (see
+        :meth:`Collective.bytes_sent <hvdbridge.policy.collectives.Collective.bytes_sent>`); ``communication_seconds``;
+        ``compression_seconds``, the policy's computation; ``state_bytes``, the size of the policy's state on this rank;
+        and the figures that the policy itself reports (its ``statistics(params, state)``).
 
         Raises:
-            StepError: a communication hook has seen no step.
+            StepError: a communication hook has not run a step yet.
         """
-        return self._opened().stats()
+        return self._require_aggregator().stats()
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """The policy's state: plain dicts of tensors, readable with ``torch.load(weights_only=True)``. A synchronizer
-        and a hook read each other's, where names and shapes are the same.
+        """Return the policy's state as nested dicts of tensors, which ``torch.load(weights_only=True)`` can read.
 
-        ``gather=False``: this rank's. ``gather=True``: collective; complete on rank 0 of the group, empty elsewhere.
-        Where replicas drift, ranks have parameters of their own between averages: save right after one, or save the
-        parameters of all ranks.
-
-        Raises:
-            StepError: a communication hook has seen no step.
-        """
-        return checkpoint.state_dict(self._opened(), gather)
-
-    def load_state_dict(self, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
-        """Take up what :meth:`state_dict` gave, of either form; local, so call it on every rank. A communication hook
-        that has seen no step keeps it until its first, and raises errors about names, shapes and ranks there.
+        A synchronizer and a hook can load each other's state if names and shapes are equal. With policies that let
+        replicas drift (local SGD), save right after an average, or save the parameters of all ranks.
 
         Args:
-            saved: the state; parameters and optimizer are the user's to load.
-            on_resize: what to do with a state of another number of ranks. ``"redistribute"``: what is local to ranks
-                keeps its sum (needs a gathered state); ``"reset"``: it begins anew; ``"raise"``: an error. What is
-                replicated is kept by either.
+            gather: False: this rank's state. True (collective): the state of all ranks on rank 0 of the group, and an
+                empty dict on the others.
 
         Raises:
-            ConfigurationError: the state is of another policy, other parameters or shapes, or of another number of
-                ranks where that is refused; or it is not what :meth:`state_dict` gives. Nothing is loaded.
+            StepError: a communication hook has not run a step yet.
         """
-        checkpoint.load_state_dict(self._opened(), saved, on_resize)
+        return checkpoint.state_dict(self._require_aggregator(), gather)
 
-    def _opened(self) -> Aggregator:
+    def load_state_dict(self, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
+        """Load a state that :meth:`state_dict` returned, in either form. The call is local: make it on every rank.
+
+        A communication hook that has not run a step yet loads the state in its first step, and raises errors about
+        names, shapes and ranks there.
+
+        Args:
+            saved: the policy's state. The user loads parameters and optimizer separately.
+            on_resize: how to load a state of another number of ranks. ``"redistribute"``: rank-local state keeps its
+                sum over ranks (needs a gathered state); ``"reset"``: rank-local state is initialized again;
+                ``"raise"``: raise ConfigurationError. The first two keep replicated state.
+
+        Raises:
+            ConfigurationError: the state belongs to another policy, other parameters or shapes, or a number of ranks
+                that ``on_resize`` does not allow; or :meth:`state_dict` did not return it. Nothing is loaded then.
+        """
+        checkpoint.load_state_dict(self._require_aggregator(), saved, on_resize)
+
+    def _require_aggregator(self) -> Aggregator:
         if not isinstance(self._settings, Aggregator):
             raise StepError("the communication hook has seen no step yet, so there is nothing to tell")
         return self._settings
 
 
 class HookState(Controls):
-    """The policy's state of one model, and the controls of a synchronizer.
+    """The state of a communication hook: a policy's state for one model, with a synchronizer's controls.
 
     Attributes:
         policy: the policy.
 
     Raises:
-        ConfigurationError: the policy acts after the optimizer's step, which a hook does not see.
+        ConfigurationError: the policy acts after the optimizer's step, and no hook is called there.
     """
 
     def __init__(self, policy: Policy, weighted: bool | None = None, seed: int = 0) -> None:
@@ -127,51 +132,54 @@ class HookState(Controls):
             )
         self.policy = policy
         self._weighted, self._seed = weighted, seed
-        self._settings = Settings()
+        self._settings = PendingSettings()
         self._aggregator: Aggregator | None = None
         self._context: ReductionContext | None = None
-        self._saved: tuple[Mapping[str, Any], OnResize] | None = None
+        self._state_to_load: tuple[Mapping[str, Any], OnResize] | None = None
 
     def load_state_dict(self, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
         if self._aggregator is None:
             checkpoint.check_saved(saved, label(self.policy))
-            self._saved = saved, on_resize
+            self._state_to_load = saved, on_resize
         else:
             super().load_state_dict(saved, on_resize)
 
     def close(self) -> None:
-        """Free the channels; a later step fails. Harmless when repeated; ``hb.shutdown`` does it, too."""
+        """Close the channels; a later step fails. Further calls have no effect. ``hb.shutdown`` calls it, too."""
         if self._context is not None:
             self._context.session.forget_at_shutdown(self.close)
             self._context.close()
 
-    def _open(
+    def _create_aggregator(
         self, params: Mapping[str, Tensor], group: Any, device: torch.device, options: Mapping[str, object]
     ) -> None:
-        """Collective over all ranks: channels of ``group``, whose ranks have equal ``params`` and ``options``."""
+        """Open channels among ``group``, compare ``params`` and ``options`` over its ranks, and make the aggregator.
+
+        Collective over all ranks of the job.
+        """
         session, settings = runtime.current(), self._settings
         self._context = context = ReductionContext.among(session, group, device)
         session.at_shutdown(self.close)
-        given = {"policy": label(self.policy), "weighted": self._weighted, "seed": self._seed, **options}
-        context.agree(self.policy, describe(Module(), params, given))
+        described = {"policy": label(self.policy), "weighted": self._weighted, "seed": self._seed, **options}
+        context.agree(self.policy, describe(Module(), params, described))
         self._aggregator = self._settings = aggregator = Aggregator(
             self.policy, params, context, self._seed, self._weighted
         )
         aggregator.weight = settings.weight
         aggregator.loss_scale = aggregator.state_scale = settings.loss_scale
-        if self._saved is not None:
-            checkpoint.load_state_dict(aggregator, *self._saved)
-            self._saved = None
+        if self._state_to_load is not None:
+            checkpoint.load_state_dict(aggregator, *self._state_to_load)
+            self._state_to_load = None
 
 
 def join_torch() -> None:
-    """Open a session on the ``torch.distributed`` that runs, unless one is open.
+    """Initialize hvdbridge on the running ``torch.distributed``, unless hvdbridge is initialized.
 
     Raises:
-        ConfigurationError: it is not started.
+        ConfigurationError: torch.distributed is not initialized.
     """
     if runtime.is_initialized():
         return
     if not dist.is_initialized():
-        raise ConfigurationError("a communication hook needs torch.distributed, which nobody has started")
+        raise ConfigurationError("a communication hook needs torch.distributed, which is not started")
     runtime.init("torch", rank=dist.get_rank(), size=dist.get_world_size())

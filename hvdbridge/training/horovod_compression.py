@@ -1,13 +1,13 @@
-"""Horovod's compressions as policies, and policies as such compressions.
+"""Adapters between Horovod's compressions and policies, in both directions.
 
 Rules:
 
 1. A compression is any class, or object, with ``compress(tensor) -> (tensor, context)`` and
    ``decompress(tensor, context) -> tensor``. Horovod compresses each parameter's gradient, sums the compressed tensors,
-   divides the sum by the number of ranks and decompresses it. The policy keeps this order, because in half types
-   scaling first gives other bits.
-2. Only a policy that asks for one all-reduce and keeps no state can be such a compression: Horovod's user makes that
-   all-reduce, between ``compress`` and ``decompress``.
+   divides the sum by the number of ranks and decompresses it. The policy computes in this order, because in half
+   precision scaling first rounds differently.
+2. Only a policy with one all-reduce and no state can act as a compression: Horovod performs that all-reduce, between
+   ``compress`` and ``decompress``.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ class HorovodCompression(Foreign):
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         scale(bucket.buffer, share_of_sum(bucket))
         compressed = [self.compression.compress(gradient) for gradient in bucket.grads.values()]
-        parts = [part for part, _ in compressed]
-        totals: list[Tensor] = [torch.empty(0, device="cpu")] * len(parts)
-        for dtype in dict.fromkeys(part.dtype for part in parts):  # one message per type
-            mine = [i for i, part in enumerate(parts) if part.dtype == dtype]
-            total = yield AllReduce(torch.cat([parts[i].reshape(-1) for i in mine]))
+        payloads = [payload for payload, _ in compressed]
+        totals: list[Tensor] = [torch.empty(0, device="cpu")] * len(payloads)
+        for dtype in dict.fromkeys(payload.dtype for payload in payloads):  # one all-reduce per dtype
+            indices = [i for i, payload in enumerate(payloads) if payload.dtype == dtype]
+            total = yield AllReduce(torch.cat([payloads[i].reshape(-1) for i in indices]))
             total = total.div_(bucket.size) if dtype.is_floating_point else total // bucket.size
-            for i, part in zip(mine, total.split([parts[i].numel() for i in mine]), strict=True):
-                totals[i] = part.view(parts[i].shape)
-        answers = []
+            for i, payload in zip(indices, total.split([payloads[i].numel() for i in indices]), strict=True):
+                totals[i] = payload.view(payloads[i].shape)
+        updates = []
         for total, (_, context), (name, gradient) in zip(totals, compressed, bucket.grads.items(), strict=True):
-            answer = self.compression.decompress(total, context)
-            if answer.numel() != gradient.numel():
+            update = self.compression.decompress(total, context)
+            if update.numel() != gradient.numel():
                 raise Unsupported(
-                    f"rank {bucket.rank}: {self!r} decompressed {name!r} to {list(answer.shape)}, expected "
+                    f"rank {bucket.rank}: {self!r} decompressed {name!r} to {list(update.shape)}, expected "
                     f"{list(gradient.shape)}. What it sends must have a shape that is the same on all ranks."
                 )
-            answers.append(answer.reshape(-1).to(bucket.buffer.dtype))
-        return Aggregated(torch.cat(answers))
+            updates.append(update.reshape(-1).to(bucket.buffer.dtype))
+        return Aggregated(torch.cat(updates))
 
 
 def from_horovod_compression(compression: Any) -> Policy:
-    """A policy that compresses, sums over ranks, divides by their number, and decompresses.
+    """Return a policy that compresses gradients, sums over ranks, divides by their number, and decompresses.
 
     Raises:
-        ConfigurationError: it lacks ``compress`` or ``decompress``.
+        ConfigurationError: ``compression`` lacks ``compress`` or ``decompress``.
 
     >>> class Half:
     ...     @staticmethod
@@ -97,38 +97,38 @@ class PolicyCompression:
         self.policy = from_spec(policy)
         probe = torch.zeros(8, device="cpu")
         if self.policy.scope != "bucket":
-            raise self._refused("it needs all gradients of a step at once")
+            raise self._unsupported("it needs all gradients of a step at once")
         if has_leaves(self.policy.init({"tensor": probe})):
-            raise self._refused("it keeps state between steps")
+            raise self._unsupported("it keeps state between steps")
         self.decompress(*self.compress(probe))
 
     def __repr__(self) -> str:
         return f"to_horovod_compression({label(self.policy)!r})"
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor that the policy all-reduces for this gradient at one rank, and the flow that waits for the sum."""
+        """Return the tensor that the policy all-reduces for this gradient, and as context the flow suspended there."""
         layout = Layout({"tensor": tensor.shape})
         flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
         flow = self.policy.aggregate(Bucket(flat, layout), self.policy.init({"tensor": tensor}))
         request = _resume(flow, None)
         if isinstance(request, Aggregated):
-            raise self._refused("it asks for nothing")
+            raise self._unsupported("it asks for nothing")
         if isinstance(request, Early):
-            raise self._refused("it hands its update out before it has asked for anything")
+            raise self._unsupported("it hands its update out before it has asked for anything")
         if not isinstance(request, AllReduce) or request.op != "sum" or request.group != "world":
-            raise self._refused(f"it asks for {request.signature()}")
+            raise self._unsupported(f"it asks for {request.signature()}")
         return request.tensor, (flow, tensor.shape, tensor.dtype)
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        """The policy's update from the average of what :meth:`compress` gave."""
+        """Resume the flow of :meth:`compress` with the average over ranks, and return the policy's update."""
         flow, shape, dtype = context
         request = _resume(flow, tensor)
         if isinstance(request, Collective):
-            raise self._refused(f"it asks for {request.signature()} in a second round")
+            raise self._unsupported(f"it asks for {request.signature()} in a second round")
         update: Tensor = request.update
         return update.view(shape).to(dtype)
 
-    def _refused(self, why: str) -> Unsupported:
+    def _unsupported(self, why: str) -> Unsupported:
         return Unsupported(
             f"{label(self.policy)} cannot be a Horovod compression: between compress and decompress stands one "
             f"all-reduce of sums, and {why}. Use DistributedOptimizer(policy=...) or GradientSynchronizer."
@@ -136,7 +136,7 @@ class PolicyCompression:
 
 
 def _resume(flow: Any, tensor: Tensor | None) -> Any:
-    """The flow's next request, or what it returns."""
+    """Send ``tensor`` to the flow, and return its next request, or its result if it ends."""
     try:
         return flow.send(tensor)
     except StopIteration as end:
@@ -144,13 +144,13 @@ def _resume(flow: Any, tensor: Tensor | None) -> Any:
 
 
 def to_horovod_compression(policy: str | Policy) -> PolicyCompression:
-    """A compression for ``hvd.DistributedOptimizer(compression=...)`` and ``hvd.allreduce(compression=...)`` with
-    ``op=hvd.Average``.
+    """Return a compression for ``hvd.DistributedOptimizer(compression=...)`` and ``hvd.allreduce(compression=...)``,
+    with ``op=hvd.Average``.
 
     Raises:
-        Unsupported: the policy keeps state, needs all gradients of a step at once, or asks for anything but one
-            all-reduce.
-        SpecError: the policy does not parse.
+        Unsupported: the policy keeps state, needs all gradients of a step at once, or has other collectives than one
+            all-reduce of sums.
+        SpecError: the spec string is invalid.
 
     >>> half = to_horovod_compression("mean")
     >>> sent, context = half.compress(torch.tensor([1.0, 2.0]))
@@ -161,5 +161,5 @@ def to_horovod_compression(policy: str | Policy) -> PolicyCompression:
 
 
 def has_leaves(state: Mapping[str, Any]) -> bool:
-    """Whether a tree of state holds any tensor."""
+    """Return whether a nested dict of state holds any tensor."""
     return any(has_leaves(child) if isinstance(child, Mapping) else True for child in state.values())

@@ -1,4 +1,4 @@
-"""Messages between two ranks, with the signatures of torch.distributed."""
+"""Point-to-point operations with the signatures of ``torch.distributed``, on every backend."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch
 from torch import Tensor
 
 from hvdbridge.backends import registry
-from hvdbridge.backends.point_to_point import TAGS, Messages
+from hvdbridge.backends.point_to_point import TAG_LIMIT, Messages
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.training import groups, runtime
-from hvdbridge.training.groups import Group, Handle, Message
+from hvdbridge.training.groups import Group, Handle, PointToPointHandle
 
 
 def isend(
     tensor: Tensor, dst: int | None = None, group: Group | None = None, tag: int = 0, group_dst: int | None = None
 ) -> Handle | None:
-    """Start to send ``tensor`` to rank ``dst``; any dtype. It stays as it is until the handle is waited for.
+    """Start to send ``tensor``, of any dtype, to rank ``dst``. It must not change before the handle's ``wait()``.
 
     Raises:
-        ConfigurationError: ``dst`` is this rank, or not in the group; or the tag is out of range.
+        ConfigurationError: ``dst`` is this rank or outside of the group, or ``tag`` is out of range.
     """
-    found = groups.member(group, "isend")
-    return None if found is None else _isend(found, tensor, dst, tag, group_dst)
+    pg = groups.group_if_member(group, "isend")
+    return None if pg is None else _isend(pg, tensor, dst, tag, group_dst)
 
 
-def _isend(found: Group, tensor: Tensor, dst: int | None, tag: int, group_dst: int | None = None) -> Message:
-    data, to = groups.dense(tensor, "send"), groups.root_of(found, dst, group_dst, "send")
-    _check_peer(found, to, tag, "send to")
-    what = f"{groups.title('send', data, found)} to rank {found.ranks[to]}, tag {tag}"
-    return Message(_messages(found).send(_payload(data), to, tag), what, found)
+def _isend(pg: Group, tensor: Tensor, dst: int | None, tag: int, group_dst: int | None = None) -> PointToPointHandle:
+    data, destination = groups.dense(tensor, "send"), groups.find_rank(pg, dst, group_dst, "send")
+    _check_peer(pg, destination, tag, "send to")
+    label = f"{groups.describe_op('send', data, pg)} to rank {pg.ranks[destination]}, tag {tag}"
+    return PointToPointHandle(_transport(pg).send(_payload(data), destination, tag), label, pg)
 
 
 def irecv(
@@ -41,44 +41,44 @@ def irecv(
     """Start to receive into ``tensor`` from rank ``src``; None: from any rank that sends with this tag.
 
     Raises:
-        ConfigurationError: ``src`` is this rank, or not in the group; or the tag is out of range. From ``wait``, on
-            Horovod and MPI: the message has another size.
+        ConfigurationError: ``src`` is this rank or outside of the group, or ``tag`` is out of range. On Horovod and
+            MPI, ``wait()`` raises it too, if the message has another size than ``tensor``.
     """
-    found = groups.member(group, "irecv")
-    return None if found is None else _irecv(found, tensor, src, tag, group_src)
+    pg = groups.group_if_member(group, "irecv")
+    return None if pg is None else _irecv(pg, tensor, src, tag, group_src)
 
 
-def _irecv(found: Group, tensor: Tensor, src: int | None, tag: int, group_src: int | None = None) -> Message:
+def _irecv(pg: Group, tensor: Tensor, src: int | None, tag: int, group_src: int | None = None) -> PointToPointHandle:
     data = groups.dense(tensor, "recv", written=True)
-    source = None if src is None and group_src is None else groups.root_of(found, src, group_src, "recv")
-    _check_peer(found, source, tag, "receive from")
-    whom = "any rank" if source is None else f"rank {found.ranks[source]}"
-    what = f"{groups.title('recv', data, found)} from {whom}, tag {tag}"
+    source = None if src is None and group_src is None else groups.find_rank(pg, src, group_src, "recv")
+    _check_peer(pg, source, tag, "receive from")
+    sender = "any rank" if source is None else f"rank {pg.ranks[source]}"
+    label = f"{groups.describe_op('recv', data, pg)} from {sender}, tag {tag}"
     direct = data.is_contiguous() and not data.is_cuda and data.numel() > 0
     payload = _payload(data) if direct else torch.empty(max(data.nbytes, 1), dtype=torch.uint8, device="cpu")
 
-    def land() -> None:
+    def copy_payload() -> None:
         if not direct and data.numel():
             data.copy_(payload.view(data.dtype).view(data.shape))
 
-    return Message(_messages(found).receive(payload, source, tag), what, found, land)
+    return PointToPointHandle(_transport(pg).receive(payload, source, tag), label, pg, copy_payload)
 
 
 def send(
     tensor: Tensor, dst: int | None = None, group: Group | None = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
-    """:func:`isend`, waited for: ``tensor`` may be changed afterwards."""
-    if (found := groups.member(group, "send")) is not None:
-        _isend(found, tensor, dst, tag, group_dst).wait()
+    """Send as :func:`isend`, and wait: ``tensor`` may be changed afterwards."""
+    if (pg := groups.group_if_member(group, "send")) is not None:
+        _isend(pg, tensor, dst, tag, group_dst).wait()
 
 
 def recv(
     tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0, group_src: int | None = None
 ) -> int:
-    """:func:`irecv`, waited for; returns the rank that sent (-1 on a rank outside of the group)."""
-    if (found := groups.member(group, "recv")) is None:
+    """Receive as :func:`irecv`, and wait. Return the sender's rank in the job; -1 on a rank outside of the group."""
+    if (pg := groups.group_if_member(group, "recv")) is None:
         return -1
-    handle = _irecv(found, tensor, src, tag, group_src)
+    handle = _irecv(pg, tensor, src, tag, group_src)
     handle.wait()
     return handle.source
 
@@ -89,11 +89,11 @@ class P2POp:
 
     Attributes:
         op: :func:`isend` or :func:`irecv`.
-        peer, group_peer: the other rank, by its number in the job or in the group: one of the two.
+        peer, group_peer: the other rank, as a rank of the job or of the group; the user passes one of them.
 
     Raises:
-        ConfigurationError: another ``op``; no peer, both, or one that is not in the group.
-        Unsupported: ``tensor`` is not a dense tensor.
+        ConfigurationError: ``op`` is another function; or neither or both peers are given, or one outside of the group.
+        Unsupported: ``tensor`` is not dense.
     """
 
     op: Callable[..., Handle | None]
@@ -107,58 +107,58 @@ class P2POp:
         if self.op not in (isend, irecv):
             raise ConfigurationError(f"P2POp: op={self.op!r} must be hvdbridge.isend or hvdbridge.irecv")
         groups.dense(self.tensor, "P2POp")
-        group = groups.meant(self.group, "P2POp")
-        self.group_peer = groups.root_of(group, self.peer, self.group_peer, "P2POp")
+        group = groups.resolve_group(self.group, "P2POp")
+        self.group_peer = groups.find_rank(group, self.peer, self.group_peer, "P2POp")
         self.peer = group.ranks[self.group_peer]
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Handle]:
-    """Start all of them; returns their handles, in order."""
+    """Start all operations, and return their handles in order."""
     handles: list[Handle] = []
-    for each in p2p_op_list:
-        if (found := groups.member(each.group, "batch_isend_irecv")) is not None:
-            start = _isend if each.op is isend else _irecv
-            handles.append(start(found, each.tensor, each.peer, each.tag))
+    for op in p2p_op_list:
+        if (pg := groups.group_if_member(op.group, "batch_isend_irecv")) is not None:
+            start = _isend if op.op is isend else _irecv
+            handles.append(start(pg, op.tensor, op.peer, op.tag))
     return handles
 
 
-def _check_peer(group: Group, peer: int | None, tag: int, what: str) -> None:
+def _check_peer(group: Group, peer: int | None, tag: int, action: str) -> None:
     if peer == group.rank():
-        raise ConfigurationError(f"rank {runtime.rank()} cannot {what} itself")
-    if not 0 <= tag < TAGS:
-        raise ConfigurationError(f"tag={tag} must be at least 0 and below {TAGS}")
+        raise ConfigurationError(f"rank {runtime.rank()} cannot {action} itself")
+    if not 0 <= tag < TAG_LIMIT:
+        raise ConfigurationError(f"tag={tag} must be at least 0 and below {TAG_LIMIT}")
 
 
 def _payload(data: Tensor) -> Tensor:
-    """The tensor's bytes on the host, flat; a single byte for an empty tensor, since a message needs one."""
+    """Return the tensor's bytes in host memory, flat, uint8; one byte for an empty tensor, as backends send none."""
     if not data.numel():
         return torch.zeros(1, dtype=torch.uint8, device="cpu")
     flat = data.cpu().contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
-def _messages(group: Group) -> Messages:
+def _transport(group: Group) -> Messages:
     if group._messages is None:
         session = runtime.current()
-        # The session's own channel: making another one would need all ranks. Collectives on it meet no messages.
-        communicator = session.communicator if group.number == 0 else groups.still_open(group, "send and recv")
-        carrier = registry.load(session.backend, "point_to_point")
-        group._messages = carrier(communicator, group.number, lambda: _tcp(group))
+        # The session's own channel, since a new one needs all ranks. Its collectives and messages cannot be confused.
+        communicator = session.communicator if group.number == 0 else groups.open_communicator(group, "send and recv")
+        transport_class = registry.load(session.backend, "point_to_point")
+        group._messages = transport_class(communicator, group.number, lambda: _tcp_exchange(group))
     return group._messages
 
 
-def _tcp(group: Group) -> tuple[Any, list[int]]:
-    opened = groups.opened()
-    if opened.exchange is None:
-        from hvdbridge.backends.tcp import Exchange
+def _tcp_exchange(group: Group) -> tuple[Any, list[int]]:
+    state = groups.session_groups()
+    if state.exchange is None:
+        from hvdbridge.backends.tcp import Transport
 
         session = runtime.current()
-        store, key = session.monitor, f"messages/{runtime._starts}"
-        opened.exchange = Exchange(
+        store, key = session.monitor, f"messages/{runtime.start_count}"
+        state.exchange = Transport(
             session.world.rank,
             store.own_address(),
             lambda rank, text: store.store_set(f"{key}/{rank}", text.encode()),
             lambda rank: store.store_get(f"{key}/{rank}").decode(),
             session.config.ports,
         )
-    return opened.exchange, list(group.ranks)
+    return state.exchange, list(group.ranks)

@@ -1,10 +1,10 @@
-"""The session of this process: ``init`` opens it, ``shutdown`` closes it, all other functions read it.
+"""The session of this process: ``init`` opens it, ``shutdown`` closes it, and the other functions read it.
 
 Rules:
 
-1. A process has one session. ``init`` again with the same arguments returns it; with others ``init`` raises.
-2. ``shutdown`` is collective. It closes only what hvdbridge opened, last opened first.
-3. A script that ends without ``shutdown`` is closed at exit, after all ranks have said that they leave.
+1. A process has one session. A further ``init`` returns it if its arguments are None or in force, else raises.
+2. ``shutdown`` is collective. It closes only what hvdbridge has opened, in reverse order.
+3. The session of a script that ends without ``shutdown`` is closed at exit, when all ranks have reached their exit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hvdbridge.startup import launchers
 from hvdbridge.startup.world import World
 
 _session: Session | None = None
-_starts = 0
+start_count = 0
 
 
 def init(
@@ -45,25 +45,29 @@ def init(
     size: int | None = None,
     init_method: str | None = None,
 ) -> Session:
-    """Meet the other ranks and start the backend. Arguments replace the environment's. Collective.
+    """Connect this process with the other ranks, start the backend, and open the session. Collective.
+
+    Arguments take precedence over environment variables.
 
     Args:
         backend: ``auto``, ``torch``, ``horovod`` or ``mpi`` (default: ``HVDBRIDGE_BACKEND``).
-        policy: what :class:`GradientSynchronizer` uses by default (``HVDBRIDGE_POLICY``).
-        rank, size: for processes without a launcher; else the launcher's.
-        init_method: where such processes meet: ``tcp://host:port``, ``file:///path``, ``env://``
+        policy: default policy of :class:`GradientSynchronizer` (default: ``HVDBRIDGE_POLICY``).
+        rank, size: for processes without a launcher; None: the launcher's.
+        init_method: rendezvous address of such processes: ``tcp://host:port``, ``file:///path`` or ``env://``
             (default: MASTER_ADDR and MASTER_PORT).
 
     Raises:
-        ConfigurationError: a name, option or variable is not valid; or other arguments than last time.
+        ConfigurationError: an argument or environment variable is invalid, or a session with other arguments is open.
         BackendUnavailable: the backend is not installed, or cannot run under this launcher.
-        RendezvousError: the ranks did not find each other, or the library found another number of them.
+        RendezvousError: the ranks did not connect, or the library reports another number of them.
         RankMismatch: ranks chose different backends, policies, timeouts or versions.
     """
-    global _session, _starts
+    global _session, start_count
     arguments = (backend, policy, rank, size, init_method)
     if _session is not None:
-        if any(new is not None and new != old for new, old in zip(arguments, _session._arguments, strict=True)):
+        world, given = _session.world, _session._arguments
+        actual = (_session.backend, given[1], world.rank, world.size, given[4])
+        if any(new not in (None, old, now) for new, old, now in zip(arguments, given, actual, strict=True)):
             raise ConfigurationError(
                 f"hb.init{arguments} after hb.init{_session._arguments}: a session is open, and cannot change. "
                 "Call hb.shutdown() first."
@@ -75,57 +79,57 @@ def init(
     if config.injected:
         logging.getLogger("hvdbridge").debug("Kubernetes' variables, ignored: %s", ", ".join(config.injected))
     default = config.policy if policy is None else policy
-    spelled = label(from_spec(default))
+    policy_spec = label(from_spec(default))
     if (rank is None) != (size is None):
         raise ConfigurationError(f"hb.init(rank={rank}, size={size}): give both, or neither")
     world = launchers.detect() if rank is None or size is None else World(rank, size, launcher="bare")
-    if _starts == 0:
-        atexit.register(_close_at_exit)  # first, so that it runs last: after the monitor's goodbye
-    _starts += 1
-    settings = f"hvdbridge {hvdbridge.__version__}, policy {spelled}, "
+    if start_count == 0:
+        atexit.register(_close_at_exit)  # registered first, so that it runs last, after the monitor's hook
+    start_count += 1
+    settings = f"hvdbridge {hvdbridge.__version__}, policy {policy_spec}, "
     settings += f"timeouts {config.start_seconds:g} and {config.timeout_seconds:g} s"
-    started = start(config, world, init_method, _starts, settings)
+    started = start(config, world, init_method, start_count, settings)
     try:
         _session = _open(started, config, default, arguments)
     except Exception as error:
-        started.meeting.monitor.report(error)
+        started.rendezvous.monitor.report(error)
         raise
     return _session
 
 
 def _open(started: Started, config: Config, policy: str | Policy, arguments: tuple[Any, ...]) -> Session:
-    meeting, device = started.meeting, torch.device("cpu")
+    info, device = started.rendezvous, torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", meeting.world.local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", info.world.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    with meeting.monitor.phase("opening the communicators"):
-        communicator = registry.load(started.backend, "communicator").world(meeting.monitor.watch, LONGEST_SECONDS)
+    with info.monitor.phase("opening the communicators"):
+        communicator = registry.load(started.backend, "communicator").world(info.monitor.watch, LONGEST_SECONDS)
         control = communicator.control()
-    for each in (communicator, control):
-        each.set_nodes([world.node_rank for world in meeting.worlds])
-    meeting.monitor.starting = False
+    for opened in (communicator, control):
+        opened.set_nodes([world.node_rank for world in info.worlds])
+    info.monitor.starting = False
     return Session(
-        meeting.world, meeting.worlds, started.backend, config, policy, device, communicator, control,
-        meeting.monitor, arguments, started.stop,
+        info.world, info.worlds, started.backend, config, policy, device, communicator, control,
+        info.monitor, arguments, started.stop,
     )  # fmt: skip
 
 
 def shutdown() -> None:
-    """Close the session; collective. Harmless without one.
+    """Close the session. Collective; without a session it has no effect.
 
-    ``init`` works again afterwards. MPI stays up until the process ends, because it cannot start twice.
-    While an exception is on its way (``finally: hb.shutdown()``) several ranks do not wait for each other, since
-    the others may never come. The session stays open until the script ends, and the others then learn the cause.
+    ``init`` works again afterwards. MPI stays initialized until the process ends, because it cannot start twice.
+    While an exception propagates (``finally: hb.shutdown()``) and there are other ranks, this does nothing, because
+    the others may never call it. The session then stays open until the script ends, which reports the cause to them.
 
     Raises:
-        RankFailed, CollectiveTimeout: another rank failed, or does not come.
+        RankFailed, CollectiveTimeout: another rank failed, or did not call ``shutdown`` in time.
     """
     global _session
     session = _session
     if session is None or (session.world.size > 1 and sys.exc_info()[1] is not None):
         return
     if session.world.size > 1:
-        # Nobody tears down what another rank still uses
+        # Wait for all ranks, because closing breaks operations that other ranks still run
         session.monitor.agree("hb.shutdown()", "", remedy="All ranks leave their loops after the same step: "
                               "sync.stop_requested says which, where one is told to stop.")  # fmt: skip
     _session = None
@@ -134,7 +138,7 @@ def shutdown() -> None:
 
 
 def _close_at_exit() -> None:
-    """Rule 3. The monitor's hook ran before: all ranks have come here, or this process has ended already."""
+    """Close the session at exit (rule 3); the monitor's hook, which runs before, has waited for all ranks."""
     global _session
     session, _session = _session, None
     if session is not None and session._pid == os.getpid():
@@ -149,7 +153,7 @@ def session(
     size: int | None = None,
     init_method: str | None = None,
 ) -> Iterator[Session]:
-    """``with hb.session():`` is :func:`init` and, in the end, :func:`shutdown`."""
+    """Open a session as :func:`init` does, for ``with hb.session():``; the end of the block calls :func:`shutdown`."""
     opened = init(backend, policy, rank, size, init_method)
     try:
         yield opened
@@ -159,14 +163,14 @@ def session(
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Within the block no limit passes on any rank, for at most so many seconds: around what one rank does alone while
-    others wait for it, such as preprocessing, a long evaluation or a checkpoint.
+    """Suspend the time limits on all ranks within the block, for at most ``seconds``.
 
-    Waits that have begun go on afterwards where they were. Libraries' own limits are a day; a process group of torch
-    that the script itself started keeps the one that ``init_process_group`` was given.
+    Use it around work of one rank for which the others wait: preprocessing, a long evaluation or a checkpoint.
+    Afterwards the time of waits in progress continues from where it was. The libraries' own limits are a day, but a
+    process group of torch that the script started keeps the limit given to ``init_process_group``.
 
     Raises:
-        ConfigurationError: not a time from 0 to one day.
+        ConfigurationError: ``seconds`` is not positive, or more than a day.
     """
     if not 0 < seconds <= LONGEST_SECONDS:
         raise ConfigurationError(f"hb.patience({seconds}) must be a time in seconds, at most {LONGEST_SECONDS:g}")
@@ -175,10 +179,10 @@ def patience(seconds: float) -> Iterator[None]:
 
 
 def current() -> Session:
-    """The open session.
+    """Return the open session.
 
     Raises:
-        NotInitialized: there is none.
+        NotInitialized: no session is open.
     """
     if _session is None:
         raise NotInitialized("hvdbridge is not initialized: call hb.init() first (and before hb.shutdown())")
@@ -186,71 +190,71 @@ def current() -> Session:
 
 
 def is_initialized() -> bool:
-    """Whether a session is open."""
+    """Return whether a session is open."""
     return _session is not None
 
 
 def rank() -> int:
-    """This process among all."""
+    """Return this process's rank, from 0 to ``size() - 1``."""
     return current().world.rank
 
 
 def size() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return current().world.size
 
 
 def local_rank() -> int:
-    """This process among those of its host."""
+    """Return this process's rank among those on its host."""
     return current().world.local_rank
 
 
 def local_size() -> int:
-    """How many processes this host has."""
+    """Return the number of processes on this host."""
     return current().world.local_size
 
 
 def node_rank() -> int:
-    """This host among all."""
+    """Return the number of this host, from 0 to ``num_nodes() - 1``."""
     return current().world.node_rank
 
 
 def num_nodes() -> int:
-    """How many hosts there are."""
+    """Return the number of hosts."""
     return current().world.num_nodes
 
 
 def device() -> torch.device:
-    """Where this rank computes: its GPU, or the CPU."""
+    """Return this rank's device: its GPU, or the CPU."""
     return current().device
 
 
 def backend() -> str:
-    """``torch``, ``horovod`` or ``mpi``."""
+    """Return the name of the backend: ``torch``, ``horovod`` or ``mpi``."""
     return current().backend
 
 
 def launcher() -> str:
-    """``torchrun``, ``horovodrun``, ``mpiexec``, ``srun``, ``bare`` or ``none``."""
+    """Return the launcher: ``torchrun``, ``horovodrun``, ``mpiexec``, ``srun``, ``bare`` or ``none``."""
     return current().world.launcher
 
 
 def broadcast_object(value: Any, root: int = 0) -> Any:
-    """Rank ``root``'s ``value`` (anything that pickles) on all ranks.
+    """Return rank ``root``'s ``value``, which must be picklable, on all ranks. Collective.
 
     Raises:
-        ConfigurationError: there is no such rank.
+        ConfigurationError: ``root`` is not a rank.
     """
     return current().control.broadcast_object(value, _root(root))
 
 
 def broadcast_parameters(source: torch.nn.Module | Mapping[str, Any] | Iterable[Any], root: int = 0) -> None:
-    """Copy rank ``root``'s values into ``source`` in place: one message per dtype and device.
+    """Copy rank ``root``'s values into ``source`` in place, in flat messages per dtype and device. Collective.
 
     ``source`` is a module (parameters and buffers), a state dict, or ``named_parameters()``.
 
     Raises:
-        ConfigurationError: there is no such rank, or something in ``source`` is no tensor.
+        ConfigurationError: ``root`` is not a rank, or an item of ``source`` is not a tensor.
     """
     drive(broadcast_tensors(_tensors(source), _root(root)), current().communicator.execute)
 
@@ -259,13 +263,13 @@ def _tensors(source: torch.nn.Module | Mapping[str, Any] | Iterable[Any]) -> lis
     if isinstance(source, torch.nn.Module):
         return [*source.parameters(), *source.buffers()]
     items = source.values() if isinstance(source, Mapping) else source
-    found: list[Any] = [item[1] if isinstance(item, tuple) else item for item in items]
-    if strange := sorted({type(item).__name__ for item in found if not isinstance(item, Tensor)}):
+    tensors: list[Any] = [item[1] if isinstance(item, tuple) else item for item in items]
+    if others := sorted({type(item).__name__ for item in tensors if not isinstance(item, Tensor)}):
         raise ConfigurationError(
-            f"broadcast_parameters takes tensors, got {', '.join(strange)} (an optimizer's state?). "
+            f"broadcast_parameters takes tensors, got {', '.join(others)} (an optimizer's state?). "
             "GradientSynchronizer(model, optimizer) broadcasts an optimizer's state."
         )
-    return found
+    return tensors
 
 
 def _root(root: int) -> int:

@@ -1,12 +1,12 @@
-"""Requests for a stop on which all ranks agree. ``sync.stop_requested`` is True after the last step.
+"""Stop all ranks after the same step, on request of any rank or signal; see ``sync.stop_requested``.
 
 Rules:
 
 1. A handler makes one assignment. The monitor's thread informs the helper process within a tenth of a second.
-2. Handlers are chained: each calls the handler that it replaced. A second signal acts as it would without ours. One
-   that follows at once counts as the first: a launcher passes on a signal that the whole process group got, too.
-3. In a forked process (a DataLoader's worker), and after the session is closed, signals act as they would without ours.
-4. A signal of faulthandler's (``faulthandler.register(SIGUSR1)``) is left alone, because it cannot be chained to.
+2. Handlers are chained: each calls the handler that it replaced. A second signal acts as it would without ours, but not
+   one that follows at once: a launcher forwards a signal that the whole process group has received, too.
+3. In a forked process (a DataLoader's worker) and after the session is closed, signals act as they would without ours.
+4. A signal of faulthandler's (``faulthandler.register(SIGUSR1)``) is not handled, because its handler cannot be called.
 """
 
 from __future__ import annotations
@@ -26,92 +26,98 @@ from hvdbridge.supervisor.last_step import LastStep
 from hvdbridge.training import runtime
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-SAME_SECONDS = 0.5
+DUPLICATE_SECONDS = 0.5
 log = logging.getLogger("hvdbridge")
 
 
 class Handlers:
-    """The handlers of one session."""
+    """The signal handlers of one session."""
 
     def __init__(self, last_step: LastStep) -> None:
         self._last_step = last_step
-        self._found: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
         self._pid = os.getpid()
-        self._first = 0.0
+        self._first_time = 0.0
         self._closed = False
 
     def install(self, signals: Iterable[int]) -> None:
         for number in signals:
-            if number in self._found:
+            if number in self._previous:
                 continue
             if dumps_stacks(number):
                 log.warning("%s is faulthandler's, and stops nothing", signal.Signals(number).name)
                 continue
-            self._found[number] = signal.signal(number, self._handle) or signal.SIG_DFL
+            self._previous[number] = signal.signal(number, self._handle) or signal.SIG_DFL
 
     def remove(self) -> None:
-        """Put the earlier handlers back, at the session's end. A handler that another one has replaced stays, and only
-        calls the earlier one; in other threads than the main one all stay."""
+        """Restore the previous handlers at the end of the session; from other threads than the main one, none.
+
+        A handler that was replaced by another stays installed, and from now on only calls the previous one.
+        """
         self._closed = True
         if threading.current_thread() is threading.main_thread():
-            for number, found in self._found.items():
+            for number, previous in self._previous.items():
                 if signal.getsignal(number) == self._handle:
-                    signal.signal(number, found)
+                    signal.signal(number, previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        found, now = self._found[number], time.monotonic()
-        again = self._first and now > self._first + SAME_SECONDS
-        if again or self._closed or os.getpid() != self._pid:
-            if callable(found):
-                found(number, frame)
-            elif found == signal.SIG_DFL:
-                signal.signal(number, found)
+        previous, now = self._previous[number], time.monotonic()
+        repeated = self._first_time and now > self._first_time + DUPLICATE_SECONDS
+        if repeated or self._closed or os.getpid() != self._pid:
+            if callable(previous):
+                previous(number, frame)
+            elif previous == signal.SIG_DFL:
+                signal.signal(number, previous)
                 os.kill(os.getpid(), number)
             return
-        self._first = self._first or now
+        self._first_time = self._first_time or now
         self._last_step.wanted = True
-        if callable(found):
-            found(number, frame)
+        if callable(previous):
+            previous(number, frame)
 
 
-class _Place(ctypes.Structure):
-    """Dl_info of dladdr(3): the file that holds an address."""
+class _DlInfo(ctypes.Structure):
+    """``Dl_info`` of dladdr(3): the file that contains an address."""
 
     _fields_ = [
-        ("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("at", ctypes.c_void_p),
+        ("path", ctypes.c_char_p), ("base", ctypes.c_void_p), ("symbol", ctypes.c_char_p), ("address", ctypes.c_void_p),
     ]  # fmt: skip
 
 
 def dumps_stacks(number: int) -> bool:
-    """Whether ``faulthandler`` handles the signal: its handler is Python's own, in C, so the module ``signal`` does not
-    show it. MPICH's handler for SIGUSR1 reports ranks that died, which the monitor does, and may be replaced.
+    """Return whether ``faulthandler`` handles the signal.
+
+    Its handler is a C function in Python's library, which the module ``signal`` does not show. Other C handlers may be
+    replaced: MPICH's for SIGUSR1 reports failed ranks, which the monitor does, too.
     """
     if signal.getsignal(number) != signal.SIG_DFL or not sys.platform.startswith("linux"):
         return False
-    libc, action, place = ctypes.CDLL(None), (ctypes.c_void_p * 64)(), _Place()
-    libc.sigaction(int(number), None, action)  # the handler's address comes first
-    found = libc.dladdr(ctypes.c_void_p(action[0]), ctypes.byref(place)) if action[0] else 0
-    return bool(found) and b"python" in (place.file or b"").rpartition(b"/")[2]
+    libc, action, info = ctypes.CDLL(None), (ctypes.c_void_p * 64)(), _DlInfo()
+    libc.sigaction(int(number), None, action)  # the first member is the handler's address
+    resolved = libc.dladdr(ctypes.c_void_p(action[0]), ctypes.byref(info)) if action[0] else 0
+    return bool(resolved) and b"python" in (info.path or b"").rpartition(b"/")[2]
 
 
 def stop() -> None:
-    """Have all ranks stop after the same step: ``sync.stop_requested`` becomes True there. Any rank may call it, at any
-    time; harmless when repeated.
+    """Stop all ranks after the same step, at which ``sync.stop_requested`` becomes True.
+
+    Any rank may call this at any time. Harmless when repeated.
 
     Raises:
-        NotInitialized: ``hb.init()`` is missing.
+        NotInitialized: ``hb.init()`` was not called.
     """
     runtime.current().monitor.last_step.wanted = True
 
 
 def stop_on_signals(signals: Iterable[int] = SIGNALS) -> None:
-    """Have signals do what :func:`stop` does: SIGTERM (a scheduler's end, an evicted pod, a spot notice) and SIGUSR1
-    (Slurm's ``--signal=USR1@120``). A second signal ends the process as ever. ``sync.stop_requested`` does this when it
-    is read first; scripts that never ask keep their handlers. Only the main thread can install them; elsewhere nothing
-    happens.
+    """Install handlers that call :func:`stop` at SIGTERM and SIGUSR1, or at ``signals``.
+
+    Job schedulers send SIGTERM before they end or evict a job, and Slurm sends SIGUSR1 with ``--signal=USR1@120``. A
+    second signal has its usual effect. The first read of ``sync.stop_requested`` calls this function; scripts without
+    one keep their handlers. Outside the main thread, which alone can install handlers, this has no effect.
 
     Raises:
-        NotInitialized: ``hb.init()`` is missing.
+        NotInitialized: ``hb.init()`` was not called.
     """
     session = runtime.current()
     handlers = session.opened.get("stopping")

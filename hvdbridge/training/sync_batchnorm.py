@@ -1,14 +1,14 @@
-"""Batch normalisation over the union of all ranks' batches, on any backend and on CPUs.
+"""SyncBatchNorm: batch normalization over the union of all ranks' batches, on any backend and on CPUs.
 
 Rules:
 
-1. Statistics are those of the union: counts, means and squared deviations travel in float64 and are merged in rank
-   order (Chan, Golub and LeVeque 1979), so unequal and empty batches are exact.
+1. Statistics are those of the union. Every rank gathers the counts, means and squared deviations in float64, and merges
+   them in rank order (Chan, Golub and LeVeque 1979). So unequal and empty batches are exact.
 2. A rank of ``sync.weight`` 0 is not part of the union. Set the weight before the forward.
-3. Backward weights the ranks' losses as the synchronizer does, ``sum(w L) / sum(w)``, so that weighted gradients equal
+3. Backward weights the ranks' losses as the synchronizer does, ``sum(w L) / sum(w)``. So weighted gradients equal
    those of one process on the union.
-4. The module computes in float32 or wider. The output, as torch's, has the input's dtype.
-5. Evaluation sends nothing: one rank may evaluate alone.
+4. The module computes in float32 or wider. The output has the input's dtype, as in torch.
+5. In evaluation mode nothing is sent, so one rank may evaluate alone.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Drop-in for ``BatchNorm1d/2d/3d``: input ``[N, C, ...]``, floating point; see :meth:`convert`."""
+    """Replacement of ``BatchNorm1d/2d/3d`` for floating-point input ``[N, C, ...]``; see :meth:`convert`."""
 
-    # Set by the synchronizer. Without one the statistics are those of all ranks, with equal weights.
+    # The synchronizer sets both. Without one the statistics are those of all ranks, with equal weights.
     communicator: Communicator | None = None
     synchronizer: GradientSynchronizer | None = None
 
@@ -61,7 +61,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """``module`` with every BatchNorm replaced, parameters and buffers taken over."""
+        """Return ``module`` with every BatchNorm replaced; the parameters and buffers are shared with the original."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             sync = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
@@ -73,16 +73,21 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
+    """Normalize ``x`` ``[N, C, ...]`` with the union's statistics.
+
+    Returns the output, and mean ``[C]``, biased variance ``[C]`` and count ``[]`` of the union in float64.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, share: float, comm: Communicator
+        ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, weight: float, comm: Communicator
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         channels = x.shape[1]
         flat = x.detach().transpose(0, 1).reshape(channels, -1).double()
-        n = flat.shape[1] if share > 0 else 0
-        local_mean = flat.mean(1) if n else flat.new_zeros(channels)
-        squares = (flat - local_mean[:, None]).square().sum(1) if n else flat.new_zeros(channels)
-        rows = comm.execute(AllGather(torch.cat([local_mean, squares, local_mean.new_full((1,), n)])))
+        local_count = flat.shape[1] if weight > 0 else 0
+        local_mean = flat.mean(1) if local_count else flat.new_zeros(channels)
+        local_squares = (flat - local_mean[:, None]).square().sum(1) if local_count else flat.new_zeros(channels)
+        rows = comm.execute(AllGather(torch.cat([local_mean, local_squares, local_mean.new_full((1,), local_count)])))
         counts = rows[:, -1:]
         means, all_squares = rows[:, :channels], rows[:, channels:-1]
         count = counts.sum()
@@ -92,8 +97,8 @@ class _Normalize(torch.autograd.Function):
         inverse = (variance + eps).rsqrt()
         shape = [1, channels] + [1] * (x.dim() - 2)
         ctx.save_for_backward(x, mean, inverse, gamma, total)
-        ctx.share, ctx.comm, ctx.shape = share, comm, shape
-        output = _normal(x, mean, inverse, shape)
+        ctx.weight, ctx.comm, ctx.shape = weight, comm, shape
+        output = _normalized(x, mean, inverse, shape)
         if gamma is not None:
             output = output * gamma.view(shape)
         if beta is not None:
@@ -104,26 +109,26 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, mean, inverse, gamma, total = ctx.saved_tensors
-        normal = _normal(x, mean, inverse, ctx.shape)
-        dy = dy.to(normal.dtype)
+        normalized = _normalized(x, mean, inverse, ctx.shape)
+        dy = dy.to(normalized.dtype)
         axes = [0, *range(2, dy.dim())]
-        d_beta, d_gamma = dy.sum(axes), (dy * normal).sum(axes)
-        mine = torch.cat([d_beta.double(), d_gamma.double(), inverse.new_ones(1)]) * ctx.share
-        sums = ctx.comm.execute(AllReduce(mine))
-        share = ctx.share / sums[-1] if ctx.share > 0 else sums.new_zeros(())
+        d_beta, d_gamma = dy.sum(axes), (dy * normalized).sum(axes)
+        local_sums = torch.cat([d_beta.double(), d_gamma.double(), inverse.new_ones(1)]) * ctx.weight
+        sums = ctx.comm.execute(AllReduce(local_sums))
+        fraction = ctx.weight / sums[-1] if ctx.weight > 0 else sums.new_zeros(())
         channels = dy.shape[1]
-        scale = (1.0 / share if ctx.share > 0 else share) / (sums[-1].clamp(min=1e-300) * total)
+        scale = (1.0 / fraction if ctx.weight > 0 else fraction) / (sums[-1].clamp(min=1e-300) * total)
         mean_dy = (sums[:channels] * scale).to(dy.dtype).view(ctx.shape)
         mean_dyx = (sums[channels:-1] * scale).to(dy.dtype).view(ctx.shape)
         factor = inverse.to(dy.dtype).view(ctx.shape)
         if gamma is not None:
             factor = factor * gamma.view(ctx.shape)
-        dx = (dy - mean_dy - normal * mean_dyx) * factor if ctx.share > 0 else torch.zeros_like(dy)
+        dx = (dy - mean_dy - normalized * mean_dyx) * factor if ctx.weight > 0 else torch.zeros_like(dy)
         affine = (None, None) if gamma is None else (d_gamma.to(gamma.dtype), d_beta.to(gamma.dtype))
         return dx.to(x.dtype), *affine, None, None, None
 
 
-def _normal(x: Tensor, mean: Tensor, inverse: Tensor, shape: list[int]) -> Tensor:
-    """``x`` with mean 0 and variance 1: in lower precision than float32 the mean would be off by its own rounding."""
+def _normalized(x: Tensor, mean: Tensor, inverse: Tensor, shape: list[int]) -> Tensor:
+    """Return ``x`` with mean 0 and variance 1, in float32 or wider: half types would round the mean."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) - mean.to(wide).view(shape)) * inverse.to(wide).view(shape)

@@ -1,4 +1,4 @@
-"""The GradientSynchronizer joins a source of gradients, a policy, its state and a scheduler."""
+"""GradientSynchronizer: aggregates a model's gradients over the ranks with one policy."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.autograd import refuse_compiled_autograd
 from hvdbridge.reduction.bucket_size import check_rehearses, fastest_bucket_mb
 from hvdbridge.reduction.context import ReductionContext, describe
-from hvdbridge.reduction.parameters import Ignore, listed
+from hvdbridge.reduction.parameters import Ignore, quoted
 from hvdbridge.reduction.post_step import AfterStep
 from hvdbridge.reduction.replicate import broadcast_optimizer, broadcast_tensors, shards_state
-from hvdbridge.reduction.source import Options, closure_of, front_end, usual_bucket_mb, views_pay
+from hvdbridge.reduction.source import Options, closure_of, default_bucket_mb, front_end, prefer_bucket_views
 from hvdbridge.reduction.wrapper import Wrapper, unwrapped
 from hvdbridge.training import runtime, stopping
 from hvdbridge.training.hook_state import Controls
@@ -38,51 +38,52 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 class GradientSynchronizer(Controls):
-    """Aggregates a model's gradients over the ranks with one policy, on whatever backend runs.
+    """Aggregate a model's gradients over the ranks with one policy, on the session's backend.
 
-    When ``backward()`` returns, ``p.grad`` holds the aggregated gradients on every rank. All ranks of the job
-    construct it alike; names, shapes, dtypes and options are compared, then rank 0's parameters, buffers and
-    optimizer state are copied to all.
+    When ``backward()`` returns, ``p.grad`` holds the aggregated gradient on every rank. All ranks of the job pass the
+    same arguments, except for ``group`` and ``ignore``. The constructor compares names, shapes, dtypes and options
+    across the group. Then it copies the parameters, buffers and optimizer state of the group's first rank to all.
 
     Args:
-        model: any module with parameters that require gradients.
-        optimizer: one, a list, or None; :attr:`optimizer` has the same structure.
-        policy: a spec string, a :class:`~hvdbridge.Policy`, or None for what ``hb.init`` was given.
-        bucket_mb: size of a gradient bucket in MiB; None: ``HVDBRIDGE_BUCKET_MB``, or the policy's
-            (:func:`~hvdbridge.policies.dense.bucket_mb`: 25 as in DDP, or 10), and among several nodes
-            not more than 10, or 5 where it is :attr:`bytewise <hvdbridge.Policy.bytewise>` (but where there is
-            NCCL, with a static graph, or before torch 2.13). ``"auto"``: the best for this policy, model and network,
-            by measurements of some seconds. Policies that are not dense may give other bits with another size: where
-            runs must be equal, take the number of :attr:`bucket_mb`. Policies of the whole gradient
-            (:attr:`Policy.scope <hvdbridge.Policy.scope>` ``"step"``) have one bucket, whatever it is.
-        group: the ranks that aggregate together (iterable of ranks, or the backend's own group); None: all.
-            Every rank of the job takes part in the construction, each with the group it belongs to.
-        find_unused_parameters: a parameter that got no gradient on any rank keeps its old one. With False, a
-            backward that makes no gradient for some parameter is an error.
-        weighted: True: exchange :attr:`weight` in every step; False: never; None: the first step decides.
-        static_graph, broadcast_buffers: as in DistributedDataParallel.
-        gradient_as_bucket_view: as there: ``p.grad`` is a view of a bucket, without a copy, and what holds it over
-            ``zero_grad()`` finds the next step's in it: give False then. None: where that is faster,
-            :func:`~hvdbridge.reduction.source.views_pay`.
-        seed: of the randomness that all ranks share.
-        ignore: names, patterns of names (``"head.*"``), parameters or buffers that are left alone: they are neither
-            copied from rank 0 nor compared nor aggregated, and need not have equal shapes. So are those that
-            ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`` was told.
-        broadcast: what is copied from rank 0: ``"all"`` parameters and buffers, or without parameters that are frozen
-            (``"trainable"``), which every rank has loaded alike.
-        wrapper: for hvdbridge's own use.
+        model: a module with at least one parameter that requires a gradient.
+        optimizer: one optimizer, a list of optimizers, or None. :attr:`optimizer` has the same structure.
+        policy: a spec string, a :class:`~hvdbridge.Policy`, or None for the policy given to ``hb.init``.
+        bucket_mb: size of a gradient bucket in MiB. ``"auto"``: time several sizes for a few seconds, and use the
+            fastest for this policy, model and network. None: ``HVDBRIDGE_BUCKET_MB``, or the policy's default
+            (:func:`~hvdbridge.policies.dense.bucket_mb`: 25 as in DDP, or 10). Among several nodes the default is at
+            most 10, or 5 for :attr:`bytewise <hvdbridge.Policy.bytewise>` policies. This limit does not apply to NCCL,
+            to static graphs, or before torch 2.13. Results of policies that are not dense may depend on the size:
+            pass the value of :attr:`bucket_mb` to reproduce a run. Policies of
+            :attr:`Policy.scope <hvdbridge.Policy.scope>` ``"step"`` always have one bucket.
+        group: the ranks that aggregate together: an iterable of ranks, the backend's own group, or None for all ranks.
+            Every rank of the job constructs a synchronizer, each with the group that contains it.
+        find_unused_parameters: True: a parameter to which no rank gave a gradient keeps its previous one. False:
+            a backward that produces no gradient for some parameter raises an error.
+        weighted: True: exchange :attr:`weight` in every step. False: never. None: the first step decides.
+        static_graph, broadcast_buffers: as in torch's DistributedDataParallel.
+        gradient_as_bucket_view: True: ``p.grad`` is a view of a bucket, which saves a copy. Pass False if the script
+            keeps gradients beyond ``zero_grad()``, because the next step overwrites the view. None: choose the faster
+            way by :func:`~hvdbridge.reduction.source.prefer_bucket_views`.
+        seed: seed of the random numbers that all ranks share.
+        ignore: names, patterns of names (``"head.*"``), parameters or buffers to leave out. They are neither copied
+            from rank 0 nor compared nor aggregated, and their shapes may differ between ranks. Names passed to
+            ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`` are left out, too.
+        broadcast: ``"all"``: copy all parameters and buffers from rank 0. ``"trainable"``: do not copy frozen
+            parameters, which every rank must have loaded with equal values.
+        wrapper: internal.
 
     Attributes:
-        model: what the backend's users know: a DistributedDataParallel on torch, else ``model`` itself.
-        optimizer: on Horovod a real ``hvd.DistributedOptimizer``, else the optimizer itself.
-        bucket_mb: the size of a gradient bucket in MiB.
+        model: the module to train: a DistributedDataParallel on torch, else ``model`` itself.
+        optimizer: the optimizer to step: a ``hvd.DistributedOptimizer`` on Horovod, else the given one.
+        bucket_mb: size of a gradient bucket in MiB.
 
     Raises:
-        NotInitialized: ``hb.init()`` is missing.
+        NotInitialized: ``hb.init()`` was not called.
         RankMismatch: ranks differ in model, policy or options.
-        ConfigurationError: nothing to train, a policy that does not parse or is not defined for so few ranks, or a
-            model that is torch's DistributedDataParallel already.
-        Unsupported: the model makes sparse gradients, or has complex parameters.
+        ConfigurationError: an argument is invalid, the model has no trainable parameter or contains torch's
+            DistributedDataParallel, or the policy is not defined for this number of ranks.
+        StepError: another synchronizer aggregates this model, a part of it, or a module that contains it.
+        Unsupported: the model has sparse gradients, or complex, lazy or sharded parameters.
     """
 
     def __init__(
@@ -107,84 +108,85 @@ class GradientSynchronizer(Controls):
         self._monitor = session.monitor
         self._monitor.starting = True
         self.policy = from_spec(session.policy if policy is None else policy)
-        self._bare = model = unwrapped(model)
-        self._left_alone = left_alone = parameters.ignored(model, ignore)
-        self._params = params = parameters.trainable(model, left_alone)
+        self._module = model = unwrapped(model)
+        self._ignored = ignored = parameters.ignored_names(model, ignore)
+        self._params = params = parameters.trainable(model, ignored)
         named = itertools.chain(model.named_parameters(), model.named_buffers())
-        tensors = {name: tensor for name, tensor in named if name not in left_alone}
+        tensors = {name: tensor for name, tensor in named if name not in ignored}
         refuse_model(model, params, tensors)
         if broadcast not in ("all", "trainable"):
             raise ConfigurationError(f"broadcast={broadcast!r} must be 'all' or 'trainable'")
         bucket_mb = session.config.bucket_mb if bucket_mb is None else bucket_mb
-        said = None if bucket_mb == "auto" else bucket_mb
-        if said is not None and (isinstance(said, str) or not said > 0):
+        explicit_mb = None if bucket_mb == "auto" else bucket_mb
+        if explicit_mb is not None and (isinstance(explicit_mb, str) or not explicit_mb > 0):
             raise ConfigurationError(f"bucket_mb={bucket_mb!r} must be a positive number of MiB, 'auto' or None")
         if bucket_mb == "auto":
             check_rehearses(self.policy)
-        self._wrapper, self._replaced = wrapper is not None, False
-        self._all: list[GradientSynchronizer] = session.opened.setdefault("synchronizers", [])
-        replace_earlier(self._all, model, params)
+        self._wrapper, self._superseded = wrapper is not None, False
+        self._open_synchronizers: list[GradientSynchronizer] = session.opened.setdefault("synchronizers", [])
+        replace_earlier(self._open_synchronizers, model, params)
         self._context = ReductionContext.among(session, group, device_of(params))
         options = Options(
-            self._usual_mb(static_graph) if said is None else said,
+            self._default_bucket_mb(static_graph) if explicit_mb is None else explicit_mb,
             find_unused_parameters, static_graph, broadcast_buffers,
-            views_pay(params.values()) if gradient_as_bucket_view is None else gradient_as_bucket_view,
-            said=said is not None, whole=self.policy.scope == "step", ignored=tuple(left_alone),
+            prefer_bucket_views(params.values()) if gradient_as_bucket_view is None else gradient_as_bucket_view,
+            explicit_size=explicit_mb is not None, single_bucket=self.policy.scope == "step", ignored=tuple(ignored),
             wrapper=wrapper,
         )  # fmt: skip
         optimizers = as_list(optimizer)
-        given = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}
-        given |= {"bucket_mb": bucket_mb, "optimizers": len(optimizers), "broadcast": broadcast}
-        self._context.agree(self.policy, describe(model, params, given, left_alone))
-        self._share([t for t in tensors.values() if broadcast == "all" or not frozen(t)], optimizers)
+        compared = {"policy": label(self.policy), "options": options, "weighted": weighted, "seed": seed}
+        compared |= {"bucket_mb": bucket_mb, "optimizers": len(optimizers), "broadcast": broadcast}
+        self._context.agree(self.policy, describe(model, params, compared, ignored))
+        self._broadcast_state([t for t in tensors.values() if broadcast == "all" or not frozen(t)], optimizers)
         self._attach(optimizers, bucket_mb == "auto", options, seed, weighted)
-        self.optimizer = like(optimizer, self._optimizers)
+        self.optimizer = restructured(optimizer, self._optimizers)
 
-    def _usual_mb(self, static_graph: bool) -> float:
-        channel = self._context.communicator
-        return usual_bucket_mb(self.policy, channel.nodes, channel.capabilities.blocks_host, static_graph)
+    def _default_bucket_mb(self, static_graph: bool) -> float:
+        communicator = self._context.communicator
+        return default_bucket_mb(self.policy, communicator.nodes, communicator.capabilities.blocks_host, static_graph)
 
-    def _share(self, tensors: list[Tensor], optimizers: list[Optimizer]) -> None:
-        """Copy rank 0's parameters, buffers and optimizer state to all."""
-        self._alone = [p for name, p in self._bare.named_parameters() if name in self._left_alone]
+    def _broadcast_state(self, tensors: list[Tensor], optimizers: list[Optimizer]) -> None:
+        """Copy rank 0's parameters, buffers and optimizer state to all ranks."""
+        self._ignored_params = [p for name, p in self._module.named_parameters() if name in self._ignored]
         self._context.scheduler.run(broadcast_tensors(tensors), self._context.communicator)
-        for each in optimizers:
-            broadcast_optimizer(each, self._context.control, left_alone=self._alone)
+        for optimizer in optimizers:
+            broadcast_optimizer(optimizer, self._context.control, ignored=self._ignored_params)
 
     def _attach(
         self, originals: list[Optimizer], measure: bool, options: Options, seed: int, weighted: bool | None
     ) -> None:
-        """Make what aggregates, and put hooks on model and optimizers."""
-        context, model, params = self._context, self._bare, self._params
+        """Construct the aggregator and the gradient source, and register hooks on the model and its optimizers."""
+        context, model, params = self._context, self._module, self._params
         session, communicator = context.session, context.communicator
         if measure:
             options = replace(options, bucket_mb=fastest_bucket_mb(self.policy, params, context, options.bucket_mb))
         self.bucket_mb = options.bucket_mb
         self._settings = self._aggregator = Aggregator(self.policy, params, context, seed, weighted)
-        make = front_end(registry.entry(session.backend).front_end)
-        self._source = make(model, originals, params, self._aggregator, options)
+        source_class = front_end(registry.entry(session.backend).front_end)
+        self._source = source_class(model, originals, params, self._aggregator, options)
         self.model, self._optimizers = self._source.model, self._source.optimizers
-        self._known = set(map(id, [*params.values(), *self._alone]))
-        self._source.started = self._settle
-        self._after = AfterStep(self._aggregator, params, self._optimizers, self.model)
+        self._param_ids = set(map(id, [*params.values(), *self._ignored_params]))
+        self._source.on_first_step = self._end_startup
+        self._post_step = AfterStep(self._aggregator, params, self._optimizers, self.model)
         pairs = zip(originals, self._optimizers, strict=True)
-        self._hooks = [one.register_step_pre_hook(partial(refuse, one)) for one, other in pairs if one is not other]
-        self._hooks += [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
-        self._norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
-        for norm in self._norms:
+        self._hooks = [old.register_step_pre_hook(partial(refuse_step, old)) for old, new in pairs if old is not new]
+        self._hooks += [optimizer.register_step_pre_hook(self._before_step) for optimizer in self._optimizers]
+        self._sync_batch_norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+        for norm in self._sync_batch_norms:
             norm.communicator = communicator.split([range(communicator.size)])
             norm.synchronizer = self
         self._key = str(next(session.opened.setdefault("keys", itertools.count())))
         self._closed = False
-        self._all.append(self)
+        self._open_synchronizers.append(self)
         session.at_shutdown(self.close)
 
     def check_in_use(self) -> None:
-        """
+        """Check that this synchronizer may run a forward of its wrapper.
+
         Raises:
-            StepError: a forward that records gradients, although another wrapper has taken this one's place.
+            StepError: the forward records gradients, but a newer wrapper aggregates the module's gradients.
         """
-        if self._replaced and torch.is_grad_enabled():
+        if self._superseded and torch.is_grad_enabled():
             raise StepError(
                 f"rank {self._context.control.rank}: forward of a DistributedDataParallel whose module was wrapped "
                 "again since. Use the last wrapper."
@@ -192,76 +194,80 @@ class GradientSynchronizer(Controls):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of forwards within accumulate locally; the next backward of one outside aggregates them. As in DDP
-        the forward decides: a backward within, of a forward before, aggregates."""
-        before = self._source.synchronizing
+        """Accumulate gradients locally: the backwards of forwards within this block do not aggregate.
+
+        As in DDP the forward decides. The next backward of a forward outside aggregates all that was accumulated.
+        """
+        previous = self._source.synchronizing
         self._source.synchronizing = False
         try:
             with getattr(self.model, "no_sync", nullcontext)():
                 yield
         finally:
-            self._source.synchronizing = before
+            self._source.synchronizing = previous
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """For ranks with unequal numbers of steps: one that has left the block's loop shadows the others with
-        weight 0 until all have; then every rank gets the model and optimizer state of one that finished last.
+        """Train with unequal numbers of steps per rank.
 
-        All ranks enter together. One forward and one backward per step. Unset weights count as 1 here.
+        A rank that leaves the block's loop early shadows the steps of the others with weight 0. When all ranks have
+        left, they copy the model and optimizer state of a rank that finished last. All ranks enter the block together
+        and run one forward and one backward per step. Within the block an unset weight counts as 1.
 
         Raises:
-            Unsupported: the model has a SyncBatchNorm, whose statistics need a forward of every rank; or the state of
-                an optimizer is sharded (ZeroRedundancyOptimizer).
+            Unsupported: the model has a SyncBatchNorm, whose statistics need a forward on every rank; or an optimizer
+                shards its state (ZeroRedundancyOptimizer).
         """
-        if self._norms:
+        if self._sync_batch_norms:
             raise Unsupported("join() with SyncBatchNorm: a rank without data makes no forward. Give it padding.")
         if any(map(shards_state, self._optimizers)):
             raise Unsupported(
-                "join() with an optimizer whose state is sharded: a rank without data makes no step, and nobody else "
+                "join() with an optimizer whose state is sharded: a rank without data makes no step, and no other rank "
                 "has its part. Give it padding."
             )
         aggregator = self._aggregator
         aggregator.joining = True
-        before = self._source.steps
+        start = self._source.steps
         try:
             with self._source.join():
                 yield
-            self._after.catch_up()
+            self._post_step.catch_up()
             self._aggregator.settle()
-            steps = self._context.control.all_gather_object(self._source.steps - before)
-            last = max(rank for rank, count in enumerate(steps) if count == max(steps))  # as DDP
-            buffers = [buffer for name, buffer in self._bare.named_buffers() if name not in self._left_alone]
+            counts = self._context.control.all_gather_object(self._source.steps - start)
+            last = max(rank for rank, count in enumerate(counts) if count == max(counts))  # the rank that DDP chooses
+            buffers = [buffer for name, buffer in self._module.named_buffers() if name not in self._ignored]
             flow = broadcast_tensors([*self._params.values(), *buffers], last)
             self._context.scheduler.run(flow, self._context.communicator)
-            for each in self._optimizers:
-                broadcast_optimizer(each, self._context.control, last, self._alone)
+            for optimizer in self._optimizers:
+                broadcast_optimizer(optimizer, self._context.control, last, self._ignored_params)
         finally:
             aggregator.joining = aggregator.joined = False
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this is the last step: True on all ranks after the same step once any rank got SIGTERM or SIGUSR1 or
-        called :func:`hvdbridge.stop`, and from then on. Read it once per step, behind ``optimizer.step()``, on all
-        ranks; then save, and leave the loop::
+        """True from the last step on, which is the same step on all ranks.
+
+        A stop begins when any rank receives SIGTERM or SIGUSR1 or calls :func:`hvdbridge.stop`. Read this property
+        once per step after ``optimizer.step()``, on all ranks; then save, and leave the loop::
 
             if sync.stop_requested:
                 save()
                 break
 
-        The first read installs the handlers of the signals (:func:`hvdbridge.stop_on_signals`). Where replicas drift it
-        is True after the next average of all. A rank that is through within :meth:`join` answers for itself, and finds
-        it True afterwards. Groups that train side by side stop at the same count of steps, since they may need each
-        other. No collective is made; while a stop is under way a read may wait for a round trip.
+        The first read installs the signal handlers (:func:`hvdbridge.stop_on_signals`). With policies under which
+        replicas drift, the last step is one that averages all parameters. A rank that shadows others within
+        :meth:`join` agrees to any step, and reads True afterwards. Disjoint groups stop after the same number of steps.
+        A read runs no collective; while ranks agree on the last step it may wait for a message's round trip.
 
         Raises:
-            HvdbridgeError: the job fails meanwhile.
+            HvdbridgeError: the job failed.
         """
         stopping.stop_on_signals()
         step = self._aggregator.step
-        return self._monitor.over(self._key, step) and (step == 0 or averaged(self.policy, step - 1))
+        return self._monitor.last_step_reached(self._key, step) and (step == 0 or averaged(self.policy, step - 1))
 
     def synchronize(self) -> None:
-        """Wait for what is outstanding; on every backend backward has waited already, so this finds nothing.
+        """Raise the error of a failed aggregation, if there is one. It waits for nothing: ``backward()`` has done so.
 
         Raises:
             HvdbridgeError: the cause, if an aggregation failed.
@@ -269,21 +275,21 @@ class GradientSynchronizer(Controls):
         self._context.scheduler.check_failure()
 
     def flush(self) -> bool:
-        """Finish what a policy left for later; collective, and harmless where nothing is left. Call it at the end of
-        training, and before collectives of your own where an optimizer's step may have been skipped on one rank.
+        """Finish the work that the policy has postponed. Collective; without such work it has no effect.
 
-        What was to be done to the parameters after the last step is done now (``local_sgd``, ``diloco``), if that step
-        did not happen on this rank. The aggregate that ``delayed`` holds goes to ``p.grad``.
+        Call it at the end of training, and before collectives of your own if one rank may have skipped an optimizer's
+        step. It changes the parameters if ``local_sgd`` or ``diloco`` still has to average them after the last step.
+        It copies the aggregate that ``delayed`` holds to ``p.grad``.
 
         Returns:
-            Whether there is one: then ``p.grad`` holds it, for one more ``optimizer.step()`` (None for parameters of
-            which nothing was held). An aggregate of nothing but zeros counts as none.
+            True if ``p.grad`` holds a postponed aggregate for one more ``optimizer.step()``. ``p.grad`` is None for
+            parameters without one. False if there is no aggregate, or all its elements are zero.
 
         Raises:
             HvdbridgeError: the cause, if an aggregation failed.
         """
         self.synchronize()
-        self._after.catch_up()
+        self._post_step.catch_up()
         updates = self._aggregator.flush()
         with torch.no_grad():
             for name, parameter in self._params.items() if updates else ():
@@ -297,35 +303,37 @@ class GradientSynchronizer(Controls):
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         if gather:
-            self._after.catch_up()
+            self._post_step.catch_up()
         return super().state_dict(gather)
 
     def load_state_dict(self, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
         super().load_state_dict(saved, on_resize)
-        self._after.forget()
+        self._post_step.discard_due()
 
     def close(self) -> None:
-        """Take the hooks off and free the communicators. The model stays as it is, its gradients stay local, and a
-        synchronizer may be constructed anew: for :attr:`model` and :attr:`optimizer`, or for what they were made of.
-        Harmless when repeated."""
+        """Remove the hooks and free the communicators. Collective. Harmless when repeated.
+
+        The model stays usable, and its gradients stay local. A new synchronizer may be constructed for :attr:`model`
+        and :attr:`optimizer`, or for the module and optimizer that were passed to this one.
+        """
         if self._closed:
             return
         self._closed = True
-        self._settle()
+        self._end_startup()
         for hook in self._hooks:
             hook.remove()
-        self._after.remove()
-        self._all.remove(self)
+        self._post_step.remove()
+        self._open_synchronizers.remove(self)
         self._source.remove()
-        for norm in self._norms:
+        for norm in self._sync_batch_norms:
             if norm.communicator is not None and self._context.scheduler.failure is None:
                 norm.communicator.close()
             norm.communicator = norm.synchronizer = None
         self._context.session.forget_at_shutdown(self.close)
         self._context.close()
 
-    def _settle(self) -> None:
-        """The first step is over: from now on a wait may take as long as in any step."""
+    def _end_startup(self) -> None:
+        """End the start-up phase after the first step: from now on the ordinary time limit of waits applies."""
         self._monitor.starting = False
 
     def _before_step(
@@ -335,8 +343,8 @@ class GradientSynchronizer(Controls):
         if closure is None:
             self._check_step(optimizer)
             return None
-        self._after.before_closure()
-        if getattr(closure, "checks_step", None) is self:  # Horovod's own step() calls this hook twice
+        self._post_step.before_closure()
+        if getattr(closure, "checks_step", None) is self:  # Horovod's step() calls this hook twice
             return None
 
         def checked() -> Any:
@@ -351,27 +359,27 @@ class GradientSynchronizer(Controls):
 
     def _check_step(self, optimizer: Optimizer) -> None:
         self.synchronize()
-        self._after.adopt()
+        self._post_step.find_added()
         where = f"rank {self._context.control.rank}: optimizer.step()"
         if self._source.steps == 0:
             raise StepError(f"{where} before any synchronizing backward(): there are no aggregated gradients.")
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if held and not any(id(p) in self._known for p in held):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if params and not any(id(p) in self._param_ids for p in params):
             raise StepError(
-                f"{where} of an optimizer that holds none of the model's parameters: {listed(self._names_of(held))}. "
+                f"{where} of an optimizer that holds none of the model's parameters: {quoted(self._names_of(params))}. "
                 "Construct it over model.parameters(), after what replaces these."
             )
-        strange = [p for p in held if id(p) not in self._known and p.grad is not None]
-        if strange:
+        foreign = [p for p in params if id(p) not in self._param_ids and p.grad is not None]
+        if foreign:
             raise StepError(
-                f"{where} with gradients of {len(strange)} parameters that nobody aggregates: "
-                f"{listed(self._names_of(strange))}: unfrozen or added since, or not the model's. Construct the "
+                f"{where} with gradients of {len(foreign)} parameters that no synchronizer aggregates: "
+                f"{quoted(self._names_of(foreign))}: unfrozen or added since, or not the model's. Construct the "
                 "synchronizer anew, with a model that holds them; each synchronizer needs an optimizer of its own."
             )
-        if self._source.touched:
-            self._source.check_strays("optimizer.step()")
+        if self._source.accumulated:
+            self._source.check_unaggregated("optimizer.step()")
         if self.skipped:
-            for parameter in held:
+            for parameter in params:
                 parameter.grad = None
 
     def _names_of(self, tensors: Sequence[Tensor]) -> list[str]:
@@ -380,47 +388,48 @@ class GradientSynchronizer(Controls):
 
 
 def replace_earlier(opened: list[GradientSynchronizer], model: Module, params: Mapping[str, Tensor]) -> None:
-    """Close the synchronizer of an earlier wrapper around ``model``, the same on all ranks: two would aggregate.
+    """Close the synchronizer of an earlier wrapper around ``model``: two would aggregate the same gradients.
 
     Raises:
-        StepError: a synchronizer that no wrapper made aggregates the model, a part of it, or what it is a part of. A
-            forward of one would be a forward of the other on the backends whose hooks are on the module.
+        StepError: a synchronizer without a wrapper aggregates ``model``, a part of it, or a module that contains it.
+            Where the backend's hooks are on the module, each forward of one would count as a forward of the other.
     """
     modules = set(model.modules())
-    for each in opened:
-        if not each._wrapper and (each._bare in modules or model in set(each._bare.modules())):
-            theirs = set(each._params.values())
+    for other in opened:
+        if not other._wrapper and (other._module in modules or model in set(other._module.modules())):
+            owned = set(other._params.values())
             raise StepError(
-                f"{listed(name for name, p in params.items() if p in theirs)}: a GradientSynchronizer aggregates them "
+                f"{quoted(name for name, p in params.items() if p in owned)}: a GradientSynchronizer aggregates them "
                 "already. Use it, or close() it first."
             )
-    for each in [each for each in opened if each._bare is model]:
-        each.close()
-        each._replaced = True
+    for other in [other for other in opened if other._module is model]:
+        other.close()
+        other._superseded = True
 
 
 def device_of(params: Mapping[str, torch.Tensor]) -> torch.device:
-    """The device of the scheduler: a GPU, if any of ``params`` is on one."""
+    """Return the scheduler's device: the first CUDA device among ``params``, else the first parameter's device."""
     devices = [p.device for p in params.values()]
     return next((device for device in devices if device.type == "cuda"), devices[0])
 
 
-def refuse(replaced: Optimizer, optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Step pre-hook of an optimizer that was wrapped, and of its wrapper, which shares the hooks."""
+def refuse_step(replaced: Optimizer, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Step pre-hook of a replaced optimizer. The optimizer that replaces it shares the hook, and may step."""
     if optimizer is replaced:
         raise StepError("step() of the optimizer that was wrapped. Use sync.optimizer: its gradients are aggregated.")
 
 
 def refuse_model(model: Module, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """
+    """Check that the gradients of ``model`` can be aggregated.
+
     Args:
-        params: what is to be aggregated.
-        tensors: the parameters and buffers that are to be synchronized.
+        params: the parameters to aggregate.
+        tensors: the parameters and buffers to synchronize.
 
     Raises:
-        ConfigurationError: a DistributedDataParallel of torch's own is in the model.
-        Unsupported: tensors are sharded or without values, some of ``params`` have optimizers that step within
-            backward, or backwards are compiled.
+        ConfigurationError: the model contains torch's own DistributedDataParallel.
+        Unsupported: some tensors are sharded or on the meta device, an optimizer of some ``params`` steps within
+            backward, or compiled autograd is enabled.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel) and not isinstance(module, Wrapper):
@@ -429,27 +438,28 @@ def refuse_model(model: Module, params: Mapping[str, Tensor], tensors: Mapping[s
                 "Give the bare module: ddp.module."
             )
     refuse_compiled_autograd()
-    parameters.refuse_untouchable(tensors)
-    if held := [name for name, p in params.items() if hasattr(p, "_in_backward_optimizers")]:
+    parameters.refuse_unsupported_tensors(tensors)
+    if names := [name for name, p in params.items() if hasattr(p, "_in_backward_optimizers")]:
         raise Unsupported(
-            f"{listed(held)}: _apply_optimizer_in_backward makes optimizers step by gradients of this rank alone, "
+            f"{quoted(names)}: _apply_optimizer_in_backward makes optimizers step by gradients of this rank alone, "
             "before they are aggregated. Let one optimizer step after backward()."
         )
 
 
 def frozen(tensor: Tensor) -> bool:
-    """Whether it is a parameter that is not trained."""
+    """Return whether ``tensor`` is a parameter that does not require a gradient."""
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 
 def as_list(optimizer: Optimizers) -> list[Optimizer]:
+    """Return the given optimizers as a list; None gives an empty one."""
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
-def like(optimizer: Optimizers, wrapped: list[Optimizer]) -> Any:
-    """``wrapped`` in the structure that the user gave."""
+def restructured(optimizer: Optimizers, wrapped: list[Optimizer]) -> Any:
+    """Return ``wrapped`` in the structure of ``optimizer``: None, one optimizer, or a sequence of the same type."""
     if optimizer is None:
         return None
     return wrapped[0] if isinstance(optimizer, Optimizer) else type(optimizer)(wrapped)  # type: ignore[call-arg]

@@ -1,8 +1,8 @@
-"""One of two ranks of a job in which rank 1 fails; rank 0 records what it was told, and when.
+"""One of two ranks of a job in which rank 1 fails; rank 0 records its error and the seconds until it.
 
-Arguments: rank 1's fate (sleeps, exits; "freezes": all its threads stop, until rank 0 lets them go on), and what rank 0
-asks for: AllReduce, AllGather, "many" all-reduces under way at once, begun without a pause until one fails, or "late",
-one that the library does not know any more.
+Arguments: the fate of rank 1 (sleeps, exits; "freezes": all its threads stop, until rank 0 continues them), and the
+request of rank 0: AllReduce, AllGather, "many" (all-reduces are started without a pause until one fails), or "late" (an
+operation that the library does not know any more).
 """
 
 import faulthandler
@@ -23,30 +23,30 @@ from hvdbridge.policy.collectives import AllGather, AllReduce
 
 
 def flood(comm: Communicator) -> None:
-    """Thousands under way, so that the library is told of the death while it has many and is given more."""
-    under_way = []
+    """Start thousands of all-reduces, so that the library detects the death while many are in flight."""
+    in_flight = []
     while True:
         for elements in range(1, 3000):
             steps = comm.answer(AllReduce(torch.ones(elements)))
-            under_way.append((steps, next(work for work in steps if work is not None)))  # begun, not waited for
+            in_flight.append((steps, next(work for work in steps if work is not None)))  # started, not waited for
 
 
 def late() -> None:
-    """Waits for what is never done, as if Horovod had taken it while it ended: the handle of what it refused."""
+    """Wait for the handle of a refused operation, as if Horovod had accepted it during its shutdown."""
     import horovod.torch as hvd
     from horovod.common.exceptions import HorovodInternalError
 
-    from hvdbridge.backends.horovod.communicator import Operation
+    from hvdbridge.backends.horovod.communicator import HorovodWork
 
     with suppress(HorovodInternalError):
         while True:
-            taken = hvd.allreduce_async(torch.ones(1), name="refused")
+            accepted = hvd.allreduce_async(torch.ones(1), name="refused")
             with suppress(HorovodInternalError):
-                hvd.synchronize(taken)
+                hvd.synchronize(accepted)
     for handle in range(1000):
         with suppress(ValueError):  # no such handle
             if not hvd.poll(handle):
-                Operation(handle, "late", 60).wait()
+                HorovodWork(handle, "late", 60).wait()
 
 
 if __name__ == "__main__":
@@ -60,7 +60,7 @@ if __name__ == "__main__":
         if sys.argv[1] == "sleeps":
             time.sleep(10)
         if sys.argv[1] == "freezes" or sys.argv[2] == "many":
-            time.sleep(0.1)  # until rank 0 has begun
+            time.sleep(0.1)  # until rank 0 has started
         if sys.argv[1] == "freezes":
             os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)
@@ -69,7 +69,7 @@ if __name__ == "__main__":
     try:
         if sys.argv[2] == "many":
             flood(comm)
-        for _ in range(2):  # what is sent to a rank that died may still be taken from us
+        for _ in range(2):  # the library may still accept a first message to a dead rank
             comm.execute(request(torch.ones(10)))
     except HvdbridgeError as e:
         record(0, [type(e).__name__, str(e), time.monotonic() - started, type(e.__cause__).__name__])

@@ -1,6 +1,6 @@
-"""What each rank brings to a collective, known to all ranks, and what must come back: computed here, sent by nobody.
+"""Inputs of each rank to a collective, which all ranks can compute, and checks of the answer without communication.
 
-Integers are reduced as Python's own (exact, then wrapped into the dtype), floats as 80-bit ones.
+Integers are reduced exactly, as Python's, and then wrapped into the dtype; floats are reduced with 80 bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from hvdbridge.backends.communicator import DTYPES
 
 SHAPES = ((), (0,), (1,), (7,), (3, 0, 2), (5, 3), (2051,))
-"""Scalar, empty, odd; 2,051 elements of 2 bytes or more do not fit into the small messages' path."""
+"""Scalar, empty and odd sizes; 2,051 elements of 2 bytes or more exceed the path for small messages."""
 
 LAYOUTS = ("transposed", "strided", "expanded", "channels_last", "requires_grad")
 OPS = ("sum", "product", "min", "max")
@@ -23,20 +23,20 @@ BITS = {torch.int8: 8, torch.uint8: 8, torch.int32: 32, torch.int64: 64}
 
 
 def values(rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Rank ``rank``'s tensor: the whole range of an integer dtype, floats around 1 of both signs."""
-    draw = np.random.default_rng([rank, *map(ord, str(dtype)), *shape])
+    """Return a rank's tensor: the whole range of an integer dtype, or floats of both signs around magnitude 1."""
+    rng = np.random.default_rng([rank, *map(ord, str(dtype)), *shape])
     if dtype == torch.bool:
-        return torch.from_numpy(np.asarray(draw.random(shape) < 0.7))
+        return torch.from_numpy(np.asarray(rng.random(shape) < 0.7))
     if dtype in BITS:
         info = torch.iinfo(dtype)
-        numbers = draw.integers(info.min, info.max, shape, dtype=str(dtype).removeprefix("torch."), endpoint=True)
+        numbers = rng.integers(info.min, info.max, shape, dtype=str(dtype).removeprefix("torch."), endpoint=True)
         return torch.from_numpy(np.asarray(numbers))
-    numbers = draw.uniform(0.25, 2.0, shape) * draw.choice([-1.0, 1.0], shape)
+    numbers = rng.uniform(0.25, 2.0, shape) * rng.choice([-1.0, 1.0], shape)
     return torch.from_numpy(np.asarray(numbers)).to(dtype)
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The values of a 4-d ``tensor`` in another memory layout."""
+    """Return the values of a 4-d ``tensor`` in another memory layout."""
     if layout == "transposed":
         return tensor.transpose(1, 3).contiguous().transpose(1, 3)
     if layout == "strided":
@@ -52,57 +52,57 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
 
 
 def cases(size: int, rows: int | None = None) -> Iterator[tuple[torch.dtype, tuple[int, ...], str]]:
-    """(dtype, shape, layout) of every kind; ``rows``: the first dimension that the collective demands.
+    """Yield (dtype, shape, layout) of every kind; ``rows`` is the first dimension that the collective requires.
 
-    Among three ranks four dtypes stand for all, which two ranks see: a float that the libraries add, one that we add,
-    integers and bool. Four ranks are there for the groups.
+    Two ranks test all dtypes. Three ranks test four: a float that the libraries add, one that hvdbridge adds, int64 and
+    bool. Four ranks test groups, with a single dtype.
     """
-    lead = () if rows is None else (rows,)
-    some = {3: (torch.float32, torch.bfloat16, torch.int64, torch.bool), 4: (torch.float32,)}
-    for dtype in some.get(size, DTYPES):
+    prefix = () if rows is None else (rows,)
+    subset = {3: (torch.float32, torch.bfloat16, torch.int64, torch.bool), 4: (torch.float32,)}
+    for dtype in subset.get(size, DTYPES):
         for shape in SHAPES:
-            yield dtype, (*lead, *shape), "contiguous"
+            yield dtype, (*prefix, *shape), "contiguous"
         for layout in LAYOUTS:
             yield dtype, (rows or 2, 3, 5, 4), layout
 
 
-def brought(rank: int, dtype: torch.dtype, shape: Sequence[int], layout: str) -> Tensor:
+def input_of(rank: int, dtype: torch.dtype, shape: Sequence[int], layout: str) -> Tensor:
     tensor = values(rank, shape, dtype)
     return tensor if layout == "contiguous" else laid_out(tensor, layout)
 
 
 def ops(dtype: torch.dtype, layout: str = "contiguous") -> Sequence[str]:
-    """The reductions to try: all that have a meaning; one is enough to see that a layout is understood."""
+    """Return the reductions to test: all that ``dtype`` has, or a single one for a layout that is not contiguous."""
     if layout != "contiguous":
         return ("max",) if dtype == torch.bool else ("sum",)
     return ("min", "max") if dtype == torch.bool else OPS
 
 
 def reduction_error(answer: Tensor, inputs: Sequence[Tensor], op: str) -> str:
-    """Why ``answer`` is not the reduction of ``inputs``; empty where it is.
+    """Return why ``answer`` is not the reduction of ``inputs``; "" if it is.
 
-    N floats added in any order, each addition rounded with unit u, are off by at most ``(N-1) u/(1 - (N-1) u)`` times
-    the sum of their magnitudes, a product by that fraction of itself (Higham 2002, 3.1 and 4.2): the tolerance.
-    Two addends are rounded once, so there the answer has one value only.
+    The tolerance: a sum of N floats in any order, with unit roundoff u, is off by at most ``(N-1) u/(1 - (N-1) u)``
+    times the sum of their magnitudes, and a product by at most that fraction of itself (Higham 2002, 3.1 and 4.2).
+    The result for two operands is rounded once, and must be exact.
     """
     first = inputs[0]
     if answer.dtype != first.dtype or answer.shape != first.shape:
         return f"answered {answer.dtype} {list(answer.shape)} to {first.dtype} {list(first.shape)}"
     if op in ("min", "max") or len(inputs) == 1:
-        best = first.clone()
+        expected = first.clone()
         for other in inputs[1:]:
-            best = torch.minimum(best, other) if op == "min" else torch.maximum(best, other)
-        return difference(answer, best, 0.0)
+            expected = torch.minimum(expected, other) if op == "min" else torch.maximum(expected, other)
+        return difference(answer, expected, 0.0)
     if first.dtype in BITS:
         return difference(answer, _wrapped(inputs, op), 0.0)
     if len(inputs) == 2:
         return difference(answer, inputs[0] + inputs[1] if op == "sum" else inputs[0] * inputs[1], 0.0)
     wide = np.stack([t.detach().to(torch.float64).numpy().astype(np.longdouble) for t in inputs])
     exact = wide.sum(0) if op == "sum" else wide.prod(0)
-    size = np.abs(wide).sum(0) if op == "sum" else np.abs(exact)
+    magnitude = np.abs(wide).sum(0) if op == "sum" else np.abs(exact)
     unit = (len(inputs) - 1) * torch.finfo(first.dtype).eps / 2
-    off = np.abs(answer.to(torch.float64).numpy().astype(np.longdouble) - exact)
-    worst = float((off - size * (unit / (1 - unit))).max(initial=-math.inf))
+    error = np.abs(answer.to(torch.float64).numpy().astype(np.longdouble) - exact)
+    worst = float((error - magnitude * (unit / (1 - unit))).max(initial=-math.inf))
     return "" if worst <= 0 else f"off by {worst:.3g} more than {len(inputs) - 1} roundings explain"
 
 
@@ -118,7 +118,7 @@ def _wrapped(inputs: Sequence[Tensor], op: str) -> Tensor:
 
 
 def difference(answer: Tensor, expected: Tensor, allowed: float) -> str:
-    """Where the two differ by more than ``allowed``; NaN equals NaN."""
+    """Return where two tensors differ by more than ``allowed``, or "" if nowhere; NaN equals NaN."""
     answer, expected = answer.detach(), expected.detach()
     if answer.dtype != expected.dtype or answer.shape != expected.shape:
         return f"got {answer.dtype} {list(answer.shape)}, expected {expected.dtype} {list(expected.shape)}"

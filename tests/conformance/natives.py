@@ -1,4 +1,4 @@
-"""How each backend's own library is used without hvdbridge: all that the suite must know of a backend."""
+"""Calls of each backend's own library without hvdbridge: the only code of the suite that depends on a backend."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Torch:
         return int(self.dist.get_world_size())
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """The user's own sum, in place, on the library's default channel."""
+        """Sum in place on the library's default channel, as a user would."""
         self.dist.all_reduce(tensor)
 
     def group(self, ranks: Sequence[int]) -> Any:
-        """The library's own kind of group; collective."""
+        """Create a group of the library's own type. Collective."""
         return self.dist.new_group(list(ranks))
 
 
 class Horovod:
     def start(self) -> None:
-        hb.init()  # no launcher of Horovod's is there
+        hb.init()  # no launcher of Horovod started the ranks
         import horovod.torch as hvd
 
         self.hvd = hvd
@@ -62,7 +62,7 @@ class Horovod:
 
 class Mpi:
     def start(self) -> None:
-        hb.init()  # before mpi4py.MPI: it gives MPI the address at which ranks meet
+        hb.init()  # before the import of mpi4py.MPI, which needs the address where ranks meet
         from mpi4py import MPI
 
         self.MPI = MPI
@@ -78,8 +78,8 @@ class Mpi:
 
     def group(self, ranks: Sequence[int]) -> Any:
         comm = self.MPI.COMM_WORLD
-        made = comm.Split(0 if comm.rank in ranks else 1)
-        return made if comm.rank in ranks else None
+        subset = comm.Split(0 if comm.rank in ranks else 1)
+        return subset if comm.rank in ranks else None
 
 
 NATIVES = {"torch": Torch, "horovod": Horovod, "mpi": Mpi}

@@ -1,4 +1,4 @@
-"""One rank of a conformance job: start the library as its users do, run the suite, record what was wrong."""
+"""One rank of a conformance job: start the library as a user does, run the suite, record failed checks."""
 
 import faulthandler
 import os

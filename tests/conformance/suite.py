@@ -1,7 +1,7 @@
-"""What a communicator is: every method ``test_*`` below holds on every backend at every size.
+"""The specification of a communicator: every method ``test_*`` below holds on every backend at every size.
 
-Each rank runs the whole suite (``rank.py`` starts it); a test notes what is wrong and goes on, so that the ranks stay
-in step. No test names a backend: what differs is in ``natives.py`` (the library's own calls).
+Each rank runs the whole suite (``rank.py`` starts it). A test records failed checks and continues, so that the ranks
+stay in step. No test names a backend: ``natives.py`` has the calls of the libraries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from conformance.inputs import BITS, bits, brought, cases, difference, ops, reduction_error, values
+from conformance.inputs import BITS, bits, cases, difference, input_of, ops, reduction_error, values
 from torch import Tensor
 
 from hvdbridge.backends.communicator import DTYPES, Answer, Communicator
@@ -26,7 +26,7 @@ from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadca
 
 
 class CommunicatorSuite:
-    """The checks, for one rank. ``comm`` is the world of the library that ``native`` started."""
+    """The checks of one rank. ``make`` returns a communicator of all ranks, of the library that ``native`` started."""
 
     def __init__(self, make: Callable[[], Communicator], native: Any) -> None:
         self.make = make
@@ -40,7 +40,7 @@ class CommunicatorSuite:
         self.digests: list[str] = []
 
     def run(self) -> dict[str, list[str]]:
-        """What each test found wrong on this rank."""
+        """Run all tests and return the failed checks of each on this rank."""
         found = {}
         for name in suite_names():
             self.wrong, self.digests = [], []
@@ -55,17 +55,18 @@ class CommunicatorSuite:
         return found
 
     def expect(self, wrong: str, what: str) -> None:
+        """Record that the check ``what`` failed with ``wrong``, unless that is empty."""
         if wrong:
             self.wrong.append(f"{what}: {wrong}")
 
     def same_everywhere(self, tensor: Tensor, what: str) -> None:
-        """Note ``tensor``, whose bits must be equal on all ranks."""
+        """Record ``tensor``, whose bits must be equal on all ranks."""
         self.digests.append(f"{what}: {hashlib.sha256(bits(tensor)).hexdigest()[:12]}")
 
     def compare_digests(self) -> None:
-        for other, theirs in enumerate(self.control.all_gather_object(self.digests)):
-            for mine, their in zip(self.digests, theirs, strict=True):
-                self.expect(f"rank {other} has {their}" if mine != their else "", f"bits differ, {mine}")
+        for other, digests in enumerate(self.control.all_gather_object(self.digests)):
+            for own, digest in zip(self.digests, digests, strict=True):
+                self.expect(f"rank {other} has {digest}" if own != digest else "", f"bits differ, {own}")
 
     @contextmanager
     def refuses(self, error: type[Exception], *words: str) -> Iterator[None]:
@@ -82,36 +83,36 @@ class CommunicatorSuite:
     def test_all_reduce(self) -> None:
         for dtype, shape, layout in cases(self.size):
             for op in ops(dtype, layout):
-                inputs = [brought(r, dtype, shape, layout) for r in range(self.size)]
-                answer = self.comm.execute(AllReduce(brought(self.rank, dtype, shape, layout), op))
+                inputs = [input_of(r, dtype, shape, layout) for r in range(self.size)]
+                answer = self.comm.execute(AllReduce(input_of(self.rank, dtype, shape, layout), op))
                 what = f"AllReduce {op} {dtype} {shape} {layout}"
                 self.expect(reduction_error(answer, inputs, op), what)
                 self.same_everywhere(answer, what)
 
     def test_all_gather(self) -> None:
         for dtype, shape, layout in cases(self.size):
-            answer = self.comm.execute(AllGather(brought(self.rank, dtype, shape, layout)))
-            expected = torch.stack([brought(r, dtype, shape, layout) for r in range(self.size)])
+            answer = self.comm.execute(AllGather(input_of(self.rank, dtype, shape, layout)))
+            expected = torch.stack([input_of(r, dtype, shape, layout) for r in range(self.size)])
             self.expect(difference(answer, expected, 0.0), f"AllGather {dtype} {shape} {layout}")
 
     def test_all_to_all(self) -> None:
         for dtype, shape, layout in cases(self.size, self.size):
-            answer = self.comm.execute(AllToAll(brought(self.rank, dtype, shape, layout)))
-            expected = torch.stack([brought(r, dtype, shape, layout)[self.rank] for r in range(self.size)])
+            answer = self.comm.execute(AllToAll(input_of(self.rank, dtype, shape, layout)))
+            expected = torch.stack([input_of(r, dtype, shape, layout)[self.rank] for r in range(self.size)])
             self.expect(difference(answer, expected, 0.0), f"AllToAll {dtype} {shape} {layout}")
 
     def test_reduce_scatter(self) -> None:
         for dtype, shape, layout in cases(self.size, self.size):
             for op in ops(dtype, layout):
-                inputs = [brought(r, dtype, shape, layout)[self.rank] for r in range(self.size)]
-                answer = self.comm.execute(ReduceScatter(brought(self.rank, dtype, shape, layout), op))
+                inputs = [input_of(r, dtype, shape, layout)[self.rank] for r in range(self.size)]
+                answer = self.comm.execute(ReduceScatter(input_of(self.rank, dtype, shape, layout), op))
                 self.expect(reduction_error(answer, inputs, op), f"ReduceScatter {op} {dtype} {shape} {layout}")
 
     def test_broadcast(self) -> None:
         root = self.size - 1
         for dtype, shape, layout in cases(self.size):
-            answer = self.comm.execute(Broadcast(brought(self.rank, dtype, shape, layout), root))
-            self.expect(difference(answer, brought(root, dtype, shape, layout), 0.0), f"{dtype} {shape} {layout}")
+            answer = self.comm.execute(Broadcast(input_of(self.rank, dtype, shape, layout), root))
+            self.expect(difference(answer, input_of(root, dtype, shape, layout), 0.0), f"{dtype} {shape} {layout}")
         for root in range(self.size):
             answer = self.comm.execute(Broadcast(values(self.rank, (1 << 16,), torch.float32), root))
             self.expect(difference(answer, values(root, (1 << 16,), torch.float32), 0.0), f"from {root}")
@@ -135,9 +136,9 @@ class CommunicatorSuite:
 
     def test_no_copy(self) -> None:
         for n in (1, 5000):
-            mine = torch.ones(n)
-            answer = self.comm.execute(AllReduce(mine))
-            self.expect("" if answer.data_ptr() == mine.data_ptr() else "another tensor answered", "in place")
+            tensor = torch.ones(n)
+            answer = self.comm.execute(AllReduce(tensor))
+            self.expect("" if answer.data_ptr() == tensor.data_ptr() else "another tensor answered", "in place")
 
     def test_integers_wrap(self) -> None:
         for dtype in BITS:
@@ -148,7 +149,7 @@ class CommunicatorSuite:
 
     def test_not_finite_travels(self) -> None:
         inf, nan = math.inf, math.nan
-        columns = {  # what rank 0 has, what the last rank has (others: 1), op -> what everyone gets
+        columns = {  # rank 0's value, the last rank's (others: 1), op -> result on all ranks
             "nan first": (nan, 1.0, {"sum": nan, "product": nan, "min": nan, "max": nan}),
             "nan last": (1.0, nan, {"sum": nan, "product": nan, "min": nan, "max": nan}),
             "inf": (inf, 1.0, {"sum": inf, "product": inf, "min": 1.0, "max": inf}),
@@ -180,7 +181,7 @@ class CommunicatorSuite:
                 self.same_everywhere(self.comm.execute(AllReduce(mine)), f"{name} {n}")
 
     def test_large_messages_go_in_pieces(self) -> None:
-        whole, self.comm.piece = self.comm.piece, 1000
+        whole, self.comm.max_operation_bytes = self.comm.max_operation_bytes, 1000
         everyone = range(self.size)
         try:
             for dtype in (torch.int8, torch.bfloat16, torch.float32):
@@ -195,7 +196,7 @@ class CommunicatorSuite:
                 answer = self.comm.execute(Broadcast(mine[self.rank].clone(), 0))
                 self.expect(difference(answer, mine[0], 0.0), f"Broadcast {dtype}")
         finally:
-            self.comm.piece = whole
+            self.comm.max_operation_bytes = whole
 
     # -- groups and channels -----------------------------------------------------------------------------
 
@@ -205,7 +206,7 @@ class CommunicatorSuite:
         assert child is not None
         mine = groups[self.rank % 2]
         self.expect("" if (child.rank, child.size) == (mine.index(self.rank), len(mine)) else repr(child), "renumbered")
-        for step in range(3 if self.rank % 2 else 8):  # the groups owe each other nothing, not even the number of calls
+        for step in range(3 if self.rank % 2 else 8):  # the groups are independent, also in their number of calls
             answer = child.execute(AllReduce(values(self.rank, (100 + step,), torch.int64)))
             inputs = [values(r, (100 + step,), torch.int64) for r in mine]
             self.expect(reduction_error(answer, inputs, "sum"), f"group {mine} step {step}")
@@ -249,20 +250,20 @@ class CommunicatorSuite:
         second.close()
 
     def test_the_users_own_collectives_do_not_mix(self) -> None:
-        theirs = [torch.full((64,), 1000.0 + step) for step in range(20)]
+        user_tensors = [torch.full((64,), 1000.0 + step) for step in range(20)]
 
         def user() -> None:
-            for tensor in theirs:
+            for tensor in user_tensors:
                 self.native.all_reduce(tensor)
 
         thread = threading.Thread(target=user)
         thread.start()
-        ours = [self.comm.execute(AllReduce(torch.full((64,), float(step)))) for step in range(20)]
+        answers = [self.comm.execute(AllReduce(torch.full((64,), float(step)))) for step in range(20)]
         thread.join()
         for step in range(20):
-            self.expect(difference(ours[step], torch.full((64,), float(step * self.size)), 0.0), f"ours {step}")
+            self.expect(difference(answers[step], torch.full((64,), float(step * self.size)), 0.0), f"ours {step}")
             expected = torch.full((64,), (1000.0 + step) * self.size)
-            self.expect(difference(theirs[step], expected, 0.0), f"the user's {step}")
+            self.expect(difference(user_tensors[step], expected, 0.0), f"the user's {step}")
 
     def test_node_and_cross(self) -> None:
         nodes = {1: [7], 2: [5, 5], 3: [0, 0, 1], 4: [0, 0, 1, 1]}[self.size]
@@ -270,13 +271,13 @@ class CommunicatorSuite:
         assert comm is not None
         comm.set_nodes(nodes)
         node = [r for r in range(self.size) if nodes[r] == nodes[self.rank]]
-        place = node.index(self.rank)
-        cross = [r for r in range(self.size) if nodes[:r].count(nodes[r]) == place]
+        index = node.index(self.rank)
+        cross = [r for r in range(self.size) if nodes[:r].count(nodes[r]) == index]
         for name, members in (("node", node), ("cross", cross)):
             for _ in range(2):
                 got = comm.execute(AllGather(torch.tensor(self.rank), group=name)).tolist()
                 self.expect("" if got == members else f"got {got}", f"{name} {members}")
-        if self.size > 2:  # groups of a group know the nodes, too
+        if self.size > 2:  # groups of a group have the nodes, too
             child = comm.split([range(1, self.size), [0]])
             assert child is not None
             got = child.execute(AllGather(torch.tensor(self.rank), group="node")).tolist()
@@ -340,7 +341,7 @@ class CommunicatorSuite:
             self.comm.set_nodes([0] * (self.size + 1))
 
     def test_flows_go_on_when_their_answer_is_there(self) -> None:
-        """And not when their next turn comes, which here it does not before the flush."""
+        """A flow does not wait for its next turn, which comes only with the flush here."""
         requests: list[Callable[[], Collective]] = [
             lambda: AllReduce(torch.ones(2000)),
             lambda: AllGather(torch.ones(2000)),
@@ -364,9 +365,9 @@ class CommunicatorSuite:
             scheduler.close()
 
     def test_the_last_operation_of_a_request_says_so(self) -> None:
-        whole = self.comm.piece
+        whole = self.comm.max_operation_bytes
         try:
-            for self.comm.piece in (whole, 1000):
+            for self.comm.max_operation_bytes in (whole, 1000):
                 for request in (
                     AllReduce(torch.ones(2000)), AllReduce(torch.ones(5000, dtype=torch.bfloat16), "max"),
                     AllGather(torch.ones(2000)), AllToAll(torch.ones(self.size, 2000)),
@@ -376,10 +377,10 @@ class CommunicatorSuite:
                     expected = [False] * (len(works) - 1) + [True] if self.size > 1 else []
                     self.expect("" if works == expected else f"{works}", request.signature())
         finally:
-            self.comm.piece = whole
+            self.comm.max_operation_bytes = whole
 
     def test_a_wait_can_have_a_limit(self) -> None:
-        """The last rank begins when all others have waited in vain."""
+        """The last rank starts the collective after the waits of all others have timed out."""
         if self.size == 1:
             return
         steps, late = self.comm.answer(AllReduce(torch.full((5000,), 2.0))), self.rank == self.size - 1
@@ -387,9 +388,9 @@ class CommunicatorSuite:
             self.control.barrier()
         work = next(step for step in steps if step is not None)
         if not late:
-            self.expect("over before all began" if work.over_within(0.02) else "", "in vain")
+            self.expect("over before all began" if work.wait_at_most(0.02) else "", "in vain")
             self.control.barrier()
-        self.expect("" if work.over_within(30) else "not over", "at last")
+        self.expect("" if work.wait_at_most(30) else "not over", "at last")
         answer = finish(steps)
         self.expect(difference(answer, torch.full((5000,), 2.0 * self.size), 0.0), "the answer")
 
@@ -408,7 +409,7 @@ class CommunicatorSuite:
         self.expect("" if len(seen) == 2 and "AllReduce[1] int32" in seen[0] else repr(seen), "watch")
 
     def test_closing(self) -> None:
-        for _ in range(2):  # the next world after a closed one is as good
+        for _ in range(2):  # a new world works after the first one is closed
             comm = self.make()
             comm.barrier()
             comm.close()

@@ -1,4 +1,4 @@
-"""One rank that has the library work all the same: how benchmarks/cuda_check.py gets NCCL to, on an only GPU."""
+"""A communicator of one rank that calls its library, as benchmarks/cuda_check.py needs for NCCL on one GPU."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hvdbridge.backends.torch.communicator import TorchCommunicator
 
 
 def test_the_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = dict.fromkeys(("_reduce_in_place", "_all_gather", "_all_to_all", "_send_to_all"), 0)
-    for name in asked:
+    calls = dict.fromkeys(("_reduce_in_place", "_all_gather", "_all_to_all", "_send_to_all"), 0)
+    for name in calls:
         inner = getattr(TorchCommunicator, name)
 
         def counted(self: Any, *arguments: Any, name: str = name, inner: Any = inner) -> Any:
-            asked[name] += 1
+            calls[name] += 1
             return inner(self, *arguments)
 
         monkeypatch.setattr(TorchCommunicator, name, counted)
     assert {found.verdict for found in cuda_check.collectives("cpu")} == {"ok"}
-    assert all(asked.values())
+    assert all(calls.values())
 
 
 def test_by_default_it_is_not() -> None:
     comm = TorchCommunicator("alone", dist.HashStore(), 0, 1, timedelta(seconds=20), False)
-    assert comm._host is None
-    for request, expected in cuda_check.asked(cuda_check.batch(0)):
+    assert comm._gloo is None
+    for request, expected in cuda_check.requests(cuda_check.batch(0)):
         assert comm.execute(request).equal(expected)

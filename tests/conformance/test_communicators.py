@@ -1,4 +1,4 @@
-"""Each backend at 1 to 4 ranks: one job runs the whole suite; each test is reported here."""
+"""Each backend meets the specification at 1 to 4 ranks: a job runs the whole suite, and each test is reported here."""
 
 from __future__ import annotations
 

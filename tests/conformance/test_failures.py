@@ -1,4 +1,4 @@
-"""What a library raises when a rank is silent or gone becomes an error of ours, where the library tells."""
+"""A library's report of a silent or dead rank becomes an error of hvdbridge."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.waits
 
-# MPI is missing: it tells nobody of a silent rank, and its launcher ends the ranks of a dead one.
+# MPI is missing: it does not report a silent rank, and its launcher ends the others after a death.
 CASES = [
     ("torch", "sleeps", "AllReduce", "CollectiveTimeout"),
     ("torch", "sleeps", "AllGather", "CollectiveTimeout"),

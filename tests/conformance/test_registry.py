@@ -1,4 +1,4 @@
-"""The table of backends: lazy, and every failure has its remedy."""
+"""The registry of backends imports a backend only when it is used, and every failure names its remedy."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def test_unknown_backend_names_the_nearest() -> None:
 
 @pytest.mark.parametrize(("name", "remedy"), [("horovod", "hvdbridge install-horovod"), ("mpi", "hvdbridge[mpich]")])
 def test_missing_library(name: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, registry.entry(name).package, None)  # how Python says: not here
+    monkeypatch.setitem(sys.modules, registry.entry(name).package, None)  # makes its import fail
     with pytest.raises(BackendUnavailable, match=f"HVDBRIDGE_BACKEND={name} but .* is not installed") as caught:
         registry.load(name, "communicator")
     assert remedy in str(caught.value)

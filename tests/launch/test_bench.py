@@ -1,4 +1,4 @@
-"""``hvdbridge bench`` in real jobs: its figures are those of what ran."""
+"""``hvdbridge bench`` in real jobs reports the figures of the models and policies that ran."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def test_three_backends_in_one_job(tmp_path: Path, capsys: pytest.CaptureFixture
     for row in rows:
         assert (row["launcher"], row["ranks"], row["steps"]) == ("mpiexec", 2, 3)
         assert row["parameters"] == sum(p.numel() for p in params.values())
-        # One bucket holds the model, so DDP cuts it as we predict
+        # The model fits into one bucket, so DDP's buckets are the predicted ones.
         assert row["bytes_sent"] == bytes_per_step(from_spec(row["policy"]), params, 2)
         assert row["step"] >= max(row["compression"], row["communication"]) > 0
-        beside = row["compression"] if cores < 2 else 0
-        assert row["exposed"] == pytest.approx(max(0, row["step"] - row["compute"] - beside))
+        overlapped = row["compression"] if cores < 2 else 0
+        assert row["exposed"] == pytest.approx(max(0, row["step"] - row["compute"] - overlapped))
         assert row["ratio"] == sorted(row["ratio"])
         assert row["limit"] > 0
         assert row["bandwidth"] == row["bytes_sent"] / row["communication"]
-        cell = f"{row['backend']} · small:8 · {row['policy']}"  # told through launchers, which are no terminals
+        cell = f"{row['backend']} · small:8 · {row['policy']}"  # progress is printed without a terminal, too
         assert job.output.index(cell) < job.output.index(f"{cell}: {1e3 * row['step']:.1f} ms a step")
         assert 0 < row["compute_cpu"] < row["cpu"] < row["step"] * (os.cpu_count() or 1)
     assert "milliseconds per step" in job.output
@@ -64,7 +64,7 @@ def test_three_backends_in_one_job(tmp_path: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert re.search(r"predicted\W+measured\W+ratio", printed)
     assert re.search(r"int8\W+2\W+[\d.]+\W+[\d.]+\W+[\d.]+", printed)
-    mean, int8 = (row["step"] for row in read(tmp_path / "plan.json"))  # which is faster is a matter of the moment
+    mean, int8 = (row["step"] for row in read(tmp_path / "plan.json"))  # either may be faster
     assert f"2 ranks: {'mean' if mean <= 1.05 * int8 else 'int8'}: " in printed
 
 
@@ -80,7 +80,7 @@ def test_other_native_ways(backend: str, way: str, tmp_path: Path) -> None:
 
 def test_without_a_launcher_each_backend_has_its_own(tmp_path: Path) -> None:
     words = ["bench", *SMALL, "--policies", "mean", "--bucket-mb", "auto", "--json", str(tmp_path / "b.json")]
-    job = jobs.run(None, None, 2, ["-m", "hvdbridge", *words], timeout=240)  # three jobs in turn
+    job = jobs.run(None, None, 2, ["-m", "hvdbridge", *words], timeout=240)  # three jobs in sequence
     assert job.status == 0, job.output
     found = {path.stem: read(path)[0]["launcher"] for path in tmp_path.glob("*.json")}
     assert found == {"b-torch": "torchrun", "b-horovod": "horovodrun", "b-mpi": "mpiexec"}
@@ -109,8 +109,8 @@ def test_a_model_of_ones_own_lies_where_one_stands(tmp_path: Path) -> None:
     (tmp_path / "own_model.py").write_text(own)
     words = ["plan", "--model", "own_model:make", "--gbits", "1", "--ranks", "2", "--policies", "mean"]
     script = Path(sys.executable).with_name("hvdbridge")
-    done = subprocess.run([script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
 
 
 ODD = """
@@ -135,7 +135,7 @@ def method(): return Half(), lambda module: module.loss(X)
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_what_cannot_be_measured_leaves_the_rest(backend: str, tmp_path: Path) -> None:
-    """Parameters without a gradient can be, sparse gradients cannot; a loss may not need what a wrapper hides."""
+    """Bench leaves out models with sparse gradients, and losses that need a method which a wrapper hides."""
     odd, out = tmp_path / "odd.py", tmp_path / "bench.json"
     odd.write_text(ODD)
     models = [f"{odd}:sparse", f"{odd}:method", f"{odd}:unused", "small:4"]
@@ -183,7 +183,7 @@ def test_a_policy_of_ones_own_is_one_that_the_models_file_registers(tmp_path: Pa
 
 
 def test_a_rank_that_breaks_says_so_once() -> None:
-    """The launcher's SIGTERM meets a rank that waits for others in its exception hook, and says nothing there."""
+    """A rank that waits in its exception hook prints nothing when the launcher sends SIGTERM."""
     words = ["-m", "hvdbridge", "bench", "--models", f"small:4,{OWN_POLICY}:breaks", "--steps=9", "--policies", "mean"]
     job = jobs.run("torchrun", "torch", 2, words)
     assert job.status != 0
@@ -220,7 +220,7 @@ def half(): return make(torch.bfloat16)
 def test_frozen_parameters_and_other_types(
     backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What bench sends, plan predicts: of frozen parameters nothing, of others their own bytes."""
+    """Plan predicts the bytes that bench sends: none for frozen parameters, and those of each dtype for others."""
     (tmp_path / "other_types.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     out, planned = tmp_path / "bench.json", tmp_path / "plan.json"
@@ -231,14 +231,14 @@ def test_frozen_parameters_and_other_types(
     assert job.status == 0, job.output
     sent = {row["model"]: row["bytes_sent"] for row in read(out)}
     numel = 64 * 64 + 64
-    used_map = 0 if backend == "torch" else 8  # at most: DDP sends its own, beside what is counted
+    used_map = 0 if backend == "torch" else 8  # an upper limit; DDP's own map is not counted
     assert numel * 8 <= sent["other_types:make"] <= numel * 8 + used_map
     native = {row["model"]: row["native"] for row in read(out)}
     assert native["other_types:make"] is not None
     if backend == "torch":
         assert sent["other_types:half"] == numel * 2
         assert native["other_types:half"] is not None
-    else:  # ours carries what the native way does not take
+    else:  # hvdbridge sends dtypes that the native way refuses
         assert sent["other_types:half"] > 0
         assert native["other_types:half"] is None
         reason = {"mpi": "the hand-written loops over MPI are for", "horovod": "horovod.torch takes no bfloat16"}
@@ -268,7 +268,7 @@ def not_on_mpi():
 
 
 def test_what_one_rank_leaves_out(tmp_path: Path) -> None:
-    """Whether a parameter may be left out is told to all ranks."""
+    """All ranks learn that a parameter has no gradient on one rank."""
     (tmp_path / "unlike.py").write_text(UNLIKE)
     words = ["-m", "hvdbridge", "bench", "--models", f"{tmp_path}/unlike.py:make", "--policies", "mean", "--steps", "2"]
     job = jobs.run("fork", "mpi", 2, words, env={"PYTHONPATH": str(Path(__file__).parents[1])})
@@ -281,14 +281,14 @@ def test_one_backend_that_fails_is_the_status_of_all(tmp_path: Path) -> None:
     job = jobs.run(None, None, 1, ["-m", "hvdbridge", *words, "--backends", "mpi,torch"])
     assert job.status != 0
     assert "this model does not like MPI" in job.output
-    assert "torch" in job.output.splitlines()[-2], job.output  # whose rows came after it
+    assert "torch" in job.output.splitlines()[-2], job.output  # whose rows were printed after it
 
 
 @pytest.mark.parametrize(("launcher", "backend"), [(None, "torch"), ("horovodrun", "torch"), ("mpiexec", "mpi")])
 def test_ctrl_c_leaves_the_rows_so_far(launcher: str | None, backend: str, tmp_path: Path) -> None:
-    """Without a launcher bench starts torchrun."""
+    """Ctrl-C leaves the finished rows in the file; without a launcher bench starts torchrun."""
     out = tmp_path / "bench.json"
-    models = "small:8,resnet50"  # the first row comes soon, the second takes a minute and is interrupted
+    models = "small:8,resnet50"  # the second row takes a minute and is interrupted
     words = ["bench", "--models", models, "--samples", "4", "--policies", "mean", "--json", str(out)]
     line = jobs.command(launcher, 2, ["-m", "hvdbridge", *words], real=True)  # a terminal's signals reach a whole group
     job = subprocess.Popen(
@@ -306,27 +306,27 @@ def test_ctrl_c_leaves_the_rows_so_far(launcher: str | None, backend: str, tmp_p
             os.killpg(job.pid, signal.SIGKILL)
     assert [row["model"] for row in read(out)] == ["small:8"]
     assert job.returncode != 0
-    if backend != "mpi":  # where rank 0 may be stuck in MPI, in which no signal is heard: then the file has the rows
+    if backend != "mpi":  # rank 0 may block in MPI, where it handles no signal
         assert "milliseconds per step" in output
 
 
 def test_a_slow_network_is_what_the_step_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hosts, 30 Mbit/s: 1 MB of gradients takes 0.27 s, less what buffers take at once; int8 is faster."""
+    """With 30 Mbit/s between two hosts, the bytes sent limit the step, except for those in buffers; int8 is faster."""
     policies = ["mean", "int8", "delayed(mean)"]
     out = tmp_path / "bench.json"
     words = ["-m", "hvdbridge", "bench", "--models", "small:60", "--samples", "4", "--steps", "2"]
     monkeypatch.setattr(benchmarks.hosts, "BIN", jobs.forking())
     try:
-        with hosts(2, mbits=30) as made:
-            lines = made.commands("torchrun", 1, [*words, "--policies", *policies, "--json", str(out)])
-            statuses, output = made.run(lines, jobs.environment("torch"), timeout=90)
+        with hosts(2, mbits=30) as cluster:
+            lines = cluster.commands("torchrun", 1, [*words, "--policies", *policies, "--json", str(out)])
+            statuses, output = cluster.run(lines, jobs.environment("torch"), timeout=90)
     except NoHosts as error:
         pytest.skip(str(error))
     assert statuses == [0, 0], output[-4000:]
     mean, int8, delayed = read(out)
     cores = json.loads(out.read_text())["network"]["cores"]
     assert cores == len(usable_cores()) / 2, "of one machine, whatever hosts say"
-    burst = 256_000 * 2  # what a token bucket lets through at once, and a queue on the way
+    burst = 256_000 * 2  # bytes that the token bucket passes at once, and those in a queue
     assert mean["step"] > (mean["bytes_sent"] - burst) * 8 / 30e6
     assert int8["step"] < mean["step"]
     assert delayed["step"] > (delayed["bytes_sent"] - burst) * 8 / 30e6, (
@@ -335,9 +335,9 @@ def test_a_slow_network_is_what_the_step_waits_for(tmp_path: Path, monkeypatch: 
 
 
 def test_hosts_leave_nothing(tmp_path: Path) -> None:
-    """SIGTERM while ranks run: namespaces, bridge and ranks are gone."""
+    """After SIGTERM while ranks run, namespaces, bridge and ranks no longer exist."""
     script = tmp_path / "sleeps.py"
-    script.write_text("import os, time; os.write(1, b'here\\n'); time.sleep(600)")  # a line in one piece
+    script.write_text("import os, time; os.write(1, b'here\\n'); time.sleep(600)")  # one write per line
     code = (
         "import os, sys; from benchmarks.hosts import *\n"
         "try:\n"
@@ -397,8 +397,8 @@ def test_elements_of_the_other_sign_are_few() -> None:
 
 def test_a_policy_that_breaks_a_job_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def job(backend: str, ranks: int, device: str, specs: Sequence[str], deadline: float) -> tuple[dict[str, str], str]:
-        whole = [*specs, "int8"][: [*specs, "int8"].index("int8")]
-        return dict.fromkeys(whole, "not here"), "int8 broke" if "int8" in specs else ""
+        before_failure = [*specs, "int8"][: [*specs, "int8"].index("int8")]
+        return dict.fromkeys(before_failure, "not here"), "int8 broke" if "int8" in specs else ""
 
     monkeypatch.setattr(cuda_check, "job", job)
     monkeypatch.setattr(cuda_check, "CALLS", [])

@@ -1,4 +1,4 @@
-"""Bridges: every hook of torch on every backend, policies as hooks of DDP and FSDP2, DDP's signature, compressions."""
+"""Bridges: torch's hooks on every backend, policies as hooks of DDP and FSDP2, DDP's signature, compressions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ FSDP = str(SCRIPTS / "fsdp.py")
 
 AS_IN_DDP = [
     "allreduce", "fp16", "power", "power, cold", "power, stacked", "fp16 of power", "fp16 of allreduce",
-    "noop", "local SGD", "local SGD by host", "own",
+    "noop", "local SGD", "local SGD by host", "own", "own, regrouped",
 ]  # fmt: skip
 BATCHED = ["batched power", "batched power of rank 3", "fp16 of batched power"]
 AS_IN_ONE_BUCKET = ["bf16", "bf16 of allreduce", "per tensor", "per channel", *BATCHED]
-"""What DDP does not run on Gloo at all: it refuses bfloat16, the quantising hooks expect NCCL's futures, and batched
-PowerSGD fails by itself. The script compares the latter with an implementation in one process, too."""
+"""Hooks that DDP cannot run on Gloo: it refuses bfloat16, the quantising hooks expect NCCL's futures, and batched
+PowerSGD fails. The script also compares the latter with an implementation in one process."""
 
 
 def ddp() -> list[dict[str, str]]:
-    """torch's own DDP with one bucket."""
+    """Return the records of torch's own DDP with one bucket."""
     return jobs.once("fork", None, 2, [HOOKS, "plain"]).check().records
 
 
@@ -33,7 +33,7 @@ def one_bucket() -> list[dict[str, str]]:
 
 
 def hooked(backend: str) -> list[dict[str, str]]:
-    """Through the bridge: elementwise hooks in eight buckets or more, the others in one, as the script asserts."""
+    """Return the records of the bridge: elementwise hooks have at least eight buckets, the others one."""
     return jobs.once("fork", backend, 2, [HOOKS], timeout=120).check().records
 
 
@@ -55,7 +55,7 @@ def test_a_hook_is_that_in_one_bucket(hook: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_batched_power_sgd_by_bucket(backend: str) -> None:
-    """Ten buckets, each with a matrix of its own: the script compares with an implementation in one process."""
+    """Each of ten buckets has its own matrix; the script compares with an implementation in one process."""
     first, second = (rank["batched power by bucket"] for rank in hooked(backend))
     assert re.fullmatch("[0-9a-f]{16}", first), first
     assert first == second
@@ -63,7 +63,7 @@ def test_batched_power_sgd_by_bucket(backend: str) -> None:
 
 @pytest.mark.parametrize("hook", BATCHED)
 def test_torch_alone_cannot_run_batched_power_sgd(hook: str) -> None:
-    """Should this fail, torch is mended: the hook belongs to AS_IN_DDP then."""
+    """If this fails, torch has fixed the hook, which then belongs to AS_IN_DDP."""
     assert [rank[hook] for rank in ddp()] == ["AssertionError in _orthogonalize"] * 2
 
 
@@ -80,7 +80,7 @@ def bridged(backend: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("backend", ["horovod", "mpi"])
 def test_ddp_signature_and_compressions(backend: str) -> None:
-    """What the script itself compares with DDP, by hand, or with Horovod; and the same bits on all backends."""
+    """The script's comparisons with DDP and Horovod pass, and give the same bits on all backends."""
     records, on_torch = bridged(backend), bridged("torch")
     for rank in records:
         for scenario, result in rank.items():
@@ -103,12 +103,12 @@ def test_a_hook_joins_what_the_script_has_started() -> None:
 
 
 def fsdp() -> list[dict[str, str]]:
-    """Two shards, two replicas."""
+    """Return the records of a job with two shards and two replicas."""
     return jobs.once("fork", "torch", 4, [FSDP], timeout=180).check().records
 
 
 def test_policies_between_the_replicas_of_fsdp() -> None:
-    """What the script itself compares: with native HSDP, by name, between replicas, after a save and a load."""
+    """The script's comparisons pass: with native HSDP, by name, between replicas, after a save and a load."""
     found = fsdp()
     for result in found[0].values():
         assert "Traceback" not in result, result
@@ -118,7 +118,7 @@ def test_policies_between_the_replicas_of_fsdp() -> None:
 
 @pytest.mark.parametrize(("backend", "options"), [(None, ["late"]), ("mpi", [])], ids=["late", "mpi"])
 def test_fsdp_with_whatever_runs(backend: str | None, options: list[str]) -> None:
-    """hvdbridge joins what the script has started; or the replicas' traffic is MPI's, and the shards' FSDP's own."""
+    """FSDP works if the script started torch itself, and if the traffic between replicas goes through MPI."""
     names = ["mean_is_hsdp", "state_goes_on", "weights_of_replicas"]
     for rank in jobs.run("fork", backend, 4, [FSDP, *options, *names], timeout=120).check().records:
         assert rank == {name: fsdp()[0][name] for name in names}

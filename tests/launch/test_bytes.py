@@ -1,4 +1,4 @@
-"""Predicted bytes against what a link carried: two hosts that are network namespaces, by their interfaces' counters."""
+"""A link carries the predicted bytes, as the interfaces' counters of two simulated hosts show."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.hosts import Hosts
 SCRIPT = str(Path(__file__).parent / "scripts" / "traffic.py")
 SPECS = ["mean", "int8", "topk:ratio=0.01", "powersgd:rank=4", "onebit"]
 HEADERS = 66 / 1448
-"""Ethernet, IP and TCP with time stamps, by what a packet of 1500 bytes carries; segments that a device would cut
-are counted whole here, with fewer headers."""
+"""Headers of Ethernet, IP and TCP with time stamps, relative to the payload of a packet of 1500 bytes. Segments that a
+device would split count as one here, with fewer headers."""
 ANSWERS = 66 / 2896
-"""An acknowledgement of at least every second packet that the other side sent, and it sent as much."""
+"""Acknowledgements: one for two packets of the other side, which sends as much."""
 STEADY = 8_000
-"""Per step: barriers, handshakes of messages, the helper's signs of life."""
+"""Bytes per step of barriers, message handshakes and the helper's heartbeats."""
 
 
 @pytest.fixture(scope="module", params=["torch", "mpi"])

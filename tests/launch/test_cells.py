@@ -1,4 +1,4 @@
-"""Launcher x backend x number of ranks, on one host: everybody is there, knows its place, and can start again."""
+"""Launcher x backend x number of ranks, on one host: every rank has its numbers, and the session can start again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def seen_by(launcher: str, backend: str | None, size: int, then: str, real: bool
 
 @pytest.mark.parametrize(("launcher", "backend"), jobs.CELLS)
 def test_cell(launcher: str, backend: str) -> None:
-    """Trained with the mean, with weights and in half precision: the same bits in every cell."""
+    """Training with the mean, with weights and in half precision has the same bits in every cell."""
     (without,) = {str(seen["digests"]) for seen in jobs.once("fork", "torch", 2, [SCRIPT, "again"]).check().records}
     assert [str(seen["digests"]) for seen in seen_by(launcher, backend, 2, "again", real=True)] == [without] * 2
 

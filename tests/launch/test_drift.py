@@ -1,4 +1,4 @@
-"""Policies that act on parameters, or one step late, on every backend at 2 ranks: the bits of one process."""
+"""Policies that act on parameters, or one step late, have the bits of one process on every backend at 2 ranks."""
 
 from __future__ import annotations
 

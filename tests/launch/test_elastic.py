@@ -1,4 +1,4 @@
-"""A worker is killed; training goes on from the last commit, and ends with the bits of a run without a fault."""
+"""After a worker is killed, training continues from the last commit and ends with the bits of a run without fault."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def torchrun(backend: str, notes: Path, *argv: str, restarts: int = 1) -> jobs.J
 def elastic_horovodrun(
     backend: str, notes: Path, hosts: list[str], *argv: str, least: int = 2, seconds: int = 0
 ) -> jobs.Job:
-    """Its hosts are names of this one: a host that lost a worker is not used again.
+    """Run an elastic job on names of this host: horovodrun does not reuse a host that lost a worker.
 
-    ``seconds``: the third comes so long after a worker was killed.
+    ``seconds``: delay of the third host after a worker was killed.
     """
     script = notes / "hosts.sh"
     lines = [f"echo {host}:1" for host in hosts]
@@ -45,7 +45,7 @@ def elastic_horovodrun(
 
 
 def notes_of(folder: Path) -> list[tuple[float, dict[str, Any]]]:
-    """What the workers noted, in the order of time."""
+    """Return the workers' notes in the order of time."""
     found = []
     for file in folder.glob("[0-9]*-*"):
         for line in file.read_text().splitlines():
@@ -55,7 +55,7 @@ def notes_of(folder: Path) -> list[tuple[float, dict[str, Any]]]:
 
 
 def judge(job: jobs.Job, notes: Path, left_at_start: int, size: int = 2) -> None:
-    """From the last commit: the sampler's rest, each sample of it once, and nothing else."""
+    """Check that workers continued from the last commit and processed each sample of the epoch exactly once."""
     assert (notes / "killed").exists()
     entries = notes_of(notes)
     starts = [what for _, what in entries if "starts" in what]
@@ -73,7 +73,7 @@ def judge(job: jobs.Job, notes: Path, left_at_start: int, size: int = 2) -> None
 
 @pytest.fixture
 def weights() -> Any:
-    """What a run without a fault ends with."""
+    """Return the final weights of a run without a fault."""
     notes = jobs.folder() / "undisturbed"
     notes.mkdir(exist_ok=True)
     argv = ["-m", "hvdbridge.run", SCRIPT, f"--notes={notes}"]

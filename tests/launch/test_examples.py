@@ -22,7 +22,7 @@ SAMPLES = 1437
 
 
 def results(backend: str | None, size: int, argv: Sequence[str], timeout: float = 120) -> dict[str, Any]:
-    """What rank 0 of a job that ended well wrote to ``--metrics``."""
+    """Return the metrics that rank 0 of a successful job wrote."""
     metrics = jobs.folder() / f"{'-'.join([str(backend), str(size), *(Path(word).name for word in argv)])}.json"
     job = jobs.once("fork", backend, size, [*argv, f"--metrics={metrics}"], timeout)
     assert job.status == 0, job.output[-8000:]
@@ -49,7 +49,7 @@ def test_one_process() -> None:
      ("torchrun", "mpi", 5, 50)],
 )  # fmt: skip
 def test_eight_ranks(launcher: str, backend: str, epochs: int, accuracy: int) -> None:
-    """The lines of the README, oversubscribed. After five epochs of 11 steps 59 % are right; guessing gives 10 %."""
+    """The commands of the README work with more ranks than cores. (Guessing has an accuracy of 10 %.)"""
     job = jobs.run(launcher, backend, 8, [TRAIN, f"--epochs={epochs}"], timeout=240)
     assert job.status == 0, job.output[-8000:]
     (last,) = [line for line in job.output.splitlines() if "digest" in line]
@@ -70,8 +70,8 @@ def test_uneven_data_is_one_process_on_the_union(backend: str) -> None:
 
     # The exact results are equal: sum_r n_r (1/n_r sum_i g_i) / sum_r n_r = 1/n sum_i g_i. In float32 each of the
     # 30 steps rounds a parameter at most twice (the momentum, the update), by 2^-24 of its magnitude, and the
-    # gradients' own rounding comes in times a learning rate of at most 0.06. With the largest parameter at 0.33
-    # the bound is 1.2e-6; measured: 3e-8. The mean without weights is off by 2e-2.
+    # gradients' own rounding is multiplied by a learning rate of at most 0.06. The mean without weights is off by
+    # far more.
     largest = max(map(abs, alone["parameters"]))
     bound = len(unions) * 2 * 2**-24 * largest
     for rank in ranks:
@@ -82,7 +82,7 @@ def test_uneven_data_is_one_process_on_the_union(backend: str) -> None:
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 @pytest.mark.parametrize(("how", "steps"), [("dealt", (5, 5)), ("shards", (6, 3))])
 def test_tokens_count_alike(backend: str, how: str, steps: tuple[int, int]) -> None:
-    """Windows of unequal micro-batches, a short last one, and a rank that is through long before the other."""
+    """Windows may have unequal micro-batches, the last may be short, and a rank may end long before the other."""
     ranks = jobs.run("fork", backend, 2, [TOKENS, how]).check().records
     (exact,) = jobs.once("fork", "torch", 1, [TOKENS, how, "float64"]).check().records
     assert tuple(rank["steps"] for rank in ranks) == steps
@@ -91,8 +91,7 @@ def test_tokens_count_alike(backend: str, how: str, steps: tuple[int, int]) -> N
     # A gradient is a mean over T <= 340 tokens: in float32 a sum of T terms is off by at most T 2^-24 of the sum of
     # their magnitudes (Higham 2002, section 4.2), here 2e-5 of a mean of magnitudes, which is below 0.3. With momentum
     # 0.9 each of S steps counts at most 10 times, with a learning rate of 0.25: 6 * 10 * 0.25 * 0.3 * 2e-5 = 9e-5,
-    # and the bound leaves room for the growth of earlier steps' rounding errors. Measured: 4e-7; with equal weights in
-    # place of token counts 6e-3 and more.
+    # and the bound allows earlier steps' rounding errors to grow. Equal weights in place of token counts exceed it.
     assert distance(ranks[0], exact) <= 9e-5
     (wrong, _) = jobs.once("fork", "torch", 2, [TOKENS, how, "unweighted"]).check().records
     assert distance(wrong, exact) > 3e-3
@@ -104,7 +103,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_a_rank_without_samples_in_a_step(backend: str) -> None:
-    """1437 = 1436 + 1: the last step has one sample, so rank 0 of two has none, and its weight is 0."""
+    """The last step has one of 1437 samples, so that rank 0 of two has none, and weight 0."""
     argv = [TRAIN, "--uneven", "--batch-size=2", "--epochs=1"]  # 359 steps of four samples, and one of one
     result = results(backend, 2, argv)
     assert result["steps"] == 360
@@ -112,7 +111,7 @@ def test_a_rank_without_samples_in_a_step(backend: str) -> None:
 
 
 def test_killed_and_resumed_elsewhere(tmp_path: Path) -> None:
-    """Killed three times in the middle of an epoch, resumed each time on another backend."""
+    """A run killed three times within an epoch, and resumed on other backends, ends like an uninterrupted one."""
     options = ["--epochs=3", "--policy=ef(bf16)", "--uneven"]
     uninterrupted = results("torch", 2, [TRAIN, *options])
     checkpoint = tmp_path / "checkpoint"
@@ -152,8 +151,7 @@ def test_parity() -> None:
 
 def test_weights_keep_wrong_labels_out() -> None:
     argv = [str(EXAMPLES / "trust.py"), "--epochs=5"]
-    result = results("mpi", 3, argv, timeout=360)  # six trainings: 25 s of processor time
-    # measured over seeds 0 to 2: 0.75 to 0.79 with the plain mean, 0.93 and more with a weight of 0.1 or 0
+    result = results("mpi", 3, argv, timeout=360)  # six trainings
     assert result["trust 0"] > 0.9
     assert result["trust 0.1"] > 0.9
     assert result["plain mean"] < 0.85
@@ -161,7 +159,7 @@ def test_weights_keep_wrong_labels_out() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
 def test_weights_elsewhere(backend: str) -> None:
-    """One epoch: at two ranks another backend has the same bits."""
+    """At two ranks other backends have the same bits."""
     argv = [str(EXAMPLES / "trust.py"), "--epochs=1"]
     assert results(backend, 2, argv) == results("mpi", 2, argv)
 
@@ -179,7 +177,7 @@ def test_a_cell_of_the_demo_trains_with_every_policy() -> None:
 
 
 def test_the_demo_says_which_job_failed() -> None:
-    """Its verdict on results that differ, without the jobs; and what it quotes of a job's output."""
+    """The demo reports digests that differ, and the excerpts of failed jobs' output are right."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         import cells as starter

@@ -1,4 +1,4 @@
-"""A rank that fails ends the job: non-zero, in time, with the cause named, and nothing is left behind."""
+"""A rank that fails ends the job in time with a non-zero status, names the cause, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.waits
 SCRIPTS = Path(__file__).parent / "scripts"
 FAULT, NONSENSE = str(SCRIPTS / "fault.py"), str(SCRIPTS / "nonsense.py")
 KINDS = ("raise", "kill", "sleep", "leave")
-SHORT = 6.0  # HVDBRIDGE_TIMEOUT_SECONDS where a rank is only silent; elsewhere the default, which nothing may reach
+SHORT = 6.0  # HVDBRIDGE_TIMEOUT_SECONDS for silent ranks; all other faults must end before the default
 NAMED = {
     "raise": r"this rank has a bug",
     "kill": r"rank 1 .*died|exitcode: -9|Killed \(signal 9\)|exit with status code 137",
@@ -46,7 +46,7 @@ except hb.RankFailed as error:
 
 @dataclass
 class Ended:
-    """What is to be judged of one job."""
+    """A finished job, and the processes and segments that it left behind."""
 
     job: jobs.Job
     left: list[str]
@@ -59,7 +59,7 @@ def fault(when: str, kind: str, launcher: str, backend: str, culprit: int = 1) -
     if silent:
         env["HVDBRIDGE_TIMEOUT_SECONDS"] = f"{SHORT:g}"
     started = time.time()
-    # Of two that end at about the same time, mpiexec's status is the first one's: a fork is a little late
+    # If two ranks end at about the same time, mpiexec returns the first one's status; a forked rank ends too late.
     job = jobs.run(launcher, backend, 2, [FAULT, kind, when], timeout=120, env=env, real=kind == "exit")
     deadline = time.monotonic() + 10
     while (left := processes(mark) + segments(started)) and time.monotonic() < deadline:
@@ -68,22 +68,22 @@ def fault(when: str, kind: str, launcher: str, backend: str, culprit: int = 1) -
 
 
 def processes(mark: str) -> list[str]:
-    """Command lines of the job's processes that live."""
+    """Return the command lines of the job's living processes."""
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"FAULT_MARK={mark}" in environ.read_text(errors="replace"):
                 found.append((environ.parent / "cmdline").read_text().replace("\0", " "))
-        except OSError:  # another user's, or gone
+        except OSError:  # another user's, or ended
             continue
     return found
 
 
 def segments(since: float) -> list[str]:
-    """MPI's new segments in /dev/shm that no process maps."""
+    """Return MPI's segments in /dev/shm that are newer than ``since`` and that no process maps."""
     found = set()
     for segment in Path("/dev/shm").glob("mpich_*"):
-        with suppress(FileNotFoundError):  # of another job, whose end is now
+        with suppress(FileNotFoundError):  # another job has just removed it
             if segment.stat().st_mtime >= since:
                 found.add(segment.name)
     for maps in Path("/proc").glob("[0-9]*/maps"):
@@ -102,7 +102,7 @@ def judge(ended: Ended, named: str) -> None:
 
 
 def square(offset: int = 0) -> list[tuple[str, str, str]]:
-    """A Latin square: each launcher and each backend meets each kind of fault, and the four kinds cover all cells."""
+    """Return a Latin square: each launcher and each backend has each kind of fault, and the kinds cover all cells."""
     kinds = list(enumerate(KINDS))
     return [(kind, *jobs.CELLS[3 * row + (row + n + offset) % 3]) for n, kind in kinds for row in range(3)]
 
@@ -114,7 +114,7 @@ def test_in_a_collective(kind: str, launcher: str, backend: str) -> None:
 
 @pytest.mark.parametrize(("number", "kind", "launcher", "backend"), [(n, *cell) for n, cell in enumerate(square(1))])
 def test_before_and_during_the_start(number: int, kind: str, launcher: str, backend: str) -> None:
-    """Cells in turns before and during the start, so that each kind, launcher and backend meets both."""
+    """Faults alternate before and during the start, so that each kind, launcher and backend has both."""
     judge(fault(("before", "start")[number % 2], kind, launcher, backend), NAMED[kind])
 
 
@@ -153,7 +153,7 @@ def test_a_script_that_ends_while_others_wait(backend: str, kind: str) -> None:
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_who_died_is_named_by_what_the_others_catch(backend: str, tmp_path: Path) -> None:
-    """Not only by the monitor: a library below says that some peer is gone, and a script may go on from there."""
+    """The errors that other ranks catch name the dead rank, though a library only reports a lost peer."""
     script = tmp_path / "catches.py"
     script.write_text(CATCHES)
     records = jobs.run("fork", backend, 3, [str(script)]).records
@@ -164,7 +164,7 @@ def test_who_died_is_named_by_what_the_others_catch(backend: str, tmp_path: Path
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_a_rank_that_is_late_for_the_first_operation(backend: str, tmp_path: Path) -> None:
-    """A channel is opened for it: that wait has a limit, too."""
+    """The first operation opens a channel, and that wait has a limit, too."""
     late = tmp_path / "late.py"
     late.write_text("import hvdbridge as hb, time; hb.init(); time.sleep(30 * hb.rank()); hb.barrier()")
     job = jobs.run("fork", backend, 2, [str(late)], env={"HVDBRIDGE_TIMEOUT_SECONDS": "3"})

@@ -1,4 +1,4 @@
-"""Groups, bits at four ranks, and overlap; on every backend."""
+"""Groups, bits at four ranks, and overlap of communication with backward, on every backend."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_bits_at_four_ranks(policy: str) -> None:
         assert len({rank[policy][0] for rank in records}) == 1, "all ranks end with the same bits"
     everywhere = {records[0][policy][0] for records in found}
     if policy == "mean":
-        # Three steps, each gradient a sum of four numbers below 1: three float32 roundings of 6e-8 per backend, and
-        # a learning rate of 0.1 with momentum 0.9 adds them up to 0.1 (1 + 1.9 + 2.71) times.
+        # In three steps each gradient is a sum of four numbers below 1: three float32 roundings of 6e-8 per backend.
+        # Learning rate 0.1 and momentum 0.9 multiply them by up to 0.1 (1 + 1.9 + 2.71).
         values = [torch.tensor(records[0][policy][1]) for records in found]
         for value in values[1:]:
             torch.testing.assert_close(value, values[0], rtol=0, atol=2 * 3 * 6e-8 * 0.561 + 6 * 6e-8)
@@ -47,7 +47,7 @@ def test_the_first_collective_starts_before_the_last_gradient_exists(backend: st
 
 
 def test_a_static_graph_waits_for_nobody() -> None:
-    """Its first step ends within DDP's own call, before any callback of ours."""
+    """The first step of a static graph ends within DDP's own call, before any callback of hvdbridge."""
     job = jobs.run("fork", "torch", 2, [str(SCRIPTS / "ddp_waits.py"), "static"]).check()
     assert job.records == [{"mean": True, "int8": True}] * 2
 

@@ -1,4 +1,4 @@
-"""The nine cells on two hosts: two namespaces joined by a bridge, each with a name and addresses of its own."""
+"""The nine cells work on two simulated hosts: namespaces on a bridge, each with its own name and addresses."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ SCRIPT = Path(__file__).parent / "scripts" / "places.py"
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     try:
-        with make(2) as made, pytest.MonkeyPatch.context() as patch:
+        with make(2) as cluster, pytest.MonkeyPatch.context() as patch:
             patch.setattr(benchmarks.hosts, "BIN", jobs.forking())
-            yield made
+            yield cluster
     except NoHosts as error:
         pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(("launcher", "backend"), jobs.CELLS)
 def test_two_hosts(launcher: str, backend: str, hosts: Hosts, tmp_path: Path) -> None:
-    """Two ranks on each host in the cells of one diagonal, one in the others."""
-    each = 2 if launcher == jobs.NATIVE[backend] else 1
+    """Each host has two ranks in the native cells, and one rank in the others."""
+    per_host = 2 if launcher == jobs.NATIVE[backend] else 1
     env = jobs.environment(backend, JOB_RECORDS=str(tmp_path))
-    statuses, output = hosts.run(hosts.commands(launcher, each, [str(SCRIPT), "buckets"]), env, timeout=60)
+    statuses, output = hosts.run(hosts.commands(launcher, per_host, [str(SCRIPT), "buckets"]), env, timeout=60)
     assert not any(statuses), output[-8000:]
-    size = 2 * each
+    size = 2 * per_host
     for rank in range(size):
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
         assert (seen["rank"], seen["size"], seen["sum"]) == (rank, size, size * (size + 1) / 2)
-        assert (seen["local_rank"], seen["local_size"]) == (rank % each, each)
-        assert (seen["node_rank"], seen["num_nodes"]) == (rank // each, 2)
+        assert (seen["local_rank"], seen["local_size"]) == (rank % per_host, per_host)
+        assert (seen["node_rank"], seen["num_nodes"]) == (rank // per_host, 2)
         assert (seen["backend"], seen["launcher"]) == (backend, launcher)
         assert seen["buckets"] == [[10, 2], [25, 2]], "smaller ones on a network, and a small first one"
 
 
 def test_the_port_range_and_interface_that_were_asked_for(hosts: Hosts, tmp_path: Path) -> None:
-    """MPI's own sockets, too; a container bridge has the same address on both hosts."""
+    """MPI's own sockets follow the settings, too. A container bridge has the same address on both hosts."""
     for name in hosts.names:
         sh("ip", "-n", name, "link", "add", "docker0", "type", "bridge")
         sh("ip", "-n", name, "address", "add", "172.17.0.1/16", "dev", "docker0")

@@ -11,7 +11,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LIMITS = {"HVDBRIDGE_STALL_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}  # of operations, not of the start
-LATE = {"HVDBRIDGE_TIMEOUT_SECONDS": "200"}  # what fails at once fails long before
+LATE = {"HVDBRIDGE_TIMEOUT_SECONDS": "200"}  # immediate failures come long before that
 
 
 @pytest.mark.parametrize(("backend", "size"), [("torch", 2), ("torch", 4), ("horovod", 2), ("mpi", 4)])
@@ -36,7 +36,7 @@ def test_at_two_ranks_the_bits_are_the_real_horovods() -> None:
 
 
 def seconds_in(before: str, text: str) -> float:
-    """The number of seconds that ``text`` gives after ``before``."""
+    """Return the number of seconds that follows ``before`` in ``text``."""
     found = re.search(re.escape(before) + r" (\d+\.\d) s", text)
     assert found, text
     return float(found[1])
@@ -71,7 +71,7 @@ def test_operations_in_another_order_are_reported_with_what_each_rank_waits_for(
 def test_a_join_that_waits_too_long() -> None:
     job = fault("join").check()
     assert "rank 0 joined; missing: rank 1" in job.output
-    assert 3 <= seconds_in("join() waits for", job.records[0][0]) < 5  # when the other comes
+    assert 3 <= seconds_in("join() waits for", job.records[0][0]) < 5  # until the other rank arrives
 
 
 @pytest.mark.waits
@@ -105,7 +105,7 @@ def test_an_error_that_nobody_catches_ends_the_job(backend: str) -> None:
 
 
 def test_alone_and_with_the_variables_of_horovod(tmp_path: Path) -> None:
-    """One process, no launcher; a trace from HOROVOD_TIMELINE; what has no effect is said once."""
+    """One process needs no launcher; HOROVOD_TIMELINE writes a trace; variables without effect are reported once."""
     trace = tmp_path / "trace.json"
     code = (
         "import torch, hvdbridge.torch as hvd; hvd.init(); hvd.init(); hvd.allreduce(torch.ones(1), name='x');"

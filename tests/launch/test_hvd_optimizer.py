@@ -13,7 +13,7 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "hvd_optimizer.py")
 
 @pytest.fixture(params=[("torch", 4), ("horovod", 3), ("mpi", 3)], ids=lambda of: f"{of[0]}-{of[1]}")
 def ranks(request: pytest.FixtureRequest) -> list[Any]:
-    """What each rank saw."""
+    """Return the records of all ranks."""
     return jobs.once("fork", *request.param, [SCRIPT], timeout=120).check().records
 
 
@@ -83,10 +83,10 @@ def test_a_compressor_may_be_an_object(ranks: list[Any]) -> None:
 
 
 def test_one_that_gave_way(ranks: list[Any]) -> None:
-    said, (a, b), steady = alike(ranks, "one_that_gave_way")
-    assert all("reduces them in its place" in text for text in said)
+    warnings, (a, b), steady = alike(ranks, "one_that_gave_way")
+    assert all("reduces them in its place" in text for text in warnings)
     assert a == b, "the two that are in one set have the same"
-    assert all(all(each) for each in steady)
+    assert all(all(checks) for checks in steady)
 
 
 def test_one_optimizer_after_the_other(ranks: list[Any]) -> None:
@@ -105,11 +105,13 @@ def test_ranks_that_differ_are_told(ranks: list[Any]) -> None:
 
 
 def test_adasum_combines_what_optimizers_changed(ranks: list[Any]) -> None:
-    """Up to five roundings, of a change, of the three shares and of the parameter, each by 2**-24 of the largest."""
-    error, largest, same, refused = alike(ranks, "adasum")
+    """The error is at most five roundings (a change, three shares, the parameter) by 2**-24 of the largest value."""
+    error, largest, same, refused, failed, restored = alike(ranks, "adasum")
     assert 0 <= error <= 5 * 2.0**-24 * max(1.0, largest)
     assert same
     assert "no meaning" in refused
+    assert failed == "cannot compress [8, 4]"
+    assert restored  # each gradient, though the step had failed
 
 
 def test_sync_batch_norm(ranks: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Unmodified Horovod scripts under ``hvdbridge.run``: on every backend, the bits of the real Horovod."""
+"""Unmodified Horovod scripts under ``hvdbridge.run`` give the bits of the real Horovod on every backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLI = "import sys; from hvdbridge.tools import main; sys.exit(main())"
 
 
 def native(*argv: str) -> list[Any]:
-    """What the real Horovod makes of a script at 2 ranks."""
+    """Return the records of a script at 2 ranks under the real Horovod."""
     return jobs.once("horovodrun", None, 2, argv).check().records
 
 
@@ -53,7 +53,7 @@ def test_the_benchmark(backend: str) -> None:
 
 
 def test_through_horovod_run() -> None:
-    """The script starts its own ranks, whose Horovod is ours as well."""
+    """A script that starts its own ranks gets hvdbridge in them, too."""
     job = jobs.run(None, None, 2, ["-m", "hvdbridge.run", MNIST, "--num-proc=2", "--epochs=1"]).check()
     assert "results 0." in job.output
     assert job.records[0] == job.records[1]
@@ -82,7 +82,7 @@ def test_a_module_by_the_command(tmp_path: Path) -> None:
 
 @pytest.fixture
 def without_horovod(tmp_path: Path) -> dict[str, str]:
-    """The environment in which a finder, put in before ours, refuses Horovod to everybody."""
+    """Return an environment in which a finder that precedes hvdbridge's hides the real Horovod."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.machinery as machinery\n"
         "find = machinery.PathFinder.find_spec\n"
@@ -101,7 +101,7 @@ def test_where_horovod_is_not_installed(launcher: str, backend: str, without_hor
 
 @pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
 def test_processes_that_the_script_starts(as_module: bool, without_horovod: dict[str, str], tmp_path: Path) -> None:
-    """A DataLoader's workers import the script, and with it Horovod, by each of multiprocessing's ways."""
+    """DataLoader workers import the script, and with it Horovod, under each start method of multiprocessing."""
     (tmp_path / "loads.py").write_text(
         "import horovod.torch as hvd\nimport jobs\nimport torch\nfrom torch.utils.data import DataLoader, Dataset\n"
         "class Numbers(Dataset):\n"
@@ -139,10 +139,10 @@ def test_ranks_that_the_script_spawns(without_horovod: dict[str, str], tmp_path:
 
 
 def test_what_cannot_be_run(tmp_path: Path) -> None:
-    for argv, said in (([], "usage:"), (["nowhere.py"], "cannot read nowhere.py: No such file")):
+    for argv, message in (([], "usage:"), (["nowhere.py"], "cannot read nowhere.py: No such file")):
         job = jobs.run(None, None, 0, ["-m", "hvdbridge.run", *argv])
         assert job.status == 2
-        assert said in job.output
+        assert message in job.output
 
 
 def test_launching_names_the_rank_that_failed(tmp_path: Path) -> None:
@@ -151,19 +151,22 @@ def test_launching_names_the_rank_that_failed(tmp_path: Path) -> None:
         "import hvdbridge as hb\n"
         "def work(limit):\n"
         "    with hb.session():\n"
-        "        assert hb.size() == 2\n"
+        "        import torch\n"
+        "        assert hb.size() == 2 and torch.ones(2).sum() == 2\n"
         "        if hb.rank() >= limit:\n            raise ValueError('this rank has a bug')\n"
         "        return hb.rank() * 10\n"
         "if __name__ == '__main__':\n"
         "    print(hb.launch(work, (2,), np=2, backend='torch'))\n"
         "    try:\n        hb.launch(work, (1,), np=2, backend='torch')\n"
         "    except hb.RankFailed as error:\n        print('caught:', error)\n"
-        "    for wrong in (dict(np=0), dict(np=2, hosts='elsewhere:2'), dict(np=2, hosts='localhost:1')):\n"
+        "    for wrong in (dict(np=0), dict(np=2, hosts='elsewhere:2'), dict(np=2, hosts='localhost:1'),\n"
+        "                  dict(np=2, hosts='localhost:many')):\n"
         "        try:\n            hb.launch(work, (2,), **wrong)\n"
         "        except (hb.ConfigurationError, hb.Unsupported) as error:\n            print('refused:', error)\n"
     )
-    job = jobs.run(None, None, 0, [str(script)]).check()
+    job = jobs.run(None, None, 0, [str(script)], real=True).check()  # forked ranks have imported torch already
     assert "[0, 10]" in job.output
     assert "caught: hb.launch: rank 1 of 2 ended with status 1" in job.output
     assert "ValueError: this rank has a bug" in job.output
-    assert job.output.count("refused:") == 3
+    assert job.output.count("refused:") == 4
+    assert "'localhost:many' in hosts='localhost:many' must be HOST or HOST:SLOTS" in job.output

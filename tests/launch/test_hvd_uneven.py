@@ -1,6 +1,6 @@
-"""``hvd.DistributedOptimizer`` where ranks have unequal data, or do things in another order, on each backend.
+"""``hvd.DistributedOptimizer`` with unequal data on ranks, or operations in other orders, on each backend.
 
-At two ranks the parameters are the real Horovod's, bit by bit.
+At two ranks the parameters equal those of the real Horovod, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvdbridge.errors import NotInitialized
 SCRIPT = str(Path(__file__).parent / "scripts" / "hvd_uneven.py")
 
 HALF = 2.0**-10
-"""Of 16 bits: two roundings, of the gradients (below 4) and their sum, times the learning rate, in 8 steps."""
+"""Tolerance for 16 bits: roundings of gradients (below 4) and of their sum, times the learning rate, in 8 steps."""
 
 
 def ranks_of(backend: str, size: int) -> list[Any]:
@@ -38,11 +38,11 @@ ROUNDING = {
     "operation_before_or_after_backward": 1e-6,
     "optimizers_in_another_order": 1e-6,
 }
-"""How far from what one process computes."""
+"""Scenario -> largest allowed difference from the result of one process."""
 
 
 def real() -> Any:
-    """What rank 0 ended with under Horovod itself."""
+    """Return rank 0's record under the real Horovod."""
     return jobs.once("horovodrun", None, 2, [SCRIPT, "horovod.torch", *ROUNDING], 120).check().records[0]
 
 
@@ -79,9 +79,9 @@ def test_the_timeline_and_the_fusion_threshold_reach_the_optimizer(backend: str,
     events = json.loads(trace.read_text())
     rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
-        mine = [event for event in events if event.get("tid") == rows[f"allreduce.order.{name}"] and "ts" in event]
-        assert [event["name"] for event in mine] == ["QUEUE", "ALLREDUCE"] * 3
-        assert [event["args"] for event in mine[1::2]] == [{"fused": 1}] * 3
+        own = [event for event in events if event.get("tid") == rows[f"allreduce.order.{name}"] and "ts" in event]
+        assert [event["name"] for event in own] == ["QUEUE", "ALLREDUCE"] * 3
+        assert [event["args"] for event in own[1::2]] == [{"fused": 1}] * 3
 
 
 @pytest.mark.waits

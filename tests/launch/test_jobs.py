@@ -1,4 +1,4 @@
-"""How tests start their jobs: forked ranks are what ``python script.py`` would be, and leave nothing."""
+"""The start of test jobs: forked ranks behave like ``python script.py``, and leave no processes behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_forked_rank_is_what_python_would_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "said"),
+    ("code", "status", "message"),
     [
         ("import sys; sys.exit(3)", 3, ""),
         ("raise ValueError('no')", 1, "ValueError: no"),
@@ -50,10 +50,10 @@ def test_a_forked_rank_is_what_python_would_start(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("launcher", ["fork", None])
-def test_a_forked_rank_ends_as_python_does(launcher: str | None, code: str, status: int, said: str) -> None:
+def test_a_forked_rank_ends_as_python_does(launcher: str | None, code: str, status: int, message: str) -> None:
     job = jobs.run(launcher, None, 1, ["-c", code])
     assert job.status == status
-    assert said in job.output
+    assert message in job.output
 
 
 def test_modules_and_their_arguments(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_process_that_a_launched_rank_leaves_fails_the_job() -> None:
 
 
 def test_a_launched_rank_has_what_its_launcher_gives(tmp_path: Path) -> None:
-    """A file that is open, the variables, and PYTHONPATH's sitecustomize; its children fork as it does."""
+    """A forked rank has its launcher's open files and variables, and runs sitecustomize; its children fork, too."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None\n")
     code = (
         "import jobs, os, subprocess, sys; child = subprocess.run([sys.executable, '-c', 'import sys; "
@@ -116,9 +116,9 @@ def test_a_daemon_that_a_job_leaves_is_named_with_the_test() -> None:
     finally:
         daemon.kill()
         daemon.wait()
-    mine = [text for text in found if "test_a_daemon_that_a_job_leaves_is_named_with_the_test" in text]
-    assert len(mine) == 1
-    assert "time.sleep(60)" in mine[0]
+    named = [text for text in found if "test_a_daemon_that_a_job_leaves_is_named_with_the_test" in text]
+    assert len(named) == 1
+    assert "time.sleep(60)" in named[0]
 
 
 def test_a_job_that_several_tests_share_runs_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The scripts of docs/migrate.md: before and after give the same parameters, and the page shows their difference."""
+"""The scripts of docs/migrate.md give the same parameters before and after, and the page shows their difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every policy on every backend: what Simulation says, the same bits on all ranks, and a state that moves."""
+"""Every policy gives on every backend the results of Simulation, equal bits on all ranks, and a portable state."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 from policies.policies import CASES, OF_FAMILY, Case
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "battery.py")
-LIMIT = 240.0  # a quarter of it suffices on two cores that others use, too
+LIMIT = 240.0  # allows for busy cores
 
 LARGE = [case for case in CASES if case.min_size > 3]
 OF_THREE = [case for case in OF_FAMILY if case.min_size <= 3]
 AT_3 = {"torch": OF_THREE, "horovod": OF_THREE, "mpi": [case for case in CASES if case.min_size <= 3]}
-"""All policies on one backend; of each family one on the others, whose sums of three numbers are their own."""
+"""All policies on one backend; one of each family on the others, which add three numbers in orders of their own."""
 
 
 def states() -> str:
-    """Where the job on torch leaves states in the middle of training, for the others to resume."""
+    """Return the folder where the torch job saves states in mid-training, which jobs on other backends resume."""
     return str(jobs.folder() / "states")
 
 
@@ -51,8 +51,8 @@ def test_the_bits_of_the_simulation_at_2_ranks(case: Case, backend: str) -> None
 @every_at_2
 @every_backend
 def test_a_state_of_another_backend_continues_bit_by_bit(case: Case, backend: str) -> None:
-    for mine, theirs in zip(at_2(backend).records, at_2("torch").records, strict=True):
-        assert mine[case.spec]["resumed"] == theirs[case.spec]["resumed"]
+    for own, expected in zip(at_2(backend).records, at_2("torch").records, strict=True):
+        assert own[case.spec]["resumed"] == expected[case.spec]["resumed"]
 
 
 @pytest.mark.parametrize(("backend", "case"), [(backend, case) for backend in AT_3 for case in AT_3[backend]], ids=str)

@@ -18,7 +18,7 @@ def records(backend: str, size: int) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(("backend", "size"), [("torch", 2), ("mpi", 2), ("torch", 3), ("horovod", 3), ("mpi", 3)])
 def test_each_is_what_it_means(backend: str, size: int) -> None:
-    """What is no sum of floats at three ranks has the same bits everywhere."""
+    """Results have the same bits on all ranks and backends; the script compares float sums of three ranks."""
     found = records(backend, size)
     for rank in found:
         for result in rank.values():
@@ -47,7 +47,7 @@ def test_a_receive_that_nobody_answers_names_itself_and_ends(backend: str) -> No
 
 
 def test_lengths_that_differ_are_found_where_asked() -> None:
-    """MPI itself adds what is there, in silence."""
+    """HVDBRIDGE_DEBUG finds them, because MPI itself raises no error."""
     call = "import hvdbridge as hb, torch; hb.init(); hb.all_reduce(torch.ones(3 + hb.rank())); hb.shutdown()"
     job = jobs.run("fork", "mpi", 2, ["-c", call], env={"HVDBRIDGE_DEBUG": "1"})
     assert job.status != 0

@@ -1,4 +1,4 @@
-"""The recipes of docs/migrate.md, with the real Lightning, Accelerate and Ray: two ranks, plain DDP's bits."""
+"""The recipes of docs/migrate.md give plain DDP's bits on two ranks of the real Lightning, Accelerate and Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECIPES = str(Path(__file__).parent / "scripts" / "recipes.py")
 
 @pytest.mark.parametrize("package", ["Lightning", "Accelerate"])
 def test_a_policy_in_their_ddp(package: str) -> None:
-    """``mean`` is plain DDP; another policy is not, which shows that the package calls the hook."""
+    """``mean`` equals plain DDP; another policy differs, which shows that the package calls the hook."""
     first, second = jobs.run("torchrun", None, 2, [RECIPES, package]).check().records
     assert first == second
     assert first.pop("plain") == first["mean"] != first["ef(bf16)"]
@@ -24,7 +24,7 @@ def test_a_policy_in_their_ddp(package: str) -> None:
 
 def test_actors_of_ray() -> None:
     ddp, _ = jobs.run("torchrun", None, 2, [RECIPES, "DDP"]).check().records
-    # Ray's services and workers take some 20 s of processor time before anything trains: a minute on busy cores.
+    # Ray's services and workers take long to start on busy cores.
     first, second = jobs.run(None, None, 2, [RECIPES, "Ray"], timeout=180).check().records
     assert first == second
     assert first["mean"] == ddp["plain"] != first["ef(bf16)"]

@@ -1,4 +1,4 @@
-"""What people do to a data-parallel model has the same end on every backend and rank: equal numbers, or one error."""
+"""Unusual uses of a data-parallel model end alike on every backend and rank: with equal numbers or one error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = {
     "backwards_of_all_kinds": "",
     "shared_parts": "",
 }
-"""What the record has in it."""
+"""Case -> text that its record contains."""
 
 
 def found(backend: str) -> list[dict[str, str]]:

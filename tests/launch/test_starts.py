@@ -1,4 +1,4 @@
-"""Starts without a launcher, libraries that run already, and whatever a start refuses."""
+"""Starts without a launcher, adoption of libraries that already run, and the errors of a start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACES, TERMINALS, ADOPT, WRONG = (str(SCRIPTS / f"{n}.py") for n in ("places", 
 
 @pytest.mark.parametrize(("how", "backend"), [("variables", "torch"), ("spawn", "horovod"), ("spawn", "mpi")])
 def test_without_a_launcher(how: str, backend: str) -> None:
-    """Where no variable tells the place on a host. Forked jobs have them, on each backend."""
+    """Ranks find their positions on a host without variables for them, which forked jobs have."""
     job = jobs.run(None, backend, 2, [TERMINALS, how, "2"]).check()
     for rank, seen in enumerate(job.records):
         assert (seen["rank"], seen["local_rank"], seen["node_rank"]) == (rank, rank, 0)
@@ -28,7 +28,7 @@ def test_without_a_launcher(how: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", [None, *jobs.BACKENDS])
 def test_srun_without_mpi(backend: str | None) -> None:
-    """``--mpi=none``: MPI joins the helper, and ``auto`` takes torch."""
+    """Under ``--mpi=none`` MPI joins the helper, and ``auto`` selects torch."""
     job = jobs.run(None, backend, 2, [TERMINALS, "slurm", "2"]).check()
     assert [(r["rank"], r["local_rank"], r["num_nodes"], r["launcher"], r["sum"]) for r in job.records] == [
         (0, 0, 1, "srun", 3), (1, 1, 1, "srun", 3)
@@ -43,7 +43,7 @@ def test_meeting_at_an_address_of_ipv6(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_mpich_below_a_launcher_that_speaks_pmix(backend: str) -> None:
-    """MPI_Init would abort the process, whichever backend: the ranks meet by MPI. A place to meet is enough."""
+    """Every backend is refused, because ranks would meet by MPI and MPI_Init aborts; an address to meet at helps."""
     kind, text = refused(None, backend, [TERMINALS, "pmix", "2", WRONG], size=2)
     assert kind == "BackendUnavailable"
     assert "Open MPI's mpirun speaks PMIx" in text
@@ -55,7 +55,7 @@ def test_mpich_below_a_launcher_that_speaks_pmix(backend: str) -> None:
 
 
 def test_a_user_whom_nobody_knows(tmp_path: Path) -> None:
-    """As in a container that runs under a number: no home, so kernels are kept below the temporary directory."""
+    """In a container with an unknown user id there is no home; kernels are cached in the temporary directory."""
     code = "import hvdbridge as hb; from hvdbridge.kernels import native; hb.init(); assert native.compiled()"
     unset = ["env", "-u", "HOME", "-u", "XDG_CACHE_HOME", "-u", "HVDBRIDGE_CACHE"]
     unshare = ["unshare", "--user", "--map-user=12345", *unset]
@@ -65,7 +65,7 @@ def test_a_user_whom_nobody_knows(tmp_path: Path) -> None:
 
 
 def test_one_process_in_a_terminal_of_a_step() -> None:
-    """srun --pty bash, and python in it."""
+    """In the terminal of ``srun --pty bash``, python needs RANK and WORLD_SIZE to run as one process."""
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_PTY_PORT": "1"}
     job = jobs.run(None, None, 1, [PLACES], env=step, timeout=30.0)
     assert job.status == 1
@@ -77,7 +77,7 @@ def test_one_process_in_a_terminal_of_a_step() -> None:
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_ports_and_interface_as_asked_for(backend: str) -> None:
-    """Of a rank's own ports, those of Gloo are the kernel's."""
+    """HVDBRIDGE_PORTS applies to the helper and to MPI; the kernel chooses Gloo's ports."""
     low = free_port()
     env = {"HVDBRIDGE_PORTS": f"{low}-{low + 9}", "HVDBRIDGE_IFACE": "lo"}
     first, second = jobs.run("fork", backend, 2, [str(SCRIPTS / "ports.py")], env=env).check().records
@@ -115,7 +115,7 @@ def test_a_library_that_runs_is_adopted_and_left_running(library: str) -> None:
 
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_torchrun_restarts_the_job(backend: str) -> None:
-    """Its store stays, with what the first attempt left in it."""
+    """torchrun's store survives the restart, with the keys of the first attempt."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     job = jobs.run(None, backend, 2, [*torchrun, str(SCRIPTS / "restart.py")]).check()
     assert "the first attempt fails" in job.output
@@ -123,7 +123,7 @@ def test_torchrun_restarts_the_job(backend: str) -> None:
 
 
 def refused(launcher: str | None, backend: str | None, argv: list[str], size: int = 0, **env: str) -> tuple[str, str]:
-    """The kind of error that every rank raised, and rank 0's text."""
+    """Return the type of the error that every rank raised, and rank 0's message."""
     job = jobs.run(launcher, backend, size or (2 if launcher else 1), argv, env=env)
     assert job.status != 0, job.output[-4000:]
     assert None not in job.records, job.output[-4000:]
@@ -153,7 +153,7 @@ def test_ranks_that_choose_different_policies() -> None:
     [
         ("horovod", "horovod", "torchrun", "Run: hvdbridge install-horovod"),
         ("mpi", "mpi4py", "horovodrun", "Run: pip install 'hvdbridge[mpich]'"),
-        ("torch", "mpi4py", "mpiexec", "Run: pip install 'hvdbridge[mpich]'"),  # the ranks meet by MPI
+        ("torch", "mpi4py", "mpiexec", "Run: pip install 'hvdbridge[mpich]'"),  # ranks meet by MPI
     ],
 )
 def test_a_library_that_is_not_installed(backend: str, module: str, launcher: str, remedy: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""All ranks stop after the same step when one is told to; what one rank does alone may take longer than the limit."""
+"""All ranks stop after the same step if one rank is signaled; work of one rank alone may exceed the time limit."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_after_which_steps_a_job_may_stop(spec: str, steps: list[int]) -> None:
 
 
 def test_signal_handlers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who chained to ours, and faulthandler; once closed ours only pass on."""
+    """Chained handlers and faulthandler stay in effect; after their removal hvdbridge's only forward signals."""
     called: list[str] = []
     last, usr1 = LastStep(), signal.SIGUSR1
     before = signal.signal(usr1, lambda *_: called.append("first"))

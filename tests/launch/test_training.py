@@ -1,4 +1,4 @@
-"""Every way of training x every backend at 2 ranks: the same bits as plain DistributedDataParallel."""
+"""Every way of training has the bits of plain DistributedDataParallel on every backend at 2 ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jobs
 import pytest
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "scenarios.py")
-LIMIT = 120.0  # of a job with all scenarios: 16 s on idle cores, up to three times that beside other jobs
+LIMIT = 120.0  # seconds for all scenarios on busy cores
 LIKE_DDP = [
     "plain_training", "unused_on_some_ranks", "unused_on_all_ranks", "shared_and_frozen", "several_optimizers",
     "scheduler", "closure", "compiled", "checkpointing", "two_backwards", "accumulation", "grad_scaler", "clipping",
@@ -27,7 +27,7 @@ ALIKE = [
 
 
 def plain() -> dict[str, str]:
-    """What plain DistributedDataParallel ends with on rank 0."""
+    """Return rank 0's record under plain DistributedDataParallel."""
     return jobs.once("fork", None, 2, [SCRIPT, "plain"], LIMIT).check().records[0]
 
 

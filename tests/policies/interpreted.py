@@ -79,7 +79,7 @@ def test_signs_packed_in_the_same_pass(seed: int, width: int, size: int, numels:
     layout, code = Layout({str(i): (numel,) for i, numel in enumerate(numels)}), ScaledSign()
     x = vector(seed, layout.numel, 0.0)
     bucket = Bucket(x, layout, ranks=Ranks(0, size))
-    blocks = _code_plan(bucket, width).everyone._blocks
+    blocks = _code_plan(bucket, width).all_shards._blocks
     length = blocks.length
     codes, words = (
         torch.zeros((size, n), dtype=t) for n, t in ((length, torch.uint8), (-(-length // 32), torch.int32))
@@ -105,10 +105,10 @@ def test_orthonormal(seed: int, batch: int, rank: int, length: int, special: flo
 def search(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Indices and empty slots by the kernels, which must be those that the CPU's search finds."""
     plan = select.Plan.of(Layout({"before": (7,), "w": (x.numel() - 7,)}), {"before": 2, "w": count}, CPU)
-    assert plan.large[0].drawn
+    assert plan.large[0].sample_size
     bits, mask = select._bits(x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(select, "KERNEL", 0)
+        patch.setattr(select, "KERNEL_MIN_SIZE", 0)
         ours = select._largest(bits, plan, mask, cuda)[0]
     theirs = select._largest_on_cpu(bits, plan, mask)
     rows = slice(plan.counts["before"], None)  # small parameters have no kernel
@@ -117,7 +117,7 @@ def search(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 @some
-@given(st.integers(0, 2**31), st.integers(select.ROW + 8, 40_000), st.sampled_from([1, 10, 900, 9_000]),
+@given(st.integers(0, 2**31), st.integers(select.MAX_ROW + 8, 40_000), st.sampled_from([1, 10, 900, 9_000]),
        st.sampled_from([0.0, 0.001, 0.9]))  # fmt: skip
 def test_the_largest(seed: int, numel: int, count: int, special: float) -> None:
     """Without a look at what was found, and among equal ones the first: with ``special`` of 0.9 most are equal."""
@@ -140,7 +140,7 @@ def test_more_equal_ones_than_there_is_room_for() -> None:
 
 def test_a_policy_with_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank with a GPU sends of a large parameter is what one without would."""
-    monkeypatch.setattr(select, "KERNEL", 0)
+    monkeypatch.setattr(select, "KERNEL_MIN_SIZE", 0)
     grads = [{"w": vector(seed, 70_000, 0.0), "b": vector(seed, 5, 0.0)} for seed in range(2)]
     for spec in ("topk:ratio=0.01", "threshold:value=1.0", "dgc:ratio=0.01"):
         found = []
@@ -162,8 +162,8 @@ def wrong(*names: str) -> Any:
 @pytest.mark.parametrize(
     "named",
     [
-        {"encode": "Linear", "squeeze": "3 bits", "reaching": "33 that reach 2"},
-        {"decode": "ScaledSign", "spread": "3 bits", "shuffle": "a shuffle", "orthonormal": "4 columns"},
+        {"encode": "Linear", "pack_codes": "3 bits", "threshold_positions": "33 that reach 2"},
+        {"decode": "ScaledSign", "unpack_codes": "3 bits", "shuffle": "a shuffle", "orthonormal": "4 columns"},
     ],
 )  # fmt: skip
 def test_kernels_that_do_nothing_are_found_out(named: dict[str, str]) -> None:
@@ -222,12 +222,12 @@ def test_a_kernel_that_does_not_compile_is_named_once(caplog: pytest.LogCaptureF
                 same_messages(both, 1, code, 256, 2, [1000, 7, 2048], 0.0, True)
     named = [record.getMessage() for record in caplog.records]
     assert len(named) == 4, named
-    for name in ("encode", "decode", "squeeze", "spread"):
+    for name in ("encode", "decode", "pack_codes", "unpack_codes"):
         assert sum(f"Triton's kernel {name} " in text and "no C compiler" in text for text in named) == 1
     x = vector(1, 40_000, 0.0)
     plan = select.Plan.of(Layout({"w": (40_000,)}), {"w": 400}, CPU)
     bits, mask = select._bits(x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(select, "KERNEL", 0)
+        patch.setattr(select, "KERNEL_MIN_SIZE", 0)
         ours = select._largest(bits, plan, mask, cuda)[0]
     assert torch.equal(ours.sort().values, select._largest_on_cpu(bits, plan, mask)[0].sort().values)

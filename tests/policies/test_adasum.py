@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvdbridge.errors import WeightError
 from hvdbridge.execution.simulation import Simulation, simulate
-from hvdbridge.kernels.cells import Cells, by_parameter, dots, in_all
+from hvdbridge.kernels.cells import Cells, dots, sum_all, sum_by_parameter
 from hvdbridge.policies import from_spec
 from hvdbridge.policies.adasum import tree_coefficients
 from hvdbridge.policies.shards import BlockShards
@@ -226,12 +226,12 @@ def test_cells_add_up() -> None:
     each, total = torch.zeros(len(SHAPES), 3, 3, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)
     for rank in range(3):
         pieces = [
-            (start, count, width, offset) for start, count, width, owner, offset in shards.pieces if owner == rank
+            (start, count, width, offset) for start, count, width, owner, offset in shards.groups if owner == rank
         ]
         cells = Cells(layout, pieces, torch.device("cpu"))
         table = dots([shards.pack(v, torch.float32)[rank] for v in vectors], cells)
-        each += by_parameter(table, cells)
-        total += in_all(table, cells)
+        each += sum_by_parameter(table, cells)
+        total += sum_all(table, cells)
     for i, name in enumerate(SHAPES):
         rows = np.array(flat(grads, name))
         assert np.allclose(each[i].numpy(), rows @ rows.T, rtol=1e-12, atol=1e-12)
@@ -244,10 +244,10 @@ def test_sums_over_all_cells_do_not_change_with_the_order_of_parameters() -> Non
     for names in (list(SHAPES), list(reversed(SHAPES))):
         layout = Layout({n: SHAPES[n] for n in names})
         shards = BlockShards(layout, first, 2)
-        pieces = [(start, count, width, offset) for start, count, width, owner, offset in shards.pieces if owner == 1]
+        pieces = [(start, count, width, offset) for start, count, width, owner, offset in shards.groups if owner == 1]
         rows = [shards.pack(torch.cat([g[n].reshape(-1) for n in names]), torch.float32)[1] for g in grads]
         cells = Cells(layout, pieces, torch.device("cpu"))
-        tables.append(in_all(dots(rows, cells), cells))
+        tables.append(sum_all(dots(rows, cells), cells))
     assert torch.equal(tables[0], tables[1])
 
 

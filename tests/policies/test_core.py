@@ -27,7 +27,7 @@ from hvdbridge.policy.base import SWITCH, Aggregated, Early, Flow, Policy, Slot,
 from hvdbridge.policy.bucket import Bucket, Layout, Views, cut_layouts, flatten
 from hvdbridge.policy.collectives import AllReduce, Collective
 from hvdbridge.reduction import aggregator
-from hvdbridge.reduction.aggregator import Aggregator, Piece
+from hvdbridge.reduction.aggregator import Aggregator, SourceBucket
 from hvdbridge.reduction.post_step import AfterStep
 from policies.policies import CASES, SHAPES, Case, gradients, weights_for
 
@@ -285,7 +285,9 @@ class Gated(Communicator):
 
 
 def context(communicator: Communicator, scheduler: ThreadScheduler) -> Any:
-    return SimpleNamespace(communicator=communicator, control=communicator, scheduler=scheduler, ranks=None)
+    return SimpleNamespace(
+        communicator=communicator, control=communicator, scheduler=scheduler, ranks=None, graphs=None
+    )
 
 
 @dataclass
@@ -311,7 +313,7 @@ class Harness:
         self.delivered.clear()
         self.aggregator.begin()
         for index, layout in enumerate(self.layouts):
-            piece = Piece(layout, torch.full((layout.numel,), value + index), self.delivered.append)
+            piece = SourceBucket(layout, torch.full((layout.numel,), value + index), self.delivered.append)
             self.aggregator.submit(piece, last=index == 1)
         self.aggregator.end()
 
@@ -447,7 +449,7 @@ def test_an_update_of_another_size_is_refused() -> None:
     try:
         aggregator = Aggregator(Total(), params, context(communicator, scheduler), weighted=False)
         aggregator.begin()
-        aggregator.submit(Piece(Layout({"w": (4,)}), torch.ones(4), lambda _: None), last=True)
+        aggregator.submit(SourceBucket(Layout({"w": (4,)}), torch.ones(4), lambda _: None), last=True)
         with pytest.raises(RuntimeError, match="split"):
             aggregator.end()
     finally:

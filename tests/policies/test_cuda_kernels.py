@@ -36,31 +36,31 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import hvdbridge.kernels.cuda as cuda
-place = {"vector": "*fp32", "places": "*i64", "blocks": "i32"}
+block = {"vector": "*fp32", "block_table": "*i64", "blocks": "i32"}
 rows = {"codes": "*u8", "code_stride": "i32", "scales": "*fp32", "scale_stride": "i32"}
 several = {"messages": "i32", "rows": "i32"}
 steps = {"HIGH": 2.0**13, "LOW": 2.0**14}
 kernels = {
     "_linear_encode": (
-        {**place, "levels": "fp32", **rows}, {"OFFSET": 0, "MASK": 255, "KEEP_REST": True, "WIDTH": 1024},
+        {**block, "levels": "fp32", **rows}, {"OFFSET": 0, "MASK": 255, "KEEP_REST": True, "WIDTH": 1024},
     ),
-    "_decode": ({**place, **several, **rows}, {"SIGNS": False, "OFFSET": 0, "ADD": -1, "WIDTH": 1024}),
+    "_decode": ({**block, **several, **rows}, {"SIGNS": False, "OFFSET": 0, "ADD": -1, "WIDTH": 1024}),
     "_sign_encode": (
-        {**place, **rows, "codes": "*i32"}, {"KEEP_REST": True, "WIDTH": 1024, "HALVINGS": 10, "PACK": True},
+        {**block, **rows, "codes": "*i32"}, {"KEEP_REST": True, "WIDTH": 1024, "HALVINGS": 10, "PACK": True},
     ),
-    "_squeeze": ({"words": "*i64", "count": "i32", "out": "*u8"}, {"BITS": 5, "EACH": 256}),
-    "_mark": (
-        {"bits": "*i32", "count": "i32", "limit": "*i32", "words": "*i32", "counts": "*i32", "blocks": "i32"},
+    "_pack_codes": ({"words": "*i64", "count": "i32", "out": "*u8"}, {"BITS": 5, "WORDS": 256}),
+    "_threshold_bits": (
+        {"bits": "*i32", "count": "i32", "limit": "*i32", "bitmaps": "*i32", "counts": "*i32", "blocks": "i32"},
         {"HEIGHT": cuda.HEIGHT},
     ),
     "_list": (
-        {"words": "*i32", "counts": "*i32", "ends": "*i32", "blocks": "i32", "positions": "*i32", "room": "i32"},
+        {"bitmaps": "*i32", "counts": "*i32", "ends": "*i32", "blocks": "i32", "positions": "*i32", "capacity": "i32"},
         {"HEIGHT": cuda.HEIGHT},
     ),
     "_shuffle": (
         {"owner": "*i64", "count": "i32", "sizes": "*i32", "first": "*i32", "pivots": "*i32", "salts": "*i32",
          "parameters": "i32", "out": "*i32"},
-        {"ROUNDS": 20, "EACH": 256},
+        {"ROUNDS": 20, "WORDS": 256},
     ),
     "_halves": (
         {"matrices": "*fp32", "rank": "i32", "length": "i32", "halves": "*fp64", "units": "*fp64"},
@@ -68,13 +68,13 @@ kernels = {
     ),
     "_gram_schmidt": (
         {"products": "*fp64", "rank": "i32", "units": "*fp64", "epsilons": "*fp64", "changes": "*fp64"},
-        {**steps, "SIDE": 16, "NOTHING": 2.0**-18},
+        {**steps, "SIDE": 16, "TOLERANCE": 2.0**-18},
     ),
     "_combine": (
         {"halves": "*fp64", "rank": "i32", "length": "i32", "changes": "*fp64", "blocks": "i32", "out": "*fp32"},
         {**steps, "WIDTH": 1024},
     ),
-    "_spread": ({"packed": "*u8", "count": "i32", "words": "*i64"}, {"BITS": 5, "EACH": 256}),
+    "_unpack_codes": ({"packed": "*u8", "count": "i32", "words": "*i64"}, {"BITS": 5, "WORDS": 256}),
 }
 found = {}
 for name, (types, constants) in kernels.items():

@@ -24,7 +24,7 @@ from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.kernels import native
 from hvdbridge.kernels.orthogonal import orthonormal
 from hvdbridge.policies import PowerSGD, bytes_per_step, from_spec
-from hvdbridge.policies.matrices import SMALL
+from hvdbridge.policies.matrices import BATCHED_NUMEL
 from hvdbridge.policies.wrappers import statistics
 
 SIZES = [1, 2, 3, 4, 8]
@@ -200,7 +200,7 @@ def test_bucket_boundaries_do_not_matter_at_two_ranks(
         monkeypatch.setattr(native, "_load", lambda: None)
     shapes = {f"w{i}": (33, 35) for i in range(5)} | {"odd": (3,), "x": (64, 64), "y": (257, 259), "z": (64, 64)}
     names = list(shapes)
-    assert 257 * 259 > SMALL > 64 * 64
+    assert 257 * 259 > BATCHED_NUMEL > 64 * 64
     splits = [
         [names],
         [[n] for n in names],

@@ -23,18 +23,18 @@ from torch import Tensor
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.kernels import native, pack, select
-from hvdbridge.kernels.blocks import Blocks, Part, places
+from hvdbridge.kernels.blocks import Blocks, Part, block_table
 from hvdbridge.kernels.codes import Float8, Linear, PowerOfTwo
 from hvdbridge.kernels.quantise import Code, decode, encode
 from hvdbridge.kernels.random import hashed_bits
 from hvdbridge.kernels.runs import SHORT, Runs
 from hvdbridge.kernels.signs import ScaledSign
 from hvdbridge.policies.feedback import _corrected
-from hvdbridge.policies.matrices import COLS, ROWS, add_outer, project, slots
+from hvdbridge.policies.matrices import COLS, ROWS, add_outer, empty_aligned, project
 from hvdbridge.policies.sharded import _code_plan
 from hvdbridge.policies.shards import BlockShards
 from hvdbridge.policy.bucket import Bucket, Layout, Ranks, Views
-from hvdbridge.policy.buffer_pool import SMALL
+from hvdbridge.policy.buffer_pool import MIN_PAGED
 from policies.policies import CASES, SHAPES, Case
 
 several = settings(max_examples=100, deadline=None)
@@ -117,12 +117,12 @@ def same_messages(
     def run() -> list[Tensor]:
         plan = _code_plan(Bucket(x, layout, ranks=Ranks(seed % size, size)), width)
         rests = [x.clone(), y.clone()]
-        buffers = torch.empty(2, plan.everyone.nbytes(code) + 3, dtype=torch.uint8).fill_(0xFF)
-        encode = partial(plan.everyone.encode, code, seed=seed, keep_rest=keep_rest)
+        buffers = torch.empty(2, plan.all_shards.nbytes(code) + 3, dtype=torch.uint8).fill_(0xFF)
+        encode = partial(plan.all_shards.encode, code, seed=seed, keep_rest=keep_rest)
         sent = [encode(rest, out=out) for rest, out in zip(rests, buffers, strict=True)]
         theirs = torch.stack([messages[seed % size] for messages in sent])
-        total = plan.own.decode(code, theirs, torch.zeros(plan.shards.length))
-        update = plan.everyone.decode(code, sent[0], torch.empty(layout.numel))
+        total = plan.own_shard.decode(code, theirs, torch.zeros(plan.shards.length))
+        update = plan.all_shards.decode(code, sent[0], torch.empty(layout.numel))
         return [total, update, *rests, *sent]
 
     ours, theirs = both(run)
@@ -153,9 +153,9 @@ def test_messages(
 
 
 def test_blocks_that_c_has_no_room_for() -> None:
-    assert not Blocks([Part(0, 1)], 2048, 1, "cpu").fit
-    assert Blocks([Part(0, 2**31)], 1024, 2**31, "cpu").fit
-    assert not Blocks([Part(0, 2**31 + 1)], 1024, 2**31 + 1, "cpu").fit
+    assert not Blocks([Part(0, 1)], 2048, 1, "cpu").fits_kernels
+    assert Blocks([Part(0, 2**31)], 1024, 2**31, "cpu").fits_kernels
+    assert not Blocks([Part(0, 2**31 + 1)], 1024, 2**31 + 1, "cpu").fits_kernels
     x = vector(1, 5000, 0.0)
     for ours, theirs in zip(*both(lambda: encode(Linear(7), x, cut(5000, 2048))), strict=True):
         assert torch.equal(ours, theirs)
@@ -187,10 +187,10 @@ def test_where_blocks_lie(seed: int, width: int) -> None:
     table = blocks.table(loaded)
     ours = torch.cat([table[:, :2].contiguous().view(torch.int64), table[:, 2:6], table[:, 6:7].long() % 2**32], 1)
     assert sorted(map(tuple, ours.tolist())) == sorted(wanted)
-    theirs = places(blocks.strips, width).t()
+    theirs = block_table(blocks.strips, width).t()
     theirs[:, 5] %= 2**32
     assert sorted(map(tuple, theirs.tolist())) == sorted(wanted)
-    assert blocks.columns[0].tolist() == sorted(blocks.columns[0].tolist())
+    assert blocks.sorted_table[0].tolist() == sorted(blocks.sorted_table[0].tolist())
 
 
 def test_dealt_blocks_are_gone_through_in_the_order_of_the_vector() -> None:
@@ -198,7 +198,7 @@ def test_dealt_blocks_are_gone_through_in_the_order_of_the_vector() -> None:
     assert loaded is not None
     dealt = [Part(1024 * row, 1024, 0, row, -(-(7 - row) // 3), 3072, 3072) for row in range(3)]
     blocks = Blocks(dealt, 512, 7 * 1024, "cpu", 3)
-    for table in (blocks.table(loaded)[:, [0, 3]], blocks.columns[[0, 2]].t()):
+    for table in (blocks.table(loaded)[:, [0, 3]], blocks.sorted_table[[0, 2]].t()):
         assert table.tolist() == [[start, start // 1024 % 3] for start in range(0, 7 * 1024, 512)]
 
 
@@ -221,7 +221,7 @@ def test_hashes(seed: int, first: int) -> None:
 
 
 @several
-@given(st.integers(0, 2**31), st.integers(select.ROW + 1, 200_000), st.sampled_from([1, 10, 900, 30_000]),
+@given(st.integers(0, 2**31), st.integers(select.MAX_ROW + 1, 200_000), st.sampled_from([1, 10, 900, 30_000]),
        st.sampled_from([0.0, 0.001, 0.9]))  # fmt: skip
 def test_the_largest(seed: int, numel: int, count: int, special: float) -> None:
     x = vector(seed, numel, special)
@@ -255,7 +255,7 @@ def test_products(seed: int, batch: int, rows: int, cols: int, rank: int) -> Non
     """With the product itself each of n additions is off by 2**-24 of what the absolute values add up to."""
     draw = torch.Generator().manual_seed(seed)
     shapes = (rows, cols), (rank, cols), (rank, rows)
-    m, q, p = (slots(batch, *shape, torch.empty(0)).normal_(generator=draw) for shape in shapes)
+    m, q, p = (empty_aligned(batch, *shape, torch.empty(0)).normal_(generator=draw) for shape in shapes)
     for vectors, side, turned in ((q, ROWS, m.mT), (p, COLS, m)):
         exact = vectors.double() @ turned.double()
         bound = (turned.shape[1] + 1) * 2.0**-24 * (vectors.double().abs() @ turned.double().abs())
@@ -367,7 +367,7 @@ def test_memory_does_without(kernels: str, fresh: Path, monkeypatch: pytest.Monk
     """What does not compress says no word of a compiler."""
     monkeypatch.setenv("CC", "false")
     monkeypatch.setenv("HVDBRIDGE_KERNELS", kernels)
-    gradients = [{"w": torch.full((SMALL,), float(i))} for i in range(4)]
+    gradients = [{"w": torch.full((MIN_PAGED,), float(i))} for i in range(4)]
     for policy in ("fp16", "mean:exact=true"):
         assert simulate(policy, gradients)[0]["w"].unique().tolist() == [1.5]
     assert not caplog.text
@@ -483,7 +483,7 @@ def test_many_small_pieces_are_dealt_as_few_large_ones(size: int, wire: torch.dt
     shapes = {f"p{i}": (i % 50,) for i in range(200)} | {"large": (40, 300)} | {f"q{i}": (7,) for i in range(30)}
     layout = Layout(shapes)
     shards = BlockShards(layout, {name: 13 * i for i, name in enumerate(layout.names)}, size)
-    assert layout.numel < SHORT * len(shards.pieces)
+    assert layout.numel < SHORT * len(shards.groups)
     flat, row = torch.randn(layout.numel), torch.randn(shards.length)
     rows = torch.randn(size, shards.length).to(wire)
 

@@ -279,7 +279,7 @@ def test_ranks_do_not_share_their_dice(spec: str) -> None:
             ]
             to_owner = torch.stack([next(policy.aggregate(bucket, {})).tensor[0] for bucket in buckets])
             plan = _code_plan(buckets[0], policy.block)
-            total += float((plan.own.decode(policy.code, to_owner, torch.empty(1000)) - x).square().sum())
+            total += float((plan.own_shard.decode(policy.code, to_owner, torch.empty(1000)) - x).square().sum())
         return total
 
     assert 0.75 / 8 <= variance(8) / variance(1) <= 1.25 / 8

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError, SpecError
 from hvdbridge.execution.simulation import Simulation, simulate
-from hvdbridge.kernels import select
-from hvdbridge.kernels.select import Plan, count_of, largest, shuffled
+from hvdbridge.kernels import select, shuffle
+from hvdbridge.kernels.select import Plan, count_of, largest
+from hvdbridge.kernels.shuffle import round_keys, shuffled
 from hvdbridge.policies import ErrorFeedback, RandomK, Threshold, TopK, from_spec
 from hvdbridge.policy.bucket import Bucket, Layout, Ranks
 
@@ -104,7 +105,7 @@ def test_a_sample_finds_what_a_search_finds(shape: str, ratio: float, dtype: tor
     layout = Layout({"w": (300_000,)})
     k = count_of(ratio, 300_000)
     plan = Plan.of(layout, {"w": k}, CPU)
-    assert plan.large[0].drawn
+    assert plan.large[0].sample_size
     indices, values = largest(x, plan)
     assert torch.equal(values, x[indices])
     limit = x.abs().sort(descending=True).values[k - 1]
@@ -143,7 +144,7 @@ def test_indices_that_no_int32_holds_are_refused() -> None:
             assert largest(flat, plan)[0].shape == (4,)
     plan = Plan.of(Layout({"w": (2**31 + 5,)}), {"w": 3}, meta)
     with pytest.raises(ConfigurationError, match="a parameter of 2,147,483,653 elements: "):
-        shuffled(plan, 0, meta)
+        shuffled(plan, round_keys(0), meta)
 
 
 def chance(counts: range, m: int, p: float) -> float:
@@ -161,11 +162,11 @@ def test_a_sample_is_large_enough() -> None:
     for n in (40_000, 100_000, 1_000_000, 10_000_000):
         for ratio in (1e-4, 1e-3, 0.01, 0.05, 0.1):
             part = select._large(0, n, count_of(ratio, n), 0, exact=False)
-            if part.drawn:
-                m = part.drawn
+            if part.sample_size:
+                m = part.sample_size
                 assert chance(range(part.tail, min(m, part.tail + 60) + 1), m, part.count / n) < 1e-5, (n, ratio)
-                assert part.count <= part.room < n, (n, ratio)
-                assert chance(range(part.tail), m, part.room / n) < 1e-8, (n, ratio)
+                assert part.count <= part.capacity < n, (n, ratio)
+                assert chance(range(part.tail), m, part.capacity / n) < 1e-8, (n, ratio)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -299,14 +300,14 @@ def test_the_shuffle_of_as_many_as_an_int32_counts(size: int) -> None:
     """The last slots, whose numbers and pivots together are more; by arithmetic that is wide enough."""
     count, draw = 2_000, torch.Generator().manual_seed(0)
     owner, first = torch.zeros(count, dtype=torch.int64), torch.tensor([count - size], dtype=torch.int32)
-    drawn = torch.randint(size, (2, select.ROUNDS + 1, 1), generator=draw, dtype=torch.int32)
+    drawn = torch.randint(size, (2, shuffle.ROUNDS + 1, 1), generator=draw, dtype=torch.int32)
     drawn[0, 0] = size - 1
     expected = (torch.arange(size - count, size) + drawn[0, 0]) % size
     for pivot, salt in zip(*drawn[:, 1:], strict=True):
         other = (pivot - expected) % size
         swap = torch.maximum(expected, other).int().add_(salt).mul_(-1640531535)
         expected = torch.where(swap.bitwise_xor_(swap >> 15).mul_(-2048144789) < 0, other, expected)
-    found = select.swapped(owner, torch.tensor([size], dtype=torch.int32), first, *drawn)
+    found = shuffle.permuted(owner, torch.tensor([size], dtype=torch.int32), first, *drawn)
     assert torch.equal(found.long(), expected)
 
 
@@ -315,7 +316,7 @@ def test_shuffled_elements_are_distinct_uniform_and_uncorrelated() -> None:
     plan = Plan.of(layout, {"a": 31, "b": 8, "c": 1000, "d": 1}, CPU)
     pairs, trials = np.zeros((64, 64)), 2000
     for seed in range(trials):
-        chosen = shuffled(plan, seed, CPU)
+        chosen = shuffled(plan, round_keys(seed), CPU)
         a, b, c = chosen[:31], chosen[31:39] - 31, chosen[39:1039] - 95
         if seed < 50:
             assert sorted(a.tolist()) == list(range(31))

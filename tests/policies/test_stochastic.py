@@ -217,7 +217,7 @@ def variance_at_the_owner(code: Code, x: Tensor, size: int) -> float:
         ]
         to_owner = torch.stack([next(sharded_code(b, code)).tensor[0] for b in buckets])
         plan = _code_plan(buckets[0], 1024)
-        total += float((plan.own.decode(code, to_owner, torch.empty(x.shape)) - x).square().sum())
+        total += float((plan.own_shard.decode(code, to_owner, torch.empty(x.shape)) - x).square().sum())
     return total
 
 

@@ -20,15 +20,22 @@ from hvdbridge.errors import BackendUnavailable, ConfigurationError
 from hvdbridge.policies import bytes_per_step, from_spec
 from hvdbridge.policy.base import Policy
 from hvdbridge.policy.dry_run import Asked, Ended, dry_run
-from hvdbridge.reduction.source import usual_bucket_mb
+from hvdbridge.reduction.source import default_bucket_mb
 from hvdbridge.startup.world import World, usable_cores
 from hvdbridge.tools import main
 from hvdbridge.tools.bench import checks, command, models
-from hvdbridge.tools.bench.cost import MOST, Computation, Planner, Prediction, kinds, measure_computation
+from hvdbridge.tools.bench.cost import (
+    MAX_DRY_RUN_RANKS,
+    Computation,
+    Planner,
+    Prediction,
+    measure_computation,
+    step_kinds,
+)
 from hvdbridge.tools.bench.measure import Row
 from hvdbridge.tools.bench.reference import WAYS, native
 from hvdbridge.tools.bench.report import measured, plot_measured, predicted, recommend, save, show
-from hvdbridge.tools.bench.transport import Line, Load, Network
+from hvdbridge.tools.bench.transport import AlphaBeta, Load, Network
 
 pytestmark = pytest.mark.slow
 
@@ -160,7 +167,7 @@ def test_ranks_of_a_node_share_its_network_where_everybody_talks_to_everybody() 
     assert net.seconds(Load("AllReduce", "world", 1e6, 8), local_size=4) == pytest.approx(1.0)
     for kind in ("AllToAll", "AllReduce", "ReduceScatter", "AllGather"):  # all lanes at once
         assert net.seconds(Load(kind, "cross", 1e6, 2), local_size=4) == pytest.approx(4.0)
-    lanes = replace(net, cross={"": Line(0.0, 1e5)}, local_size=4)  # measured so
+    lanes = replace(net, cross={"": AlphaBeta(0.0, 1e5)}, local_size=4)  # measured so
     assert lanes.seconds(Load("AllReduce", "cross", 1e6, 2), local_size=4) == pytest.approx(10.0)
     assert lanes.seconds(Load("AllReduce", "cross", 1e6, 2), local_size=8) == pytest.approx(20.0)
     assert lanes.seconds(Load("AllToAll", "world", 1e6, 8), local_size=4) == pytest.approx(1.0)
@@ -231,9 +238,9 @@ def test_arithmetic_takes_the_time_of_backward_where_no_core_is_free() -> None:
     assert alone.compression == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("line", [Line(0.0, 16_000, cpu=1.0), Line(0.125, 1e15, latency_cpu=1.0)])
+@pytest.mark.parametrize("line", [AlphaBeta(0.0, 16_000, cpu=1.0), AlphaBeta(0.125, 1e15, latency_cpu=1.0)])
 @pytest.mark.parametrize(("cores", "step"), [(2, 5.25), (1, 6.0), (0.5, 7.0)])
-def test_sending_takes_the_time_of_backward_where_no_core_is_free(cores: float, step: float, line: Line) -> None:
+def test_sending_takes_the_time_of_backward_where_no_core_is_free(cores: float, step: float, line: AlphaBeta) -> None:
     """A quarter of a second of a core per bucket; where two ranks share it, each waits for the other's turn, too."""
     busy = Network({"": line})
     assert planner(busy, cores=cores).predict("mean", from_spec("mean"), 2, IDLE).step == pytest.approx(step)
@@ -242,7 +249,7 @@ def test_sending_takes_the_time_of_backward_where_no_core_is_free(cores: float, 
 @pytest.mark.parametrize(("cores", "step"), [(0.5, 38.0), (1, 19.0), (2, 9.5), (4, 5.5), (8, 5.5)])
 def test_nothing_ends_before_the_cores_have_done_it_all(cores: float, step: float) -> None:
     """Five seconds of computing, half of one of sending for each of four buckets, and twelve of something else."""
-    busy = planner(Network({"": Line(0.0, 8_000, cpu=1.0)}), cores=cores, compute_cpu=5.0, overhead=12.0)
+    busy = planner(Network({"": AlphaBeta(0.0, 8_000, cpu=1.0)}), cores=cores, compute_cpu=5.0, overhead=12.0)
     found = busy.predict("mean", from_spec("mean"), 2, IDLE)
     assert found.cpu == pytest.approx(19.0)
     assert found.step == pytest.approx(step)
@@ -270,7 +277,7 @@ def test_noise_is_not_multiplied_by_the_ranks(spec: str, grows: bool) -> None:
 
 @pytest.mark.parametrize("every", [8, 700, 5000])
 def test_what_comes_seldom_has_its_share(every: int) -> None:
-    assert kinds(from_spec(f"local_sgd:every={every}"))[1] == pytest.approx(1 / every)
+    assert step_kinds(from_spec(f"local_sgd:every={every}"))[1] == pytest.approx(1 / every)
 
 
 def test_a_node_that_hides_its_ranks_behind_one_network_gains_no_bandwidth() -> None:
@@ -296,7 +303,7 @@ def test_predicted_bytes_are_those_of_bytes_per_step(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["mean", "topk:ratio=0.01", "powersgd:rank=2", "bf16", "int8"])
-@pytest.mark.parametrize("ranks", [4 * MOST, 20 * MOST])
+@pytest.mark.parametrize("ranks", [4 * MAX_DRY_RUN_RANKS, 20 * MAX_DRY_RUN_RANKS])
 def test_beyond_a_dry_run_bytes_go_on_as_they_grew(spec: str, ranks: int) -> None:
     policy = from_spec(spec)
     params = {"w": (2000, 2000)}
@@ -344,6 +351,7 @@ def test_the_recommendation_prefers_the_simple() -> None:
     assert "cores are what the step waits for" in recommend([replace(mean, working=0.98)], 8)
     assert "the network is what the step waits for" in recommend([replace(mean, working=0.5)], 8)
     assert "nothing is gained" in recommend([replace(mean, step=0.5)], 8)
+    assert recommend([replace(mean, step=math.inf)], 8) == "8 ranks: no policy has a prediction"
 
 
 def test_plan_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -416,7 +424,7 @@ def test_a_computation_that_was_said_has_its_cores(
     alone, many = (row["step"] for row in json.loads(out.read_text())["rows"])
     assert (many > 0.2) is stretched
     assert (alone > 0.2) is stretched
-    assert "Computation 100.0 ms a step as said" in capsys.readouterr().out
+    assert "Computation 100.0 ms a step as given" in capsys.readouterr().out
 
 
 def test_no_more_ranks_share_a_machine_than_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,13 +435,13 @@ def test_no_more_ranks_share_a_machine_than_there_are(tmp_path: Path, capsys: py
 
 
 def test_a_bucket_among_many_nodes_asks_for_two() -> None:
-    assert usual_bucket_mb(from_spec("mean"), range(10**12)) == usual_bucket_mb(from_spec("mean"), range(2))
+    assert default_bucket_mb(from_spec("mean"), range(10**12)) == default_bucket_mb(from_spec("mean"), range(2))
 
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], float]:
     """The last size of a bucket with which each policy was predicted among so many ranks, in MiB."""
-    monkeypatch.setattr("hvdbridge.reduction.source.SIZES", True)
+    monkeypatch.setattr("hvdbridge.reduction.source.DDP_HAS_SIZE_LIST", True)
     found: dict[tuple[str, int], float] = {}
     predict = Planner.predict
 
@@ -614,7 +622,7 @@ def test_signals_are_heard_within_only(ends: type[Exception] | None) -> None:
     def heard(*_: object) -> None:
         pass
 
-    with suppress(KeyError), command._heard(heard):
+    with suppress(KeyError), command._handle_signals(heard):
         assert [signal.getsignal(number) for number in numbers] == [heard, heard]
         if ends is not None:
             raise ends
@@ -675,7 +683,7 @@ def test_no_figure_is_cut_in_a_narrow_terminal(
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["plan"], "which network"),
+        (["plan"], "name the network"),
         (["plan", "--gbits", "1", "--ranks", "0"], "must be positive"),
         (["plan", "--gbits", "1", "--local-size", "0"], "must be positive"),
         (["plan", "--gbits", "1", "--bucket-mb", "0"], "must be positive"),
@@ -727,7 +735,7 @@ def test_bad_words(words: list[str], error: str, capsys: pytest.CaptureFixture[s
         (["slow_network.py", "--delay-ms", "nan"], 2, "nan ms (not below 0)"),
         (["slow_network.py", "--delay-ms", "-1"], 2, "-1.0 ms (not below 0)"),
         (["slow_network.py", "--hosts", "0"], 2, "0 hosts (1 to 26)"),
-        (["scheduler.py", "--help"], 0, "What the scheduler costs the host"),
+        (["scheduler.py", "--help"], 0, "Measure the CPU time per bucket"),
     ],
 )
 def test_words_of_benchmarks(words: list[str], status: int, said: str) -> None:
@@ -739,6 +747,6 @@ def test_words_of_benchmarks(words: list[str], status: int, said: str) -> None:
 
 
 def test_a_line_is_what_it_says() -> None:
-    assert Network({"AllReduce": Line(0.5, 2.0)}).seconds(Load("AllReduce", "world", 4.0, 2)) == pytest.approx(3.0)
+    assert Network({"AllReduce": AlphaBeta(0.5, 2.0)}).seconds(Load("AllReduce", "world", 4.0, 2)) == pytest.approx(3.0)
     assert not any(isinstance(event, Asked) for event in dry_run(from_spec("noop"), PARAMS, 2))
     assert all(isinstance(event, Ended) for event in dry_run(from_spec("noop"), PARAMS, 2))

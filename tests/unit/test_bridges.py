@@ -29,7 +29,7 @@ from hvdbridge.execution.scheduler import drive
 from hvdbridge.policies import from_spec, label
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.policy.collectives import AllGather, AllReduce
-from hvdbridge.training.fiber import ask, flow_of
+from hvdbridge.training.fiber import execute, flow_of
 from hvdbridge.training.foreign_hook import GradBucket, name_of
 
 GRADS = [
@@ -245,8 +245,8 @@ def test_noop_stays_local() -> None:
 def test_blocking_code_is_a_flow() -> None:
     def code() -> list[float]:
         assert not torch.is_grad_enabled()
-        first = ask(AllReduce(torch.ones(1)))
-        return ask(AllGather(first + 1)).flatten().tolist()
+        first = execute(AllReduce(torch.ones(1)))
+        return execute(AllGather(first + 1)).flatten().tolist()
 
     flow = flow_of(code)
     request = next(flow)
@@ -261,7 +261,7 @@ def test_blocking_code_is_a_flow() -> None:
 def test_an_error_of_an_answer_reaches_the_code() -> None:
     def careful() -> str:
         try:
-            ask(AllReduce(torch.ones(1)))
+            execute(AllReduce(torch.ones(1)))
         except OSError:
             return "mended"
         return "fine"
@@ -277,7 +277,7 @@ def test_an_abandoned_flow_ends_its_code() -> None:
 
     def code() -> None:
         try:
-            ask(AllReduce(torch.ones(1)))
+            execute(AllReduce(torch.ones(1)))
         finally:
             left.append(True)
 
@@ -293,7 +293,7 @@ def test_an_abandoned_flow_ends_its_code() -> None:
 
 def test_another_thread_cannot_ask() -> None:
     with pytest.raises(hb.Unsupported, match="thread that called the hook"):
-        ask(AllReduce(torch.ones(1)))
+        execute(AllReduce(torch.ones(1)))
 
 
 # -- Compressions -----------------------------------------------------------------------------------------------------

@@ -47,10 +47,10 @@ def test_on_a_slow_network_it_ends_all_the_same(seconds: float, most: int, monke
         steps.append(seconds)
         return seconds
 
-    monkeypatch.setattr(bucket_size, "_step", step)
+    monkeypatch.setattr(bucket_size, "_timed_step", step)
     scheduler = SimpleNamespace(run=lambda flow, _: drive(flow, lambda request: request.tensor))
     two = SimpleNamespace(size=2)
-    context: Any = SimpleNamespace(communicator=two, control=two, scheduler=scheduler, ranks=None)
+    context: Any = SimpleNamespace(communicator=two, control=two, scheduler=scheduler, ranks=None, graphs=None)
     found = fastest_bucket_mb(from_spec("int8"), {"w": torch.zeros(400_000)}, context, 10.0)
     assert found == (25.0 if seconds < 1 else 10.0)
     assert len(steps) <= most

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hvdbridge.backends.horovod.starter import serve
-from hvdbridge.backends.tcp import Exchange
+from hvdbridge.backends.tcp import Transport
 from hvdbridge.config import Config
 from hvdbridge.errors import RendezvousError
 from hvdbridge.startup.channels import ATTEMPTS, HorovodChannel, slurm_port, tcp_store
@@ -92,7 +92,7 @@ def test_a_store_that_answers_nobody_is_named(store: Store) -> None:
 def test_all_that_listens_keeps_to_the_range() -> None:
     low = free_port()
     ports, told = range(low, low + 40), {}
-    exchange = Exchange(0, "127.0.0.1", told.__setitem__, str, ports)
+    exchange = Transport(0, "127.0.0.1", told.__setitem__, str, ports)
     store = tcp_store("127.0.0.1", 0, True, Config(ports=ports), "rank 0", shared=False)
     server = serve("127.0.0.1", "secret", (World(0, 1, 0, 1, 0, 1),), ports)
     try:

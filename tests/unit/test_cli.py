@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from hvdbridge.errors import BackendUnavailable
@@ -221,6 +222,20 @@ def test_a_child_does_not_take_itself_for_a_rank(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "1")
     answer = probe.ask("import os; answer = dict(seen=[k for k in os.environ if k.endswith('_RANK')])")
     assert answer == SimpleNamespace(seen=[])
+
+
+def test_a_child_that_prints_more_than_its_answer(capfd):
+    source = "import atexit; atexit.register(print, 'bye'); print('loading', end='; '); answer = dict(sum=2)"
+    assert probe.ask(source) == SimpleNamespace(sum=2)
+    assert probe.ask("raise SystemExit") == probe.Missing("it ended without an answer")
+
+
+def test_without_a_gpu_there_is_nothing_to_compare(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["doctor", "--gpu"]) == 1
+    assert capsys.readouterr().out == "torch sees no GPU here\n"
+    assert main(["doctor", "--gpu", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"gpus": {}}
 
 
 @pytest.mark.parametrize(

@@ -78,22 +78,22 @@ def test_runs_are_kept_and_resumed(convergence, tmp_path, monkeypatch):
     rows, lengths = [convergence.Row("mean", "x"), convergence.Row("bf16", "x")], {"text": 50, "digits": 50}
     console = convergence.Console(quiet=True)
     path = tmp_path / "build" / "kept.json"
-    convergence.train_all(rows, 2, lengths, convergence.Kept(path), console)
-    found, problems = convergence.summarise(rows, 2, lengths, convergence.Kept(path))
+    convergence.train_all(rows, 2, lengths, convergence.Runs(path), console)
+    found, problems = convergence.summarise(rows, 2, lengths, convergence.Runs(path))
     assert [one.row.spec for one in found] == ["mean"]
     assert problems == ["bf16: ConfigurationError: impossible"]
 
     failures.append("none")
     calls.clear()
-    convergence.train_all(rows, 2, lengths, convergence.Kept(path), console)  # what failed, and nothing else
+    convergence.train_all(rows, 2, lengths, convergence.Runs(path), console)  # what failed, and nothing else
     assert sorted(calls) == [("bf16", task, seed) for task in ("digits", "text") for seed in (0, 1)]
-    found, problems = convergence.summarise(rows, 2, lengths, convergence.Kept(path))
+    found, problems = convergence.summarise(rows, 2, lengths, convergence.Runs(path))
     assert not problems
     assert (found[1].ratio, found[1].wire, found[1].within) == (1.0, 1.0, True)
 
-    kept = convergence.Kept(path)
+    kept = convergence.Runs(path)
     kept.forget(rows[1])
-    assert {key for key in convergence.Kept(path).runs if '"bf16"' in key} == set()
+    assert {key for key in convergence.Runs(path).runs if '"bf16"' in key} == set()
     assert len(kept.runs) == 4
 
 

@@ -15,27 +15,38 @@ from hvdbridge.deprecated import MOVED
 from hvdbridge.execution.flow import Submission
 from hvdbridge.execution.scheduler import ThreadScheduler
 from hvdbridge.execution.state_store import slot_of
-from hvdbridge.policies import Bf16, Clip, ErrorFeedback, LocalSgd
+from hvdbridge.kernels import codes, select, shuffle
+from hvdbridge.policies import Bf16, Clip, ErrorFeedback, LocalSgd, shards
 from hvdbridge.policies.dense import bucket_mb
 from hvdbridge.policies.wrappers import averaged
 from hvdbridge.policy.base import State, flush, start_from, switches
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.policy.buffer_pool import BufferPool
+from hvdbridge.reduction import parameters
 from hvdbridge.reduction.bucket_size import check_rehearses
 
-IMPORTABLE = [old for old, new in MOVED.items() if not new.startswith(("backends.mpi", "backends.horovod"))]
+STARTING = ("backends.mpi", "backends.horovod", "reduction.horovod_optimizer")
+IMPORTABLE = [old for old, new in MOVED.items() if not new.startswith(STARTING)]
 """To import the others starts a library."""
+
+
+LAYOUT = Layout({"w": (3,)})
 
 
 @pytest.mark.parametrize("old", IMPORTABLE)
 def test_an_old_module_is_the_new_one(old: str) -> None:
-    new = importlib.import_module(f"hvdbridge.{MOVED[old]}")
+    modules = [importlib.import_module(f"hvdbridge.{new}") for new in MOVED[old].split()]
+    new = modules[0]
     sys.modules.pop(f"hvdbridge.{old}", None)
     with pytest.warns(DeprecationWarning, match=rf"hvdbridge\.{old} is {new.__name__} now") as caught:
         stand_in = importlib.import_module(f"hvdbridge.{old}")
     assert caught[-1].filename == importlib.__file__  # whoever imports, and not our own file
+    for module in reversed(modules):
+        assert all(getattr(stand_in, name) for name in vars(module) if isinstance(getattr(module, name), type))
     public = [name for name in vars(new) if not name.startswith("_")]
     assert all(getattr(stand_in, name) is getattr(new, name) for name in public)
+    with pytest.raises(AttributeError, match="internal names changed with release"):
+        stand_in.no_such_name  # noqa: B018
 
 
 def test_classes_are_the_same() -> None:
@@ -178,3 +189,46 @@ def test_bytes_per_step_where_it_was() -> None:
     with pytest.warns(DeprecationWarning, match="policy.dry_run"):
         from hvdbridge.dry_run import bytes_per_step
     assert bytes_per_step is hvdbridge.policies.bytes_per_step
+
+
+def test_names_that_left_a_module() -> None:
+    with pytest.warns(DeprecationWarning, match=r"kernels.quantise.Linear is hvdbridge.kernels.codes.Linear") as caught:
+        from hvdbridge.kernels.quantise import Linear
+    assert caught[-1].filename == __file__
+    with pytest.warns(DeprecationWarning, match="policies.shards.FlatShards"):
+        from hvdbridge.policies.sharded import FlatShards
+    with pytest.warns(DeprecationWarning, match="kernels.shuffle.shuffled"):
+        from hvdbridge.kernels.select import shuffled
+    with pytest.warns(DeprecationWarning, match="kernels.select.LargeParam"):
+        assert select.Large is select.LargeParam
+    with pytest.warns(DeprecationWarning, match="kernels.select.ROUNDS is elsewhere"):
+        assert select.ROUNDS == shuffle.ROUNDS
+    with pytest.raises(AttributeError, match="__wrapped__"):
+        select.__wrapped__  # noqa: B018
+    sys.modules.pop("hvdbridge.agreement", None)
+    assert (Linear, FlatShards, shuffled) == (codes.Linear, shards.FlatShards, shuffle.shuffled)
+    with pytest.warns(DeprecationWarning, match="reduction.context"):
+        from hvdbridge.agreement import trainable
+    assert trainable is parameters.trainable
+
+
+def test_old_fields_by_position() -> None:
+    """The first edition's buckets had nineteen fields."""
+    pool = BufferPool()
+    rest = (1, 2, None, True, {"w": 7}, {}, (0, 1), False, {}, hvdbridge.Bucket(torch.ones(3), LAYOUT).weighting, False)
+    with pytest.warns(DeprecationWarning, match=r"Bucket takes"):
+        bucket = hvdbridge.Bucket(torch.ones(3), LAYOUT, 4, 5, 6, *rest, None, pool, pool)
+    assert (bucket.rank, bucket.size, bucket.ranks.nodes, bucket.last, bucket.pool) == (1, 2, (0, 1), False, pool)
+    with pytest.raises(TypeError, match="at most 19 positional"):
+        hvdbridge.Bucket(torch.ones(3), LAYOUT, 4, 5, 6, *rest, None, pool, pool, 0)
+
+
+def test_members_without_effect_are_named() -> None:
+    with pytest.warns(DeprecationWarning, match="Eager.in_place has no effect"):
+
+        @dataclass(frozen=True)
+        class Eager(hvdbridge.Policy):
+            in_place = True
+
+    with pytest.warns(DeprecationWarning, match="takes_shares goes with the next release"):
+        assert not Eager().takes_shares

@@ -21,10 +21,10 @@ from hvdbridge.supervisor.client import Monitor
 from hvdbridge.supervisor.link import SocketLink
 from hvdbridge.supervisor.spawn import HelperAddress
 from hvdbridge.supervisor.wire import Message, pack
-from hvdbridge.torch.control import Hub, spoke
+from hvdbridge.torch.control import Hub, connect_to_hub
 from hvdbridge.torch.coordinator import Coordinator, Request
 from hvdbridge.torch.optimizer_options import bucket_mb
-from hvdbridge.torch.settings import Settings, unheeded
+from hvdbridge.torch.settings import Settings, ignored_variables
 
 NAMES = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet",
@@ -43,7 +43,7 @@ NAMES = [
 
 def test_buckets_among_the_ranks_of_a_process_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one node and of several, whatever the job has; or as said."""
-    monkeypatch.setattr("hvdbridge.reduction.source.SIZES", True)
+    monkeypatch.setattr("hvdbridge.reduction.source.DDP_HAS_SIZE_LIST", True)
     world = SimpleNamespace(nodes=(0, 0, 1, 1), capabilities=Capabilities())
     session = SimpleNamespace(communicator=world, config=Config())
     operations: Any = SimpleNamespace(session=session, settings=SimpleNamespace(bucket_bytes=None))
@@ -84,7 +84,7 @@ def test_the_environment() -> None:
     assert longer.limit == "HVDBRIDGE_TIMEOUT_SECONDS"
     assert Settings.from_environment(30, 300, {"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_seconds == math.inf
     assert Settings.from_environment(30, 300, {"HOROVOD_TIMELINE": "DYNAMIC"}).timeline == ""
-    assert unheeded({"HOROVOD_AUTOTUNE": "1", "HOROVOD_RANK": "0", "HOROVOD_CACHE_CAPACITY": "0"}) == [
+    assert ignored_variables({"HOROVOD_AUTOTUNE": "1", "HOROVOD_RANK": "0", "HOROVOD_CACHE_CAPACITY": "0"}) == [
         "HOROVOD_AUTOTUNE",
         "HOROVOD_CACHE_CAPACITY",
     ]
@@ -123,7 +123,7 @@ def star(coordinator: Coordinator, boxes: list[Mailbox], first: Callable[[str, i
             time.sleep(0.01)
         address = HelperAddress.parse(found.decode())
         first(address.host, address.port)
-        opened.append(spoke(boxes[1], monitor, 1, "star", 5.0))
+        opened.append(connect_to_hub(boxes[1], monitor, 1, "star", 5.0))
 
     monitor.store_set("star", b"")
     thread = threading.Thread(target=join)
@@ -144,13 +144,13 @@ def test_the_star_carries_decisions_and_lets_no_stranger_in() -> None:
     hub, other = star(Coordinator(2), boxes, stranger)
     assert turned_away == [True]
     request = Request("barrier", "barrier")
-    other.tell({"submit": [request.pack()]})
-    hub.tell({"submit": [request.pack()]})
+    other.send({"submit": [request.pack()]})
+    hub.send({"submit": [request.pack()]})
     assert boxes[0].wait() == boxes[1].wait() == {"do": [["barrier", ["barrier"], 0, "", [], []]]}
-    other.tell({"fail": "no memory"})
+    other.send({"fail": "no memory"})
     assert boxes[0].wait() == boxes[1].wait() == {"failed": "no memory"}
-    hub.tell({"leave": True})
-    other.tell({"leave": True})
+    hub.send({"leave": True})
+    other.send({"leave": True})
     assert boxes[0].wait() == boxes[1].wait() == {"end": True}
     other.close()
     hub.close()

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "run": set(),
     "config": {"errors"},
     "policy": {"errors", "deprecated"},
-    "kernels": {"errors", "config", "policy"},
+    "kernels": {"errors", "deprecated", "config", "policy"},
     "policies": POLICIES,
     "startup": {"errors", "config", "run"},
     "supervisor": {"errors", "config", "startup"},

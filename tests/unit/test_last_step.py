@@ -44,12 +44,12 @@ class World:
         elif what == "down":
             message = self.down[rank].pop(0)
             if message["op"] == "stop?":
-                self.up[rank].append({"op": "passed", "steps": self.parts[rank].answer()})
+                self.up[rank].append({"op": "passed", "steps": self.parts[rank].freeze()})
             else:
-                self.parts[rank].name(message["steps"])
+                self.parts[rank].set_last(message["steps"])
         else:
             self.steps[rank] = self.asked[rank] + 1
-            over = self.parts[rank].over("0", self.steps[rank])
+            over = self.parts[rank].reached("0", self.steps[rank])
             if over:
                 self.last[rank] = self.steps[rank]
             elif over is not None:
@@ -91,12 +91,12 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
 
 def test_a_synchronizer_that_was_made_after_the_answer_stops_at_its_first_step() -> None:
     part = LastStep()
-    assert part.over("0", 3) is False
-    assert part.answer() == {"0": 3}
-    assert part.over("1", 1) is None, "no step is passed between the answer and the word"
-    part.name({"0": 4})
-    assert part.over("1", 0) is False
-    assert part.over("1", 1) is True
+    assert part.reached("0", 3) is False
+    assert part.freeze() == {"0": 3}
+    assert part.reached("1", 1) is None, "no step is passed between the answer and the word"
+    part.set_last({"0": 4})
+    assert part.reached("1", 0) is False
+    assert part.reached("1", 1) is True
 
 
 def waiting(job: Job, rank: int, now: float, age: float = 0.0) -> None:
@@ -135,3 +135,25 @@ def test_patience_ends_by_itself_and_with_its_rank() -> None:
     job.tick(170.1)
     assert job.failure is not None
     assert "rank 0 (host, pid 0): within hb.patience(60)" in job.failure["text"]
+
+
+def test_a_rank_that_joins_late_learns_of_patience() -> None:
+    job = Job(2, 10.0, 5.0)
+    job.join(0, 2, "host", 0)
+    job.receive(0, {"op": "patience", "token": 1, "seconds": 60.0}, b"", 100.0)
+    job.take()
+    job.join(1, 2, "host", 1)
+    assert job.take() == [(1, {"op": "patience", "on": True}, b"")]
+
+
+def test_the_rank_that_left_first_ends_the_wait() -> None:
+    """Ranks leave in another order than they join."""
+    job = Job(3, 10.0, 5.0)
+    for rank in range(3):
+        job.join(rank, 3, "host", rank)
+    waiting(job, 2, 100.0)
+    for rank, now in ((1, 100.0), (0, 101.4)):
+        job.receive(rank, {"op": "leave", "id": 1}, b"", now)
+    job.tick(101.6)
+    assert job.failure is not None
+    assert job.failure["text"].startswith("rank 1 (host, pid 1), rank 0 (host, pid 0) left without hb.shutdown()")

@@ -79,6 +79,7 @@ def test_init_twice_is_harmless_and_never_changes_a_session() -> None:
     first = hb.init("torch", policy="bf16")
     assert hb.init() is first
     assert hb.init("torch") is first
+    assert hb.init(rank=0, size=1) is first  # these are its numbers
     with pytest.raises(hb.ConfigurationError, match=r"Call hb.shutdown\(\) first"):
         hb.init("torch", policy="mean")
     hb.shutdown()
@@ -107,6 +108,8 @@ def test_init_is_missing(read: object) -> None:
         ({"rank": 2, "size": 2}, hb.RendezvousError, "rank=2"),
         ({"rank": 0, "size": 2}, hb.RendezvousError, "set MASTER_ADDR and MASTER_PORT"),
         ({"rank": 0, "size": 2, "init_method": "udp://x:1"}, hb.ConfigurationError, "must be tcp://host:port"),
+        ({"rank": 0, "size": 2, "init_method": "tcp://x"}, hb.ConfigurationError, "'x' is no port"),
+        ({"rank": 0, "size": 2, "init_method": "tcp://x:99999"}, hb.ConfigurationError, "'99999' is no port"),
     ],
 )
 def test_init_refuses(arguments: dict[str, object], error: type[Exception], text: str) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from hvdbridge.backends.communicator import Answer, Communicator, Work
 from hvdbridge.errors import CollectiveMismatch, HvdbridgeError
 from hvdbridge.execution.flow import Mailbox, Submission, Task
-from hvdbridge.execution.scheduler import Scheduler, ThreadScheduler, drive
+from hvdbridge.execution.scheduler import Scheduler, ThreadScheduler, drive, open_scheduler
 from hvdbridge.policy.collectives import AllReduce, Collective
 
 
@@ -79,8 +79,8 @@ def test_the_first_failure_poisons_what_is_pending_and_what_comes() -> None:
     communicator.gate.clear()
     communicator.error = OSError("wire cut")
     settled: list[bool] = []
-    first = scheduler.submit(Submission(flow(1), communicator, settled=lambda p: settled.append(p.result is None)))
-    second = scheduler.submit(Submission(flow(2), communicator, settled=lambda p: settled.append(p.result is None)))
+    first = scheduler.submit(Submission(flow(1), communicator, on_settled=lambda p: settled.append(p.result is None)))
+    second = scheduler.submit(Submission(flow(2), communicator, on_settled=lambda p: settled.append(p.result is None)))
     communicator.gate.set()
     for pending in (first, second):
         with pytest.raises(OSError, match="wire cut"):
@@ -249,21 +249,24 @@ def test_what_only_travels_outlasts_what_is_looked_at_often() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("rounds", "expected"), [
-    ([1, 1, 1], [0.1, 1.1, 2.1]),
-    ([2, 2, 2, 2], [0.1, 1.1, 0.2, 2.1, 1.2, 3.1, 2.2, 3.2]),
-    ([3, 3, 3], [0.1, 0.2, 1.1, 0.3, 1.2, 2.1, 1.3, 2.2, 2.3]),
-    ([5, 5, 5], [0.1, 0.2, 1.1, 0.3, 1.2, 2.1, 0.4, 1.3, 2.2, 0.5, 1.4, 2.3, 1.5, 2.4, 2.5]),
-    ([3, 1, 2, 3, 1], [0.1, 0.2, 1.1, 0.3, 2.1, 3.1, 2.2, 3.2, 4.1, 3.3]),
-    ([None, None, None], [0.1, 0.2, 1.1, 1.2, 2.1, 2.2]),
+@pytest.mark.parametrize(("flows", "rounds", "expected"), [
+    (3, [1, 1, 1], [0.1, 1.1, 2.1]),
+    (3, [2, 2, 2, 2], [0.1, 1.1, 0.2, 2.1, 1.2, 3.1, 2.2, 3.2]),
+    (3, [3, 3, 3], [0.1, 0.2, 1.1, 0.3, 1.2, 2.1, 1.3, 2.2, 2.3]),
+    (3, [5, 5, 5], [0.1, 0.2, 1.1, 0.3, 1.2, 2.1, 0.4, 1.3, 2.2, 0.5, 1.4, 2.3, 1.5, 2.4, 2.5]),
+    (3, [3, 1, 2, 3, 1], [0.1, 0.2, 1.1, 0.3, 2.1, 3.1, 2.2, 3.2, 4.1, 3.3]),
+    (3, [None, None, None], [0.1, 0.2, 1.1, 1.2, 2.1, 2.2]),
+    (2, [2, 2, 2, 2], [0.1, 1.1, 0.2, 2.1, 1.2, 3.1, 2.2, 3.2]),
+    (2, [5, 5, 5], [0.1, 0.2, 0.3, 1.1, 0.4, 1.2, 0.5, 1.3, 2.1, 1.4, 2.2, 1.5, 2.3, 2.4, 2.5]),
+    (2, [5, 1, 2, 5, 1], [0.1, 0.2, 0.3, 1.1, 0.4, 0.5, 2.1, 2.2, 3.1, 3.2, 3.3, 4.1, 3.4, 3.5]),
 ])  # fmt: skip
 def test_operations_start_in_one_order_whatever_takes_how_long(
-    shared: bool, rounds: list[int | None], expected: list[float], monkeypatch: pytest.MonkeyPatch
+    shared: bool, flows: int, rounds: list[int | None], expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flow k issues k.1 at turn k, k.2 W turns later, and so on; of one turn the older flow's first."""
-    monkeypatch.setattr(Late, "shared", shared)
+    """Flow k issues k.1 at turn k S, k.2 W turns later, and so on; of one turn the older flow's first."""
+    monkeypatch.setattr(Late, "thread_safe_wait", shared)
     for seed in range(8):
-        communicator, scheduler, chance = Slow(seed), ThreadScheduler(), random.Random(-seed)
+        communicator, scheduler, chance = Slow(seed), ThreadScheduler(flows=flows), random.Random(-seed)
         runs = []
         for k, n in enumerate(rounds):
             values = [k + round(r / 10, 1) for r in range(1, 1 + (n or 2))]
@@ -273,6 +276,7 @@ def test_operations_start_in_one_order_whatever_takes_how_long(
         for pending in runs:
             pending.wait()
         assert communicator.seen == pytest.approx(expected)
+        assert flows == 3 or communicator.most <= 2
         assert scheduler.traffic.collectives == len(expected)
         assert 0 < scheduler.traffic.seconds < len(expected) * 0.1
         scheduler.close()
@@ -310,7 +314,7 @@ def test_encoding_and_decoding_do_not_wait_for_turns() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_flows_of_unknown_rounds_may_share_what_they_like(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user's hook does: what they read there, and so what they ask for, is not a matter of time."""
-    monkeypatch.setattr(Late, "shared", shared)
+    monkeypatch.setattr(Late, "thread_safe_wait", shared)
 
     def bucket(k: int, known: set[str]) -> Task[None]:
         for word in "ab":
@@ -347,13 +351,16 @@ def test_flows_that_need_no_operation_come_to_their_ends(rounds: int | None) -> 
     scheduler.close()
 
 
-def test_three_flows_are_in_flight_at_once() -> None:
-    communicator, scheduler = Slow(0), ThreadScheduler()
+@pytest.mark.parametrize(("nodes", "flows"), [((0, 0), 2), ((0, 1), 3)])
+def test_two_flows_are_in_flight_within_a_node_and_three_across_nodes(nodes: tuple[int, ...], flows: int) -> None:
+    communicator = Slow(0)
+    communicator.nodes = nodes
+    scheduler = open_scheduler(communicator, torch.device("cpu"))
     runs = [scheduler.submit(Submission(flow(k + 0.1, k + 0.2), communicator, 2)) for k in range(6)]
     scheduler.flush()
     for pending in runs:
         pending.wait()
-    assert communicator.most == 3
+    assert communicator.most == flows
     scheduler.close()
 
 
@@ -392,7 +399,7 @@ class Gated(Loopback):
 class Silent(Work):
     """Only who waits for it learns of its end."""
 
-    shared = last = True
+    thread_safe_wait = last = True
 
     def __init__(self, free: threading.Event) -> None:
         self._free, self._waited = free, False
@@ -419,8 +426,8 @@ def test_what_settles_a_flow_may_fail_and_leaves_nobody_waiting() -> None:
     def settled(_: Submission[float]) -> None:
         raise OSError("out of memory")
 
-    first = scheduler.submit(Submission(flow(1), communicator, settled=settled))
-    second = scheduler.submit(Submission(flow(2), communicator, settled=settled))
+    first = scheduler.submit(Submission(flow(1), communicator, on_settled=settled))
+    second = scheduler.submit(Submission(flow(2), communicator, on_settled=settled))
     communicator.gate.set()
     until(lambda: first.done and second.done)
     with pytest.raises(OSError, match="out of memory"):
@@ -432,7 +439,7 @@ def test_what_settles_a_flow_may_fail_and_leaves_nobody_waiting() -> None:
 
 class Broken(Silent):
     @property
-    def shared(self) -> bool:  # type: ignore[override]
+    def thread_safe_wait(self) -> bool:  # type: ignore[override]
         raise OSError("not a flow's own")
 
 
@@ -711,7 +718,7 @@ def test_what_waits_for_its_turn_does_not_travel_any_more() -> None:
     communicator.let(0.1, 0.2)
     until(lambda: runs[0].done)
     communicator.let(1.1)
-    until(lambda: len(watched) == 3 and not scheduler._travelling)
+    until(lambda: len(watched) == 3 and not scheduler._operations)
     assert not runs[1].done
     communicator.let(1.2)
     scheduler.flush()
@@ -865,7 +872,7 @@ def test_who_waits_long_can_be_told_of_a_failure(work: Callable[[threading.Event
 @pytest.mark.parametrize("shared", [False, True])
 def test_inline_flows_keep_the_order_of_starts(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the thread is idle when they come is another matter on each rank."""
-    monkeypatch.setattr(Late, "shared", shared)
+    monkeypatch.setattr(Late, "thread_safe_wait", shared)
     monkeypatch.setattr(Late, "last", True)
     orders = set()
     for seed in range(12):

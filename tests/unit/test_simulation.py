@@ -51,6 +51,8 @@ def test_every_collective_and_group() -> None:
     assert [row[0] for row in run(reduce("cross"), 4, 2)] == [2, 4, 2, 4]
     assert [row[0] for row in run(reduce("node"), 5, 2)] == [1, 1, 5, 5, 4]
     assert [row[0] for row in run(reduce("cross"), 5, 2)] == [6, 4, 6, 4, 6]
+    assert [row[0] for row in run(reduce("ranks:0,3|1,2"), 4)] == [3, 3, 3, 3]
+    assert [row[0] for row in run(reduce("ranks:0|1,2,3"), 4)] == [0, 6, 6, 6]
 
 
 def test_answers() -> None:

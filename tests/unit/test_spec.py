@@ -14,7 +14,7 @@ from hvdbridge.errors import ConfigurationError, SpecError
 from hvdbridge.policies import Bf16, ErrorFeedback, Fp16, Mean, Partition, Sum, Warmup, from_spec, register, to_spec
 from hvdbridge.policy.base import Policy
 from hvdbridge.policy.options import option
-from hvdbridge.policy.spec import DEEPEST
+from hvdbridge.policy.spec import MAX_DEPTH
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def test_an_error_marks_the_position(text: str, at: int, message: str) -> None:
 
 
 def test_nesting_is_bounded() -> None:
-    with pytest.raises(SpecError, match=f"deeper than {DEEPEST}"):
+    with pytest.raises(SpecError, match=f"deeper than {MAX_DEPTH}"):
         from_spec("fp16(" * 100_000)
 
 
@@ -215,4 +215,20 @@ def test_an_installed_package_brings_policies(monkeypatch: pytest.MonkeyPatch) -
     entry = EntryPoint("borrowed", f"{Mean.__module__}:Mean", policies.ENTRY_POINTS)
     monkeypatch.setattr(policies, "_installed", lambda: {"borrowed": entry})
     assert "borrowed" in policies.known()
+    with pytest.raises(ConfigurationError, match=r"the name 'borrowed' is taken by .*dense:Mean"):
+        register("borrowed", Options)
     assert from_spec("borrowed:exact=true") == Mean(exact=True)
+
+
+def test_a_broken_package_leaves_other_policies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    entry = EntryPoint("broken", "no_such_package.policies:Broken", policies.ENTRY_POINTS)
+    monkeypatch.setattr(policies, "_installed", lambda: {"broken": entry})
+
+    @dataclass(frozen=True)
+    class Nameless(Policy): ...
+
+    assert policies.label(Nameless()).endswith("Nameless()")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        from_spec("broken")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -412,3 +412,18 @@ def test_a_policy_that_is_not_defined_for_one_rank_is_refused_at_once(alone: Non
 def test_a_synchronizer_takes_dicts_alone(strange: Any, alone: None) -> None:
     with pytest.raises(ConfigurationError, match="is a dict"):
         Run().sync.load_state_dict(strange)
+
+
+def test_an_owned_leaf_without_error_feedback_cannot_be_redistributed() -> None:
+    @dataclass(frozen=True)
+    class Owning(Policy):
+        slots = {"error": Slot(local=True, owned=True)}
+
+        def init(self, params: Mapping[str, Tensor]) -> State:
+            return {"error": {name: torch.zeros_like(p) for name, p in params.items()}}
+
+    store = StateStore(Owning(), {"w": torch.zeros(2)})
+    saved = store.portable()
+    store.load([saved, saved], 0, 2)
+    with pytest.raises(ConfigurationError, match=r"error: Slot\(owned=True\) needs error feedback around its policy"):
+        store.load([saved, saved], 0, 3)

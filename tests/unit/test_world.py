@@ -69,6 +69,7 @@ def test_who_am_i(environ: dict[str, str], expected: World) -> None:
         ({"RANK": "1"}, RendezvousError, ["RANK is set but WORLD_SIZE is not"]),
         ({"RANK": "2", "WORLD_SIZE": "2"}, RendezvousError, ["rank=2", "RANK=2 WORLD_SIZE=2"]),
         ({"RANK": "one", "WORLD_SIZE": "2"}, ConfigurationError, ["RANK='one'"]),
+        (SRUN | {"RANK": "0", "WORLD_SIZE": "many"}, ConfigurationError, ["WORLD_SIZE='many'"]),
         ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1"}, RendezvousError, ["WORLD_SIZE", "torchrun"]),
         ({"HOROVOD_RANK": "1"}, RendezvousError, ["HOROVOD_SIZE", "horovodrun"]),
         ({"PMI_RANK": "1"}, RendezvousError, ["PMI_SIZE", "mpiexec"]),

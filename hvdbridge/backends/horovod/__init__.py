@@ -1,4 +1,4 @@
-"""The backend over Horovod."""
+"""The Horovod backend."""
 
 from hvdbridge.backends.registry import Backend
 

@@ -1,24 +1,22 @@
-"""Horovod below a communicator.
+"""The Horovod communicator.
 
 Rules:
 
-1. Every operation is named ``{communicator}.{kind}.{dtype}.{shape}.{number}``: no other communicator and no user has
-   that name, it is in flight once at a time, and it repeats, which Horovod's response cache needs: the number runs
-   round, the same on all ranks, because operations start in the same order on all.
-2. A group is a process set. Horovod makes one only if all ranks of its world ask for it, and once for the same
-   ranks: so a split also makes the sets of its children's ``node`` and ``cross`` groups, sets are shared between
-   communicators (names differ), and they live until ``hvd.shutdown``. A user's ``add_process_set`` for the same ranks
-   must come first: Horovod has no second one.
-3. Waiting polls: ``hvd.synchronize`` spins and takes the interpreter's lock from the thread that runs backward.
-   Polling also bounds the wait.
-4. Horovod is lent tensors of its own over the same memory, and a view of each is held until the operation succeeds.
-   When a rank dies, Horovod's thread lets go of all tensors under a lock that starting an operation takes, too. In
-   torch 2.13 the last holder beside Python needs the interpreter's lock to let go, and the thread that starts an
-   operation has that: both waited for ever. A view refers to its base unless that is a view itself, so Horovod's
-   thread is not the last holder (but of tensors of ``torch.inference_mode``, whose views have no base).
-5. An operation that is started while Horovod's thread ends may be taken, though nothing is left to do it. So a
-   waiter asks every second whether Horovod still runs. A thread asks, because the answer may take as long as another
-   rank is silent.
+1. Each operation is named ``{communicator}.{kind}.{dtype}.{shape}.{number}``. No other communicator and no user code
+   uses this name, and only one operation with it is in flight at a time. ``number`` cycles, since Horovod's response
+   cache needs repeated names. All ranks use the same number, since they start operations in the same order.
+2. A group is a process set. Horovod creates one only if all ranks of its world request it, and only once for the same
+   ranks. Therefore a split also creates the sets of its children's ``node`` and ``cross`` groups, communicators
+   share sets (their operations' names differ), and sets exist until ``hvd.shutdown``. A user's own ``add_process_set``
+   for the same ranks must run first, since Horovod rejects a second one.
+3. A wait polls, which allows a timeout. ``hvd.synchronize`` spins and takes the GIL from the thread that runs backward.
+4. Horovod receives an alias of each tensor, and a view of the alias is kept until the operation succeeds. When a rank
+   fails, Horovod's thread releases all tensors while it holds a lock that the start of an operation also needs. In
+   torch 2.13, release of the last C++ reference needs the GIL, which the thread that starts an operation holds: a
+   deadlock. A view refers to its base (unless the base is a view itself), so Horovod's thread never releases the last
+   reference. Views of ``torch.inference_mode`` tensors have no base, so these tensors are not protected.
+5. An operation that starts while Horovod's thread ends may be accepted but never executed. So each waiter checks every
+   second that Horovod still runs, in a separate thread, because the check blocks while another rank does not respond.
 """
 
 from __future__ import annotations
@@ -52,28 +50,28 @@ from hvdbridge.errors import NotInitialized, Unsupported
 
 POLL_SECONDS = 1e-4
 
-ALIVE_SECONDS = 1.0
-"""Between questions whether Horovod still runs."""
+LIVENESS_SECONDS = 1.0
+"""Interval, in seconds, between two checks whether Horovod still runs."""
 
-ASKING = Lock()
-"""One question at a time."""
+LIVENESS_LOCK = Lock()
+"""Held during a check, so that at most one thread checks at a time."""
 
-HELD: dict[int, list[Tensor]] = {}
-"""By handle, the views of rule 4. Those of an operation that failed stay until its number comes again."""
+VIEWS: dict[int, list[Tensor]] = {}
+"""The views of rule 4, by Horovod handle. Those of a failed operation stay until Horovod reuses its handle."""
 
-NAMES = 4
-"""Numbers that a name ends in; an operation waits for the one that had its name before."""
+NAME_COUNT = 4
+"""How many numbers a name cycles through. An operation waits for the previous operation of the same name."""
 
-OPS = {"sum": hvd.Sum, "product": hvd.Product, "min": hvd.Min, "max": hvd.Max}
+HOROVOD_OPS = {"sum": hvd.Sum, "product": hvd.Product, "min": hvd.Min, "max": hvd.Max}
 
-WORLDS = count()
-"""Numbers the worlds of this process: Horovod knows operations by name alone."""
+WORLD_NUMBERS = count()
+"""Numbers the world communicators of this process, since Horovod identifies operations by name alone."""
 
 
-def has_ended() -> bool:
-    """Whether Horovod's thread is gone, as it is after another rank's death: what is under way never ends.
+def has_shut_down() -> bool:
+    """Return whether Horovod's thread has ended, as after another rank's failure. Operations then never complete.
 
-    Takes a lock that Horovod's thread has while it talks to the other ranks.
+    The call takes a lock that Horovod's thread holds while it communicates with the other ranks.
     """
     if not hvd.is_initialized():
         return True
@@ -81,24 +79,24 @@ def has_ended() -> bool:
     return int(mpi_ops._basics.MPI_LIB_CTYPES.horovod_process_set_ranks(0, ranks)) < 0
 
 
-class Operation(Work):
-    """A handle that is polled. The flow that started it may wait at the same time as the one that wants its name."""
+class HorovodWork(Work):
+    """A Horovod handle that is polled. Its flow and a flow that is about to reuse its name may wait at once."""
 
     def __init__(self, handle: int, name: str, seconds: float) -> None:
         self._lock = Lock()
         self._handle: int | None = handle
         self._error: Exception | None = None
         self._name = name
-        self._abandoned = False  # Horovod was asked, and has ended
+        self._shut_down = False  # the last check found that Horovod has ended
         now = time.monotonic()
         self._deadline = now + seconds
-        self._ask = now + ALIVE_SECONDS
+        self._next_check = now + LIVENESS_SECONDS
 
     def done(self) -> bool:
         if not self._lock.acquire(blocking=False):
-            return False  # another thread waits, and will synchronize the handle
+            return False  # another thread is in wait(), and will synchronize the handle
         try:
-            return self._handle is None or hvd.poll(self._handle) or self._lost() is not None
+            return self._handle is None or hvd.poll(self._handle) or self._failure() is not None
         finally:
             self._lock.release()
 
@@ -109,8 +107,8 @@ class Operation(Work):
             if self._handle is None:
                 return
             while not hvd.poll(self._handle):
-                if (lost := self._lost()) is not None:
-                    raise lost
+                if (failure := self._failure()) is not None:
+                    raise failure
                 time.sleep(POLL_SECONDS)
             handle, self._handle = self._handle, None
             try:
@@ -118,112 +116,115 @@ class Operation(Work):
             except Exception as error:
                 self._error = error
                 raise
-            HELD.pop(handle, None)
+            VIEWS.pop(handle, None)
 
-    def _lost(self) -> Exception | None:
-        """Why there is nothing more to wait for, if so."""
+    def _failure(self) -> Exception | None:
+        """Return the error that ends the wait, or None; start a liveness check when one is due."""
         now = time.monotonic()
-        if self._abandoned and not hvd.poll(self._handle):  # what Horovod knew of it told before it ended
+        if self._shut_down and not hvd.poll(self._handle):  # not completed before Horovod ended
             ended: Exception = HorovodInternalError(f"Horovod has been shut down; {self._name} was never done")
             return ended
         if now > self._deadline:
             return TimeoutError(f"The Horovod operation {self._name} timed out")
-        if now > self._ask and ASKING.acquire(blocking=False):
-            self._ask = now + ALIVE_SECONDS
-            Thread(target=self._look, name="hvdbridge-alive", daemon=True).start()
+        if now > self._next_check and LIVENESS_LOCK.acquire(blocking=False):
+            self._next_check = now + LIVENESS_SECONDS
+            Thread(target=self._check_liveness, name="hvdbridge-alive", daemon=True).start()
         return None
 
-    def _look(self) -> None:
+    def _check_liveness(self) -> None:
         try:
-            self._abandoned = has_ended()
+            self._shut_down = has_shut_down()
         finally:
-            ASKING.release()
+            LIVENESS_LOCK.release()
 
 
 class HorovodCommunicator(Bridged):
-    """Executes requests as named Horovod operations on a process set (None: a group of one rank)."""
+    """Executes requests as named Horovod operations on ``process_set``, which is None for a group of one rank.
+
+    ``ranks`` are the group's ranks in Horovod's world, ascending.
+    """
 
     failures = (HorovodInternalError, TimeoutError)
     reduced_dtypes = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-    """Horovod takes float16, too, but rounds after each addition."""
+    """Horovod also supports float16, but rounds after each addition."""
 
     def __init__(
-        self, name: str, ranks: Sequence[int], members: Any, timeout_seconds: float, watch: Watch = unwatched
+        self, name: str, ranks: Sequence[int], process_set: Any, timeout_seconds: float, watch: Watch = unwatched
     ) -> None:
         super().__init__(name, list(ranks).index(hvd.rank()), len(ranks), timeout_seconds, watch)
-        # NCCL refuses ranks that share a GPU
+        # NCCL does not support ranks that share a GPU.
         self.capabilities = Capabilities(cuda=bool(hvd.nccl_built()) and hvd.local_size() <= torch.cuda.device_count())
-        self._ranks = list(ranks)  # in Horovod's world
-        self._members = members
-        self._started: dict[str, int] = {}
-        self._in_flight: dict[str, Operation] = {}
+        self._ranks = list(ranks)
+        self._hvd_set = process_set
+        self._start_counts: dict[str, int] = {}
+        self._latest: dict[str, HorovodWork] = {}
 
     @classmethod
     def world(cls, watch: Watch = unwatched, timeout_seconds: float = 300.0) -> HorovodCommunicator:
         if not hvd.is_initialized():
             raise NotInitialized("Horovod is not started; call hb.init() or hvd.init() first")
-        name = f"hvdbridge.{next(WORLDS)}"
+        name = f"hvdbridge.{next(WORLD_NUMBERS)}"
         return cls(name, range(hvd.size()), hvd.global_process_set, timeout_seconds, watch)
 
     def ranks_of(self, group: object) -> list[int]:
         return super().ranks_of(group.ranks if isinstance(group, hvd.ProcessSet) else group)
 
     def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
-        return self._start(op, partial(hvd.allreduce_async_, op=OPS[op], process_set=self._members), flat)
+        return self._start(op, partial(hvd.allreduce_async_, op=HOROVOD_OPS[op], process_set=self._hvd_set), flat)
 
-    # The public functions below these two answer in new memory; these write where they are told to.
+    # Horovod's public functions allocate their outputs; the private ones of the next two methods take an output.
 
-    def _all_gather(self, data: Tensor, answer: Tensor) -> Work:
-        return self._start("gather", partial(mpi_ops._allgather_async, process_set=self._members), data[None], answer)
+    def _all_gather(self, data: Tensor, output: Tensor) -> Work:
+        return self._start("gather", partial(mpi_ops._allgather_async, process_set=self._hvd_set), data[None], output)
 
-    def _all_to_all(self, rows: Tensor, answer: Tensor) -> Work:
-        def start(rows: Tensor, *answers: Tensor, name: str) -> int:
-            return int(mpi_ops._alltoall_async(rows, None, *answers, name, self._members))
+    def _all_to_all(self, rows: Tensor, output: Tensor) -> Work:
+        def start(rows: Tensor, *outputs: Tensor, name: str) -> int:
+            return int(mpi_ops._alltoall_async(rows, None, *outputs, name, self._hvd_set))
 
-        return self._start("exchange", start, rows, answer, torch.empty(self.size, dtype=torch.int32, device="cpu"))
+        return self._start("exchange", start, rows, output, torch.empty(self.size, dtype=torch.int32, device="cpu"))
 
     def _send_to_all(self, data: Tensor, root: int) -> Work:
-        start = partial(hvd.broadcast_async_, root_rank=self._ranks[root], process_set=self._members)
+        start = partial(hvd.broadcast_async_, root_rank=self._ranks[root], process_set=self._hvd_set)
         return self._start(f"from{root}", start, data)
 
     def _start(self, kind: str, start: Callable[..., int], *tensors: Tensor) -> Work:
-        """``start(*tensors, name=...)`` under the next name of this kind, and the first tensor's type and shape."""
+        """Call ``start(*tensors, name=...)`` with the next name of this kind and the first tensor's dtype and shape."""
         shape = "x".join(map(str, tensors[0].shape))
         name = f"{self.name}.{kind}.{str(tensors[0].dtype).removeprefix('torch.')}.{shape}"
-        number = self._started[name] = (self._started.get(name, -1) + 1) % NAMES
+        number = self._start_counts[name] = (self._start_counts.get(name, -1) + 1) % NAME_COUNT
         name = f"{name}.{number}"
-        if name in self._in_flight:
-            with suppress(Exception):  # its own flow raises it again in its wait
-                self._in_flight[name].wait()
-        lent = [tensor.detach() for tensor in tensors]
-        views = [tensor.view(tensor.shape) for tensor in lent]
-        handle = start(*lent, name=name)
-        HELD[handle] = views
-        work = self._in_flight[name] = Operation(handle, name, self.timeout_seconds)
+        if name in self._latest:
+            with suppress(Exception):  # wait() raises the error again in the operation's own flow
+                self._latest[name].wait()
+        aliases = [tensor.detach() for tensor in tensors]
+        views = [tensor.view(tensor.shape) for tensor in aliases]
+        handle = start(*aliases, name=name)
+        VIEWS[handle] = views
+        work = self._latest[name] = HorovodWork(handle, name, self.timeout_seconds)
         return work
 
     def _split(self, name: str, groups: list[list[int]], mine: int | None) -> Communicator | None:
-        sets = [self._process_set(group) for group in groups]
+        sets = [self._find_or_create_set(group) for group in groups]
         if self.nodes:
             for group in groups:
                 nodes = [self.nodes[rank] for rank in group]
                 for inner in (*node_groups(nodes), *cross_groups(nodes)):
-                    self._process_set([group[i] for i in inner])
+                    self._find_or_create_set([group[i] for i in inner])
         if mine is None:
             return None
         ranks = [self._ranks[rank] for rank in groups[mine]]
         return HorovodCommunicator(f"{name}-{mine}", ranks, sets[mine], self.timeout_seconds, self.watch)
 
-    def _process_set(self, group: list[int]) -> Any:
-        """The process set of these ranks of this communicator: the one there is, or a new one."""
+    def _find_or_create_set(self, group: list[int]) -> Any:
+        """Return the process set of these ranks of this communicator, existing or new; None for a single rank."""
         ranks = [self._ranks[rank] for rank in group]
         if len(ranks) == 1:
             return None
         known = {tuple(ranks): number for number, ranks in mpi_ops._basics._get_process_set_ids_and_ranks().items()}
         if tuple(ranks) in known:
-            found = hvd.ProcessSet(ranks)
-            found.process_set_id = known[tuple(ranks)]
-            return found
+            process_set = hvd.ProcessSet(ranks)
+            process_set.process_set_id = known[tuple(ranks)]
+            return process_set
         if self.size < hvd.size():
             raise Unsupported(
                 f"rank {hvd.rank()}: Horovod cannot make the group {ranks} inside the group {self._ranks}; "
@@ -238,4 +239,4 @@ class HorovodCommunicator(Bridged):
             ) from cause
 
     def _close(self) -> None:
-        self._members = None
+        self._hvd_set = None

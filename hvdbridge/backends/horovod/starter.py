@@ -1,7 +1,10 @@
-"""Horovod: native under horovodrun, and under mpiexec if built with MPI; elsewhere rank 0 serves its rendezvous.
+"""The start of Horovod.
 
-The server's secret travels in the address that Horovod is given: ``host:port/secret`` makes its HTTP client ask
-``host:port`` for ``/secret:.../scope/key``, and a request without the secret gets 403.
+Under horovodrun, and under mpiexec if Horovod is built with MPI, Horovod starts by itself. Under other launchers rank 0
+runs Horovod's rendezvous server, and its address is set in the environment.
+
+The address contains the server's secret: with ``host:port/secret`` Horovod's HTTP client requests
+``/secret:.../scope/key`` from ``host:port``. The server answers requests without the secret with status 403.
 """
 
 from __future__ import annotations
@@ -14,29 +17,29 @@ import sys
 import threading
 from typing import Any
 
-from hvdbridge.backends.mpi.starter import offers_mpi
-from hvdbridge.backends.starter import Meeting, Numbers, Starter, Variables
+from hvdbridge.backends.mpi.starter import launcher_starts_mpi
+from hvdbridge.backends.starter import EnvironmentOverrides, RankAndSize, RendezvousInfo, Starter
 from hvdbridge.config import LONGEST_SECONDS
 from hvdbridge.errors import BackendUnavailable, RendezvousError
 from hvdbridge.startup import network
 from hvdbridge.startup.network import first_free
 from hvdbridge.startup.world import World
 
-LARGEST_VALUE = 2**20  # addresses of a full mesh are far smaller
+MAX_VALUE_BYTES = 2**20  # limit of a value in the rendezvous store; addresses of a full mesh are far smaller
 
 
 class HorovodStarter(Starter):
-    """``hvd.init()``, with what horovodrun would have set."""
+    """Calls ``hvd.init()`` with the environment variables that horovodrun would have set."""
 
     name = "horovod"
-    started = False  # before, in this process
+    has_started = False  # whether this process has started Horovod before
 
     def __init__(self) -> None:
-        self._variables = Variables()
+        self._environment = EnvironmentOverrides()
         self._server: Any = None
 
     @classmethod
-    def running(cls) -> Numbers | None:
+    def running(cls) -> RankAndSize | None:
         hvd = sys.modules.get("horovod.torch")
         return (hvd.rank(), hvd.size()) if hvd is not None and hvd.is_initialized() else None
 
@@ -45,32 +48,33 @@ class HorovodStarter(Starter):
 
         return list(hvd.allgather_object(value, name="hvdbridge.start"))
 
-    def start(self, meeting: Meeting) -> None:
+    def start(self, rendezvous: RendezvousInfo) -> None:
         import horovod.torch as hvd
 
         limit = str(round(LONGEST_SECONDS))
-        # Process sets, which groups need, must be announced before Horovod starts.
-        self._variables.set({"HOROVOD_GLOO_TIMEOUT_SECONDS": limit, "HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
-        launcher = meeting.world.launcher
+        # Groups need process sets, which must be enabled before Horovod starts.
+        self._environment.set({"HOROVOD_GLOO_TIMEOUT_SECONDS": limit, "HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+        launcher = rendezvous.world.launcher
         native = launcher == "horovodrun"
-        if native and HorovodStarter.started and os.environ.get("HOROVOD_ELASTIC") != "1":
-            native = False  # horovodrun's server still has the addresses at which process sets met the first time
-        HorovodStarter.started = True
-        if not (native or (offers_mpi(meeting.world) and hvd.mpi_built())):
-            self._bridge(meeting)
-        if not hvd.mpi_enabled() and not network.is_loopback(meeting.address):
+        if native and HorovodStarter.has_started and os.environ.get("HOROVOD_ELASTIC") != "1":
+            native = False  # horovodrun's server still has the addresses of the first start's process sets
+        HorovodStarter.has_started = True
+        if not (native or (launcher_starts_mpi(rendezvous.world) and hvd.mpi_built())):
+            self._set_up_gloo(rendezvous)
+        if not hvd.mpi_enabled() and not network.is_loopback(rendezvous.address):
             _check_host_name()
-        with meeting.monitor.phase("hvd.init"):
+        with rendezvous.monitor.phase("hvd.init"):
             try:
                 hvd.init()
             except (RuntimeError, ValueError) as error:
-                raise RendezvousError(f"rank {meeting.world.rank}: Horovod did not start: {error}") from error
+                raise RendezvousError(f"rank {rendezvous.world.rank}: Horovod did not start: {error}") from error
 
-    def _bridge(self, meeting: Meeting) -> None:
-        world = meeting.world
-        peers = [w for w in meeting.worlds if w.local_rank == world.local_rank]
-        self._variables.remove(("HOROVOD_GLOO_RENDEZVOUS", "HOROVOD_ELASTIC"))
-        self._variables.set({
+    def _set_up_gloo(self, rendezvous: RendezvousInfo) -> None:
+        """Set the variables with which Horovod starts over Gloo, and run the rendezvous server on rank 0."""
+        world = rendezvous.world
+        peers = [w for w in rendezvous.worlds if w.local_rank == world.local_rank]
+        self._environment.unset(("HOROVOD_GLOO_RENDEZVOUS", "HOROVOD_ELASTIC"))
+        self._environment.set({
             "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo",
             "HOROVOD_RANK": str(world.rank), "HOROVOD_SIZE": str(world.size),
             "HOROVOD_LOCAL_RANK": str(world.local_rank), "HOROVOD_LOCAL_SIZE": str(world.local_size),
@@ -80,20 +84,20 @@ class HorovodStarter(Starter):
         })  # fmt: skip
         if world.size == 1:
             return
-        key = f"{meeting.key}/horovod"
+        key = f"{rendezvous.key}/horovod"
         if world.rank == 0:
             secret = secrets.token_hex(16)
-            self._server = serve(meeting.address, secret, meeting.worlds, meeting.config.ports)
-            meeting.monitor.store_set(key, f"{meeting.address}:{self._server.server_port}/{secret}".encode())
-        self._variables.set({
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": meeting.monitor.store_get(key).decode(),
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",  # not read: the address has the port
+            self._server = serve(rendezvous.address, secret, rendezvous.worlds, rendezvous.config.ports)
+            rendezvous.monitor.store_set(key, f"{rendezvous.address}:{self._server.server_port}/{secret}".encode())
+        self._environment.set({
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous.monitor.store_get(key).decode(),
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",  # not used, since the address contains the port
         })  # fmt: skip
-        interface = meeting.config.iface or network.interface_towards(meeting.address)
-        self._variables.default({"HOROVOD_GLOO_IFACE": interface})
+        interface = rendezvous.config.iface or network.interface_towards(rendezvous.address)
+        self._environment.set_defaults({"HOROVOD_GLOO_IFACE": interface})
 
-    def numbers(self) -> Numbers:
-        import horovod.torch as hvd  # under hvdbridge.run the module of this name in sys.modules is hvdbridge.torch
+    def rank_and_size(self) -> RankAndSize:
+        import horovod.torch as hvd  # under hvdbridge.run sys.modules has hvdbridge.torch under this name
 
         return hvd.rank(), hvd.size()
 
@@ -101,7 +105,7 @@ class HorovodStarter(Starter):
         return "If hvd.init() ran before hb.init(), leave it out: hb.init() starts Horovod under every launcher."
 
     def stop(self) -> None:
-        """The server, and the variables that point to it, are needed until here: each process set meets there."""
+        """Shut Horovod down, then the server and its variables: each new process set needs them for its rendezvous."""
         import horovod.torch as hvd
 
         if hvd.is_initialized():
@@ -110,15 +114,17 @@ class HorovodStarter(Starter):
             self._server.shutdown()
             self._server.server_close()
             self._server = None
-        self._variables.restore()
+        self._environment.restore()
 
 
 def _check_host_name() -> None:
-    """Horovod's process sets, the one of all ranks included, do not heed HOROVOD_GLOO_IFACE: they listen at the address
-    of the host's own name, and abort the process where others cannot reach that.
+    """Check that this host's own name does not resolve to a loopback address.
+
+    All process sets of Horovod ignore HOROVOD_GLOO_IFACE and listen on the address of the host's own name. They abort
+    the process if other hosts cannot reach this address.
 
     Raises:
-        BackendUnavailable: the name leads back to this host only.
+        BackendUnavailable: the name resolves to loopback or to no address.
     """
     name = socket.gethostname()
     try:
@@ -134,12 +140,12 @@ def _check_host_name() -> None:
 
 
 def host_name(world: World) -> str:
-    """Equal on the ranks of a host, different elsewhere: all that Horovod asks of it."""
+    """Return a text that is equal on the ranks of one host and differs among hosts. Horovod needs no real name."""
     return f"node{world.node_rank}"
 
 
 def serve(host: str, secret: str, worlds: tuple[World, ...], ports: range | None = None) -> Any:
-    """Horovod's own rendezvous server, in a thread of this process: ``hvd.init()`` does not hold the GIL."""
+    """Start Horovod's own rendezvous server and return it. A thread suffices: ``hvd.init()`` releases the GIL."""
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
@@ -149,12 +155,12 @@ def serve(host: str, secret: str, worlds: tuple[World, ...], ports: range | None
         def parse_request(self) -> bool:
             if not super().parse_request():
                 return False
-            given, _, rest = self.path.lstrip("/").partition("/")
-            if not hmac.compare_digest(given.partition(":")[0].encode(), secret.encode()) or rest.count("/") != 1:
+            credential, _, rest = self.path.lstrip("/").partition("/")
+            if not hmac.compare_digest(credential.partition(":")[0].encode(), secret.encode()) or rest.count("/") != 1:
                 self.send_error(403)
                 return False
             length = self.headers.get("Content-Length", "0")
-            if not length.isdigit() or int(length) > LARGEST_VALUE:
+            if not length.isdigit() or int(length) > MAX_VALUE_BYTES:
                 self.send_error(413)
                 return False
             self.path = f"/{rest}"
@@ -165,7 +171,7 @@ def serve(host: str, secret: str, worlds: tuple[World, ...], ports: range | None
         request_queue_size = 1024
 
         def handle_error(self, request: object, client_address: object) -> None:
-            """Ignore half-open and broken connections: the ranks try again."""
+            """Ignore half-open and broken connections, since ranks retry."""
 
     server = first_free(lambda port: Server((host, port), Handler, 0), ports)
     server.init([

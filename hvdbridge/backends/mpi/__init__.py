@@ -1,4 +1,4 @@
-"""The backend over mpi4py."""
+"""The MPI backend, through mpi4py."""
 
 from hvdbridge.backends.registry import Backend
 

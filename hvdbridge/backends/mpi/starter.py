@@ -1,14 +1,16 @@
-"""MPI by mpi4py: native where the launcher starts it (mpiexec; srun, if Slurm was asked to); elsewhere an MPI that
-speaks PMI-1 joins the job's helper.
+"""The start of MPI through mpi4py.
+
+MPI starts by itself under launchers that support it (mpiexec; srun if Slurm is configured for it). Under other
+launchers an MPI library with PMI-1 connects to the job's helper.
 
 Rules:
 
-1. Importing mpi4py.MPI is MPI_Init unless it is told otherwise, so it is told so, and MPI_Init runs where we say.
-2. MPI cannot start twice in a process. It stays up when the session ends, and is finalized at exit by mpi4py,
-   after all of Python's own exit hooks: all ranks have left the job by then.
-3. MPI_Init holds the GIL: only :meth:`Monitor.phase` can end a rank that hangs in it, and where the ranks meet
-   by MPI itself, and so have no monitor yet, a :class:`Guard`.
-4. What a launcher offers must be known before MPI_Init: MPICH aborts the process where it meets PMIx alone.
+1. The import of mpi4py.MPI calls MPI_Init by default. This module disables that and calls MPI_Init itself.
+2. MPI cannot start twice in a process. It keeps running when the session ends. mpi4py finalizes it at exit, after all
+   of Python's own exit hooks, when all ranks have left the job.
+3. MPI_Init holds the GIL. Only :meth:`Monitor.phase` can end a rank that hangs in it. Where ranks connect over MPI
+   itself, there is no monitor yet, so a :class:`Guard` process does.
+4. This module must know before MPI_Init what the launcher supports: MPICH without PMIx aborts under a PMIx launcher.
 """
 
 from __future__ import annotations
@@ -20,46 +22,46 @@ from pathlib import Path
 from typing import Any
 
 from hvdbridge.backends import registry
-from hvdbridge.backends.starter import Meeting, Numbers, Starter, Variables
+from hvdbridge.backends.starter import EnvironmentOverrides, RankAndSize, RendezvousInfo, Starter
 from hvdbridge.config import Config
 from hvdbridge.errors import BackendUnavailable
 from hvdbridge.startup.channels import Channel, ObjectChannel
 from hvdbridge.startup.world import World
 from hvdbridge.supervisor.guard import Guard
 
-SPEAKS_PMI1 = ("MPICH Version", "Intel(R) MPI", "MVAPICH")
-_started_here = False  # MPI is one per process and starts once, so this is, too
+PMI1_LIBRARIES = ("MPICH Version", "Intel(R) MPI", "MVAPICH")
+_started_by_hvdbridge = False  # global, since a process has one MPI, which starts once
 
 
 class MpiStarter(Starter):
-    """``MPI_Init_thread`` with MPI_THREAD_MULTIPLE: the scheduler communicates from a thread of its own."""
+    """Calls ``MPI_Init_thread`` with MPI_THREAD_MULTIPLE, since the scheduler communicates in a thread of its own."""
 
     name = "mpi"
 
     @classmethod
-    def running(cls) -> Numbers | None:
-        if _started_here or "mpi4py.MPI" not in sys.modules:
+    def running(cls) -> RankAndSize | None:
+        if _started_by_hvdbridge or "mpi4py.MPI" not in sys.modules:
             return None
         mpi = _library()
-        return _numbers() if mpi.Is_initialized() and not mpi.Is_finalized() else None
+        return _rank_and_size() if mpi.Is_initialized() and not mpi.Is_finalized() else None
 
     def all_gather(self, value: str) -> list[Any]:
         duplicate = _library().COMM_WORLD.Dup()
-        found = list(duplicate.allgather(value))
+        gathered = list(duplicate.allgather(value))
         duplicate.Free()
-        return found
+        return gathered
 
     def native_channel(self, world: World, config: Config) -> Channel | None:
-        if not offers_mpi(world) or misfit(world):
+        if not launcher_starts_mpi(world) or incompatibility(world):
             return None
         self.check(world)
-        who = f"rank {world.rank} of {world.size} ({world.launcher})"
+        rank_text = f"rank {world.rank} of {world.size} ({world.launcher})"
         _set_network(config)
-        guard = Guard(config.start_seconds, who, world.local_size)
+        guard = Guard(config.start_seconds, rank_text, world.local_size)
         _initialize()
         guard.started()
-        # An MPI that is not this launcher's own finds one rank of one, which would be a channel without peers.
-        self.compare(world)
+        # An MPI library of another launcher reports rank 0 of 1; a channel over it would have no peers.
+        self.verify_rank_and_size(world)
         return ObjectChannel(self.all_gather, guard.release)
 
     def check(self, world: World) -> None:
@@ -70,7 +72,7 @@ class MpiStarter(Starter):
                 "MPI was finalized in this process, and MPI cannot start twice: let it run until exit"
             )
         text = _version()
-        if world.size > 1 and not offers_mpi(world) and not any(name in text for name in SPEAKS_PMI1):
+        if world.size > 1 and not launcher_starts_mpi(world) and not any(name in text for name in PMI1_LIBRARIES):
             script = sys.argv[0] or "train.py"
             run = f"mpiexec -n {world.size} python {script}"
             if world.launcher == "srun":
@@ -80,23 +82,23 @@ class MpiStarter(Starter):
                 f"Intel MPI do. Run: {run} (or install MPICH: pip install 'hvdbridge[mpich]')"
             )
 
-    def start(self, meeting: Meeting) -> None:
+    def start(self, rendezvous: RendezvousInfo) -> None:
         mpi = _library()
         if mpi.Is_initialized():
             return
-        variables = Variables()
-        if meeting.helper is not None:
-            variables.remove(("PMI_", "PMIX_", "MPI_LOCAL", "HYDI_"))  # of an outer launcher
-            _set_network(meeting.config)
-            variables.set(meeting.helper.pmi_environment(meeting.world.rank, meeting.world.size))
+        overrides = EnvironmentOverrides()
+        if rendezvous.helper is not None:
+            overrides.unset(("PMI_", "PMIX_", "MPI_LOCAL", "HYDI_"))  # set by an outer launcher
+            _set_network(rendezvous.config)
+            overrides.set(rendezvous.helper.pmi_environment(rendezvous.world.rank, rendezvous.world.size))
         try:
-            with meeting.monitor.phase("MPI_Init"):
+            with rendezvous.monitor.phase("MPI_Init"):
                 _initialize()
         finally:
-            variables.restore()
+            overrides.restore()
 
-    def numbers(self) -> Numbers:
-        return _numbers()
+    def rank_and_size(self) -> RankAndSize:
+        return _rank_and_size()
 
     def hint(self, world: World) -> str:
         return (
@@ -105,53 +107,54 @@ class MpiStarter(Starter):
         )
 
     def stop(self) -> None:
-        """Rule 2."""
+        """Do nothing: MPI runs until exit (rule 2)."""
 
 
-def offers_mpi(world: World) -> bool:
-    """Whether this launcher starts MPI by itself; srun does if its ``--mpi=`` or Slurm's configuration asks for it."""
+def launcher_starts_mpi(world: World) -> bool:
+    """Return whether the launcher supports MPI itself. srun does if ``--mpi=`` or Slurm's configuration enables it."""
     by_slurm = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK"))
     return world.launcher == "mpiexec" or (world.launcher == "srun" and by_slurm)
 
 
-def misfit(world: World) -> str:
-    """Why mpi4py's library cannot start as this launcher offers it, and what to do; empty: nothing is known of it."""
+def incompatibility(world: World) -> str:
+    """Return why mpi4py's library cannot start under this launcher, and the remedy; empty if no reason is known."""
     if "PMIX_NAMESPACE" not in os.environ or not _version().startswith("MPICH"):
         return ""
     with suppress(OSError):
-        if "libpmix" in Path("/proc/self/maps").read_text():  # an MPICH that was built with it
+        if "libpmix" in Path("/proc/self/maps").read_text():  # an MPICH with PMIx support
             return ""
-    whose = "Open MPI's mpirun" if "OMPI_COMM_WORLD_RANK" in os.environ else f"{world.launcher} (--mpi=pmix)"
+    launcher = "Open MPI's mpirun" if "OMPI_COMM_WORLD_RANK" in os.environ else f"{world.launcher} (--mpi=pmix)"
     own = Path(sys.executable).with_name("mpiexec")
     run = f"{own if own.exists() else 'mpiexec'} -n {world.size}"
     if world.launcher == "srun":
         run = "srun --mpi=pmi2"
     return (
-        f"{whose} speaks PMIx and mpi4py's library, {_version()}, does not: it would abort. Start the ranks by "
+        f"{launcher} speaks PMIx and mpi4py's library, {_version()}, does not: it would abort. Start the ranks by "
         f"{run}, or let mpi4py take the launcher's MPI (MPI4PY_LIBMPI, or pip install --no-binary mpi4py mpi4py)"
     )
 
 
 def _set_network(config: Config) -> None:
-    """HVDBRIDGE_PORTS and HVDBRIDGE_IFACE in the words of MPICH (ch3; UCX and libfabric below ch4) and Open MPI, unless
-    the user said more. They stay: connections are made when first used. UCX_NET_DEVICES is left alone: it names
-    Infiniband's devices, too.
+    """Set variables of MPICH (ch3, UCX, libfabric) and Open MPI to HVDBRIDGE_PORTS and HVDBRIDGE_IFACE.
+
+    Variables that the user has set keep their values. They are not restored, since MPI connects on first use.
+    UCX_NET_DEVICES is not set: it would also have to name Infiniband devices.
     """
-    found: dict[str, str | None] = {}
+    values: dict[str, str | None] = {}
     if config.ports:
         low, high = config.ports[0], config.ports[-1]
-        found |= {"MPIR_CVAR_CH3_PORT_RANGE": f"{low}:{high}"}
-        found |= {"UCX_TCP_PORT_RANGE": f"{low}-{high}"}
-        found |= {"FI_TCP_PORT_LOW_RANGE": f"{low}", "FI_TCP_PORT_HIGH_RANGE": f"{high}"}
-        found |= {"OMPI_MCA_btl_tcp_port_min_v4": f"{low}", "OMPI_MCA_btl_tcp_port_range_v4": f"{len(config.ports)}"}
+        values |= {"MPIR_CVAR_CH3_PORT_RANGE": f"{low}:{high}"}
+        values |= {"UCX_TCP_PORT_RANGE": f"{low}-{high}"}
+        values |= {"FI_TCP_PORT_LOW_RANGE": f"{low}", "FI_TCP_PORT_HIGH_RANGE": f"{high}"}
+        values |= {"OMPI_MCA_btl_tcp_port_min_v4": f"{low}", "OMPI_MCA_btl_tcp_port_range_v4": f"{len(config.ports)}"}
     if config.iface:
         names = ("MPIR_CVAR_NEMESIS_TCP_NETWORK_IFACE", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")
-        found |= dict.fromkeys(names, config.iface)
-    Variables().default(found)
+        values |= dict.fromkeys(names, config.iface)
+    EnvironmentOverrides().set_defaults(values)
 
 
 def _library() -> Any:
-    """mpi4py.MPI without MPI_Init.
+    """Import and return mpi4py.MPI without MPI_Init.
 
     Raises:
         BackendUnavailable: mpi4py finds no MPI library.
@@ -170,22 +173,24 @@ def _library() -> Any:
     return MPI
 
 
-def _numbers() -> Numbers:
+def _rank_and_size() -> RankAndSize:
     world = _library().COMM_WORLD
     return world.Get_rank(), world.Get_size()
 
 
 def _version() -> str:
+    """Return name and version of the MPI library: the first part of its version text."""
     text: str = _library().Get_library_version()
     return " ".join(text.replace("\0", "").splitlines()[0].split(",")[0].split())
 
 
 def _initialize() -> None:
-    global _started_here
+    """Call MPI_Init unless MPI runs already; raise BackendUnavailable if it lacks MPI_THREAD_MULTIPLE."""
+    global _started_by_hvdbridge
     mpi = _library()
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
-        _started_here = True
+        _started_by_hvdbridge = True
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise BackendUnavailable(
             f"{_version()} was started without MPI_THREAD_MULTIPLE, which hvdbridge needs: it communicates from a "

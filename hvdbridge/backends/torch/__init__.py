@@ -1,4 +1,4 @@
-"""The backend over torch.distributed: Gloo on CPUs, NCCL on GPUs."""
+"""The torch.distributed backend: Gloo on CPUs, NCCL on GPUs."""
 
 from hvdbridge.backends.registry import Backend
 

@@ -1,13 +1,13 @@
-"""torch.distributed below a communicator: Gloo for host memory, NCCL for CUDA.
+"""The torch.distributed communicator: Gloo for host memory, NCCL for CUDA tensors.
 
 Rules:
 
-1. The process groups are our own: made on the job's store under names of ours, never registered with
-   ``torch.distributed``. The user's groups, their order of creation and their collectives cannot meet them.
-2. NCCL is used where the user's default group uses it and each rank has a GPU to itself (NCCL refuses to
-   share one); otherwise CUDA tensors pass through host memory.
-3. Gloo and NCCL round 16-bit floats after each addition; both are taken as they are.
-4. Over Gloo, rows travel as plain sends and receives: its own all-gather takes longer.
+1. A communicator creates its own process groups, on the default store under names of its own. They are not registered
+   with ``torch.distributed``, so the user's groups, their order of creation and their collectives do not affect them.
+2. NCCL is used if the user's default group uses it and no two ranks share a GPU, which NCCL does not support. Otherwise
+   CUDA tensors pass through host memory.
+3. Gloo and NCCL round 16-bit floats after each addition. This backend accepts that.
+4. Over Gloo, gathers and exchanges are plain sends and receives, since Gloo's own all-gather takes longer.
 """
 
 from __future__ import annotations
@@ -27,27 +27,30 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from hvdbridge.backends.bridge import Bridged
 from hvdbridge.backends.communicator import DTYPES, Capabilities, Communicator, Watch, Work, unwatched
-from hvdbridge.backends.point_to_point import Messages, Receipt
+from hvdbridge.backends.point_to_point import Messages, ReceiveWork
 from hvdbridge.errors import NotInitialized
 
 log = logging.getLogger("hvdbridge")
 
-OPS: dict[str, Any] = {op: dist.AllreduceOptions() for op in ("sum", "product", "min", "max")}
-for _op, _options in OPS.items():
+REDUCE_OPTIONS: dict[str, Any] = {op: dist.AllreduceOptions() for op in ("sum", "product", "min", "max")}
+for _op, _options in REDUCE_OPTIONS.items():
     _options.reduceOp = getattr(dist.ReduceOp, _op.upper())
 
-SHORTEST_SECONDS = 1e-3
-"""Torch treats a shorter timeout as no timeout."""
+MIN_TIMEOUT_SECONDS = 1e-3
+"""Torch treats a shorter timeout as no timeout at all."""
 
-WORLDS = count()
-"""Numbers the worlds of this process: the store remembers the names of groups that were closed."""
+WORLD_NUMBERS = count()
+"""Numbers the world communicators of this process, since the store keeps the keys of closed groups."""
 
 
-class Works(Work):
-    """One or more of torch's works. Gloo reports that a send or receive is complete only to the thread that waits, and
-    a second wait would wait for another message."""
+class TorchWork(Work):
+    """One or more work objects of torch. :meth:`wait` waits for each of them once.
 
-    shared = True
+    Gloo reports completion of a send or receive only to the thread that waits, so :meth:`done` may stay False until
+    then. A second wait would wait for another message.
+    """
+
+    thread_safe_wait = True
 
     def __init__(self, *works: Any) -> None:
         self._works: tuple[Any, ...] = works
@@ -57,13 +60,14 @@ class Works(Work):
     def done(self) -> bool:
         return self._over or all(work.is_completed() for work in self._works)
 
-    def over_within(self, seconds: float) -> bool:
-        if self._over or len(self._works) > 1:  # a receive whose wait took too long is lost
+    def wait_at_most(self, seconds: float) -> bool:
+        works = self._works
+        if len(works) != 1:  # over, or several: a receive is lost when its wait times out
             return self._over
         try:
-            self._works[0].wait(timedelta(seconds=max(seconds, SHORTEST_SECONDS)))
-        except RuntimeError:  # that was too long, or its own error, which wait() raises
-            return bool(self._works[0].is_completed())
+            works[0].wait(timedelta(seconds=max(seconds, MIN_TIMEOUT_SECONDS)))
+        except RuntimeError:  # a timeout, or the operation's own error, which wait() raises
+            return bool(works[0].is_completed())
         return True
 
     def wait(self) -> None:
@@ -81,37 +85,37 @@ class Works(Work):
 
 
 class TorchCommunicator(Bridged):
-    """Executes requests on process groups of its own."""
+    """Executes requests on process groups of its own, on ``store`` under ``name``. ``cuda``: NCCL for CUDA tensors."""
 
     reduced_dtypes = frozenset(DTYPES) - {torch.bool}
-    even_alone: ClassVar[bool] = False
-    """Whether a group of one rank has the library do its work, too: to check and to time NCCL on one GPU."""
+    always_communicate: ClassVar[bool] = False
+    """Groups of one rank call the library, too; serves to test and to time NCCL on one GPU."""
 
     def __init__(
         self, name: str, store: Any, rank: int, size: int, timeout: timedelta, cuda: bool, watch: Watch = unwatched
     ) -> None:
         super().__init__(name, rank, size, timeout.total_seconds(), watch)
-        self.alone = size == 1 and not self.even_alone
+        self.local_only = size == 1 and not self.always_communicate
         self.capabilities = Capabilities(
-            blocks_host=not cuda, cuda=cuda, carriers=("gloo", "nccl") if cuda else ("gloo",)
+            blocks_host=not cuda, cuda=cuda, torch_backends=("gloo", "nccl") if cuda else ("gloo",)
         )
         self._store = store
         self._timeout = timeout
-        self._host: Any = None
-        self._cuda: Any = None
-        if not self.alone:
-            self._host = dist.ProcessGroupGloo(PrefixStore(f"{name}/gloo", store), rank, size, timeout)
-            self._host.barrier().wait()  # a rank that closes while others still connect would break their connecting
-        if cuda and not self.alone:
+        self._gloo: Any = None
+        self._nccl: Any = None
+        if not self.local_only:
+            self._gloo = dist.ProcessGroupGloo(PrefixStore(f"{name}/gloo", store), rank, size, timeout)
+            self._gloo.barrier().wait()  # a rank that closes early would break connections in setup
+        if cuda and not self.local_only:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._cuda = dist.ProcessGroupNCCL(PrefixStore(f"{name}/nccl", store), rank, size, options)
+            self._nccl = dist.ProcessGroupNCCL(PrefixStore(f"{name}/nccl", store), rank, size, options)
 
     @classmethod
     def world(cls, watch: Watch = unwatched, timeout_seconds: float = 300.0) -> TorchCommunicator:
         if not dist.is_initialized():
             raise NotInitialized("torch.distributed is not started; call hb.init() or init_process_group() first")
-        name, rank, size = f"hvdbridge/{next(WORLDS)}", dist.get_rank(), dist.get_world_size()
+        name, rank, size = f"hvdbridge/{next(WORLD_NUMBERS)}", dist.get_rank(), dist.get_world_size()
         store = _get_default_store()
         timeout = timedelta(seconds=timeout_seconds)
         if not torch.cuda.is_available() or "nccl" not in str(dist.get_backend_config()):
@@ -120,11 +124,11 @@ class TorchCommunicator(Bridged):
         device = torch.cuda.current_device()
         uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
         devices = host.all_gather_object((socket.gethostname(), uuid))
-        alone = len(set(devices)) == size
+        own_devices = len(set(devices)) == size
         host.close()
-        if not alone and rank == 0:
+        if not own_devices and rank == 0:
             log.warning("several ranks share a GPU, which NCCL refuses: CUDA tensors pass through host memory")
-        return cls(name, store, rank, size, timeout, alone, watch)
+        return cls(name, store, rank, size, timeout, own_devices, watch)
 
     def control(self) -> Communicator:
         self._children += 1
@@ -133,31 +137,31 @@ class TorchCommunicator(Bridged):
         )
 
     def _reduce_in_place(self, flat: Tensor, op: str) -> Work:
-        return Works((self._cuda if flat.is_cuda else self._host).allreduce([flat], OPS[op]))
+        return TorchWork((self._nccl if flat.is_cuda else self._gloo).allreduce([flat], REDUCE_OPTIONS[op]))
 
-    def _all_gather(self, data: Tensor, answer: Tensor) -> Work:
+    def _all_gather(self, data: Tensor, output: Tensor) -> Work:
         if data.is_cuda:
-            return Works(self._cuda._allgather_base(answer.view(-1), data))
-        return self._swap([data] * self.size, answer)
+            return TorchWork(self._nccl._allgather_base(output.view(-1), data))
+        return self._exchange_rows([data] * self.size, output)
 
-    def _all_to_all(self, rows: Tensor, answer: Tensor) -> Work:
+    def _all_to_all(self, rows: Tensor, output: Tensor) -> Work:
         if rows.is_cuda:
-            return Works(self._cuda.alltoall_base(answer, rows, [], []))
-        return self._swap(rows.unbind(), answer)
+            return TorchWork(self._nccl.alltoall_base(output, rows, [], []))
+        return self._exchange_rows(rows.unbind(), output)
 
-    def _swap(self, rows: Sequence[Tensor], answer: Tensor) -> Work:
-        """Send ``rows[i]`` to rank i, receive ``answer[i]`` from it."""
+    def _exchange_rows(self, rows: Sequence[Tensor], output: Tensor) -> Work:
+        """Send ``rows[i]`` to rank i and receive ``output[i]`` from it, for each rank."""
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
-        works = [self._host.recv([answer[i]], i, 0) for i in others]
-        works += [self._host.send([rows[i]], i, 0) for i in others]
-        answer[self.rank].copy_(rows[self.rank])
-        return Works(*works)
+        works = [self._gloo.recv([output[i]], i, 0) for i in others]
+        works += [self._gloo.send([rows[i]], i, 0) for i in others]
+        output[self.rank].copy_(rows[self.rank])
+        return TorchWork(*works)
 
     def _send_to_all(self, data: Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        return Works((self._cuda if data.is_cuda else self._host).broadcast([data], options))
+        return TorchWork((self._nccl if data.is_cuda else self._gloo).broadcast([data], options))
 
     def _split(self, name: str, groups: list[list[int]], mine: int | None) -> Communicator | None:
         if mine is None:
@@ -169,19 +173,21 @@ class TorchCommunicator(Bridged):
         )  # fmt: skip
 
     def _close(self) -> None:
-        if self._cuda is not None:
-            self._cuda.shutdown()  # waits for what was enqueued; abort() would cut it off
-        self._host = self._cuda = self._store = None
+        if self._nccl is not None:
+            self._nccl.shutdown()  # waits for enqueued operations, which abort() would cancel
+        self._gloo = self._nccl = self._store = None
 
 
-class _Waited(Receipt):
-    """A message. Gloo reports completion only to the thread that waits, and a wait that times out breaks its
-    connections. So :meth:`done` starts a thread that waits."""
+class _TorchMessage(ReceiveWork):
+    """A message in flight over Gloo. :meth:`done` starts a thread that waits.
+
+    Gloo reports completion only to the thread that waits, and a wait that times out breaks Gloo's connections.
+    """
 
     def __init__(self, work: Any, data: Tensor, source: int | None) -> None:
         self._work = work
-        self._data = data  # Gloo has its address only
-        self._any = source is None
+        self._data = data  # Gloo holds the address alone, so this reference keeps the memory
+        self._any_source = source is None
         self.source = -1 if source is None else source
         self._thread: threading.Thread | None = None
         self._over = False
@@ -203,11 +209,11 @@ class _Waited(Receipt):
             raise self._error
 
     def _wait(self) -> None:
-        if self._over:  # Gloo would wait for another message
+        if self._over:  # a second wait would block until another message completes
             return
         try:
             self._work.wait()
-            if self._any:
+            if self._any_source:
                 self.source = self._work._source_rank()
         except RuntimeError as error:
             self._error = error
@@ -215,19 +221,20 @@ class _Waited(Receipt):
 
 
 class TorchMessages(Messages):
-    """Gloo's own sends and receives on the communicator's process group.
+    """Sends and receives of Gloo on the communicator's process group.
 
-    Collectives of that group use other slots. The communicator's exchanges use tag 0, and messages begin at 1.
+    Collectives of that group use other slots of Gloo. The communicator's own exchanges use tag 0, so a message with tag
+    ``t`` uses ``t + 1``.
     """
 
     def __init__(self, communicator: Communicator, number: int, tcp: object) -> None:
         assert isinstance(communicator, TorchCommunicator)
-        self._group = communicator._host
+        self._group = communicator._gloo
 
     def send(self, data: Tensor, to: int, tag: int) -> Work:
-        return _Waited(self._group.send([data], to, tag + 1), data, to)
+        return _TorchMessage(self._group.send([data], to, tag + 1), data, to)
 
-    def receive(self, data: Tensor, source: int | None, tag: int) -> Receipt:
+    def receive(self, data: Tensor, source: int | None, tag: int) -> ReceiveWork:
         if source is None:
-            return _Waited(self._group.recv_anysource([data], tag + 1), data, None)
-        return _Waited(self._group.recv([data], source, tag + 1), data, source)
+            return _TorchMessage(self._group.recv_anysource([data], tag + 1), data, None)
+        return _TorchMessage(self._group.recv([data], source, tag + 1), data, source)

@@ -1,1 +1,1 @@
-"""What a policy costs on the user's own machines: measured (``hvdbridge bench``) and predicted (``hvdbridge plan``)."""
+"""The cost of policies on the user's machines, measured (``hvdbridge bench``) and predicted (``hvdbridge plan``)."""

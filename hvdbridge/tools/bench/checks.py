@@ -1,9 +1,9 @@
-"""What is refused before anything is measured: numbers that cannot be, unknown policies, files that cannot be written.
+"""Checks before anything is measured: numbers out of range, unknown policies, files that cannot be written.
 
 Rules:
 
-1. All ranks decide alike, or one decides for all: none waits for another that has refused.
-2. A refusal leaves nothing behind, and nothing that was there is touched.
+1. All ranks come to the same result, or one rank decides for all, so no rank waits for one that has raised an error.
+2. A failed check leaves no file behind, and changes no existing file.
 """
 
 from __future__ import annotations
@@ -20,53 +20,53 @@ from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies import from_spec
 from hvdbridge.tools.bench.models import import_own
 
-LARGEST = 1e18
-"""The largest time, rate or size: products of several are finite, then."""
+MAX_VALUE = 1e18
+"""The largest time, rate or size. Products of several such values are still finite."""
 MOST_RANKS = 10**7
-"""Policies may make a list of all when they are asked whether they are defined for so many."""
+"""A limit on ranks, because a policy may build a list of all ranks to check whether it is defined for that many."""
 MOST_STEPS = 10**6
-"""A job keeps some figures of each."""
-TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+"""A limit on steps, because a job stores several figures per step."""
+FIELD_TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     "str": (str, "str"), "bool": (bool, "bool"), "int": (int, "a whole number"), "float": ((int, float), "a number"),
 }  # fmt: skip
-"""Annotation of a field -> the types that a file may have there, and how a message names them."""
-POSITIVE = ("step", "compute", "bucket_mb", "bandwidth", "cores")
-"""Fields that must not be 0."""
-Kind = TypeVar("Kind")
+"""Annotation of a field -> the types that a file may have there, and their name in error messages."""
+POSITIVE_FIELDS = ("step", "compute", "bucket_mb", "bandwidth", "cores")
+"""Fields that must be greater than 0; others may be 0."""
+DataclassT = TypeVar("DataclassT")
 
 
-def check_number(what: str, value: float | None, least: float | None = None, most: float = LARGEST) -> None:
-    """Accept None, and a number above 0, or from ``least`` on, up to ``most``.
+def check_number(what: str, value: float | None, least: float | None = None, most: float = MAX_VALUE) -> None:
+    """Check that ``value`` is None, or at most ``most`` and at least ``least`` (None: greater than 0).
 
     Raises:
-        ConfigurationError: the number is another one, or nan.
+        ConfigurationError: ``value`` is out of this range or nan; ``what`` names it in the message.
 
     >>> check_number("--cores", float("nan"))
     Traceback (most recent call last):
     hvdbridge.errors.ConfigurationError: --cores nan must be positive and at most 1e+18
     """
-    if value is not None and not (value >= (1 / LARGEST if least is None else least) and value <= most):
-        low = "be positive" if least is None else f"be at least {least:,}"
-        raise ConfigurationError(f"{what} {value} must {low} and at most {most:,}")
+    if value is not None and not (value >= (1 / MAX_VALUE if least is None else least) and value <= most):
+        lower_bound = "be positive" if least is None else f"be at least {least:,}"
+        raise ConfigurationError(f"{what} {value} must {lower_bound} and at most {most:,}")
 
 
-def read(kind: type[Kind], saved: Mapping[str, Any], where: str) -> Kind:
-    """A dataclass from what a file has at ``where``, each field checked by its annotation.
+def read(cls: type[DataclassT], saved: Mapping[str, Any], where: str) -> DataclassT:
+    """Make a dataclass from the dict that a file has at the path ``where``, checking each field by its annotation.
 
     Raises:
-        ConfigurationError: a field without a default is missing, or a value cannot be.
+        ConfigurationError: a field without a default is missing, or a value has a wrong type or is out of range.
 
-    >>> from hvdbridge.tools.bench.transport import Line
-    >>> read(Line, {"latency": 1e-5, "bandwidth": "much"}, "network")
+    >>> from hvdbridge.tools.bench.transport import AlphaBeta
+    >>> read(AlphaBeta, {"latency": 1e-5, "bandwidth": "much"}, "network")
     Traceback (most recent call last):
     hvdbridge.errors.ConfigurationError: network.bandwidth 'much' must be a number
     """
-    found = {}
-    for field in fields(kind):  # type: ignore[arg-type]
+    values = {}
+    for field in fields(cls):  # type: ignore[arg-type]
         what = f"{where}.{field.name}"
         value: Any = saved.get(field.name, field.default)
         name, _, optional = str(field.type).partition(" | ")
-        types, text = TYPES.get(name, (object, ""))
+        types, text = FIELD_TYPES.get(name, (object, ""))
         if value is MISSING:
             raise ConfigurationError(f"{what} is missing")
         if not (value is None and optional):
@@ -76,16 +76,16 @@ def read(kind: type[Kind], saved: Mapping[str, Any], where: str) -> Kind:
             if name == "int":
                 check_number(what, value, most=MOST_RANKS)
             elif name == "float":
-                check_number(what, value, None if field.name in POSITIVE else 0)
-        found[field.name] = value
-    return kind(**found)
+                check_number(what, value, None if field.name in POSITIVE_FIELDS else 0)
+        values[field.name] = value
+    return cls(**values)
 
 
 def check_policies(specs: Sequence[str], models: Iterable[str]) -> None:
-    """Parse the specs. Where a name is unknown, import the users' modules first: they may register policies.
+    """Check that the specs parse. If one does not, import the modules of ``models`` first: they may register policies.
 
     Raises:
-        ConfigurationError: nobody knows such a policy, or a module cannot be imported.
+        ConfigurationError: a policy is unknown, or a module cannot be imported.
     """
     for spec in specs:
         try:
@@ -97,10 +97,10 @@ def check_policies(specs: Sequence[str], models: Iterable[str]) -> None:
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Look whether a file can be written; folders that it lacks are made later, with the file.
+    """Check that a file can be written. Missing parent folders are made later, together with the file.
 
     Raises:
-        ConfigurationError: the file cannot be written, and why.
+        ConfigurationError: the file cannot be written, with the cause.
     """
     if path is None:
         return

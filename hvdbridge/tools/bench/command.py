@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hvdbridge.tools.bench.measure import Row
 
 SHOW_SECONDS = 2.0
-"""In which rank 0 shows its rows after Ctrl-C."""
+"""How long other ranks wait after Ctrl-C, while rank 0 shows its rows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Raises ConfigurationError: one cannot be written here."""
+    """Raise ConfigurationError if a file of --json or --plot cannot be written on this machine."""
     from hvdbridge.tools.bench.checks import check_file
 
     for option in ("json", "plot"):
@@ -93,36 +93,36 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-    """Each backend under its own launcher, on this machine."""
+    """Run each backend under its own launcher on this machine, and return the exit status."""
     auto, ranks = arguments.backends == "auto", str(arguments.ranks)
     names = ["torch", "horovod", "mpi"] if auto else arguments.backends.split(",")
-    lines = {
+    launch_commands = {
         "torch": ["torchrun", "--nproc-per-node", ranks, "--standalone", "-m"],
         "horovod": ["horovodrun", "-np", ranks, sys.executable, "-m"],
         "mpi": ["mpiexec", "-n", ranks, sys.executable, "-m"],
     }
-    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     status = 0
     for name in names:
-        if name not in lines:
-            raise ConfigurationError(f"--backends {name}: known are {', '.join(lines)}")
-        line = [*lines[name], "hvdbridge", *sys.argv[1:], "--backends", name]
+        if name not in launch_commands:
+            raise ConfigurationError(f"--backends {name}: known are {', '.join(launch_commands)}")
+        command = [*launch_commands[name], "hvdbridge", *sys.argv[1:], "--backends", name]
         for option in ("json", "plot"):
             path = getattr(arguments, option)
             if path is not None and len(names) > 1 and (path.is_file() or not path.exists()):  # not /dev/stdout
-                line += [f"--{option}", str(path.with_stem(f"{path.stem}-{name}"))]
-        program = shutil.which(line[0], path=places)
+                command += [f"--{option}", str(path.with_stem(f"{path.stem}-{name}"))]
+        program = shutil.which(command[0], path=search_path)
         if program is None and not auto:
-            raise ConfigurationError(f"{line[0]} is not here, which starts the {name} backend (hvdbridge doctor)")
+            raise ConfigurationError(f"{command[0]} is not here, which starts the {name} backend (hvdbridge doctor)")
         if program is None:
-            print(f"{name}: left out: {line[0]} is not here (hvdbridge doctor)", file=sys.stderr)
+            print(f"{name}: left out: {command[0]} is not here (hvdbridge doctor)", file=sys.stderr)
             continue
         interrupted = False
-        with subprocess.Popen([program, *line[1:]], env=os.environ | {"PATH": places}) as job:
+        with subprocess.Popen([program, *command[1:]], env=os.environ | {"PATH": search_path}) as job:
             while job.poll() is None:
                 try:
                     job.wait()
-                except KeyboardInterrupt:  # the launcher has it, too: it ends the ranks, and they leave their rows
+                except KeyboardInterrupt:  # the launcher gets it, too, and ends the ranks, which then show their rows
                     interrupted = True
         if interrupted:
             return 130
@@ -131,10 +131,11 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def _missing(backend: str) -> str | None:
-    """Why a backend that is not installed cannot run, which all ranks of one machine find alike.
+    """Return why a backend is unavailable, or None. All ranks of one machine come to the same result.
 
     Raises:
-        BackendUnavailable: so it is, and ranks of other machines may find otherwise: they would wait for this one.
+        BackendUnavailable: the backend is unavailable, and the job has several machines. On another machine it may be
+            available, and the ranks there would wait for this one.
     """
     if backend == "auto":
         return None
@@ -150,9 +151,9 @@ def _missing(backend: str) -> str | None:
 
 
 @contextmanager
-def _heard(interrupt: Callable[..., None]) -> Iterator[None]:
-    """What SIGINT, and SIGTERM, by which horovodrun passes Ctrl-C on, do within. An exception that leaves has them do
-    what they did before: while a hook for it waits for other ranks, launchers end this one by SIGTERM."""
+def _handle_signals(interrupt: Callable[..., None]) -> Iterator[None]:
+    """Let ``interrupt`` handle SIGINT and SIGTERM (horovodrun sends SIGTERM for Ctrl-C). The former handlers return,
+    also after an exception, because launchers end a rank by SIGTERM while its exit hook waits for other ranks."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -164,48 +165,48 @@ def _heard(interrupt: Callable[..., None]) -> Iterator[None]:
 
 
 class _Session:
-    """One run of all backends, models and policies by the ranks of a job.
+    """A measurement of all backends, models and policies by the ranks of a job.
 
     Attributes:
-        interrupted: Ctrl-C came.
-        leaving: rows are being shown: signals interrupt no more.
+        interrupted: SIGINT or SIGTERM arrived.
+        showing: the results are being shown, so a signal must not raise KeyboardInterrupt any more.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.console = Console(stderr=True)
-        self.first = launchers.detect().rank == 0
+        self.is_rank_0 = launchers.detect().rank == 0
         self.rows: list[Row] = []
         self.left_out: list[str] = []
         self.written: dict[Path, None] = {}
-        self.interrupted = self.leaving = False
+        self.interrupted = self.showing = False
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        quiet = not (self.first and self.console.is_terminal)
+        quiet = not (self.is_rank_0 and self.console.is_terminal)
         text = TextColumn("{task.description}", markup=False)
         self.progress = Progress(text, *columns, console=self.console, disable=quiet)
 
     def run(self) -> int:
-        """Measure everything. Whatever ends it, rank 0 shows the rows so far."""
+        """Measure everything, and return the exit status. Rank 0 shows the rows so far, also after an error."""
         with ExitStack() as stack:
-            stack.enter_context(_heard(self.interrupt))
-            if self.first:
+            stack.enter_context(_handle_signals(self.interrupt))
+            if self.is_rank_0:
                 stack.callback(self.show)
             stack.enter_context(self.progress)
-            stack.callback(self.leave)
+            stack.callback(self.enter_showing)
             try:
                 for backend in self.arguments.backends.split(","):
                     self.measure(backend)
             except KeyboardInterrupt:
                 self.interrupted = True
-                self.leave()
-            if self.interrupted and not self.first:
-                time.sleep(SHOW_SECONDS)  # launchers end all ranks with the first
+                self.enter_showing()
+            if self.interrupted and not self.is_rank_0:
+                time.sleep(SHOW_SECONDS)  # launchers end all ranks when the first one exits
         if self.interrupted:
-            sys.exit(130)  # said here, hb.init's exit hooks see it: a rank that is stuck in the native way ends, too
+            sys.exit(130)  # hb.init has replaced it by one that also ends a rank which is stuck in the native way
         return 0 if self.rows else 2
 
     def measure(self, backend: str) -> None:
-        """Every model and policy on one backend; what cannot be measured is left out."""
+        """Measure every model and policy on one backend, and note those that cannot be measured in ``left_out``."""
         import hvdbridge as hb
         from hvdbridge.tools.bench.measure import WARM_UP, check, measure
         from hvdbridge.tools.bench.report import save
@@ -214,35 +215,35 @@ class _Session:
         if (reason := _missing(backend)) is not None:
             self.left_out.append(f"{backend}: left out: {reason}")
             return
-        words = self.arguments
+        args = self.arguments
         hb.init(backend=backend)
         self.check_files()
-        self.tell(f"{hb.backend()}: probing the network")
-        link = probe(hb.current().communicator, hb.device())
-        for model, policy in itertools.product(words.models.split(","), words.policies):
+        self.log_progress(f"{hb.backend()}: probing the network")
+        network = probe(hb.current().communicator, hb.device())
+        for model, policy in itertools.product(args.models.split(","), args.policies):
             cell = f"{hb.backend()} · {model} · {policy}"
             try:
-                check(policy, words.against, words.steps)
-                task = self.progress.add_task(cell, total=WARM_UP + words.steps)
-                self.tell(cell)
-                on_step = partial(self.stepped, task)
-                row = measure(model, policy, words.against, link, words.steps, words.samples, words.bucket_mb, on_step)
+                check(policy, args.against, args.steps)
+                task = self.progress.add_task(cell, total=WARM_UP + args.steps)
+                self.log_progress(cell)
+                on_step = partial(self.on_step, task)
+                row = measure(model, policy, args.against, network, args.steps, args.samples, args.bucket_mb, on_step)
             except (ConfigurationError, Unsupported) as error:
                 self.left_out.append(f"{cell}: left out: {error}")
-                continue  # the file's network is its last row's
+                continue  # without a save, because a file has the network of its last row
             self.rows.append(row)
-            self.tell(f"{cell}: {1e3 * row.step:.1f} ms a step")
-            if self.first and words.json is not None:  # after every row: Ctrl-C leaves those so far
-                save(words.json, link, self.rows)
-                self.written[words.json] = None
+            self.log_progress(f"{cell}: {1e3 * row.step:.1f} ms a step")
+            if self.is_rank_0 and args.json is not None:  # after every row, so that Ctrl-C loses none
+                save(args.json, network, self.rows)
+                self.written[args.json] = None
         hb.shutdown()
 
     def check_files(self) -> None:
-        """Rank 0 writes them, and its machine may be another one. Collective; raises ConfigurationError on all."""
+        """Check on rank 0, which writes the files; raise ConfigurationError on all ranks if it cannot. Collective."""
         import hvdbridge as hb
 
         refusal = None
-        if self.first:
+        if self.is_rank_0:
             try:
                 _check_files(self.arguments)
             except ConfigurationError as error:
@@ -252,9 +253,9 @@ class _Session:
             hb.shutdown()
             raise ConfigurationError(refusal)
 
-    def tell(self, line: str) -> None:
-        """Print what a bar would show, for a log, or through a launcher that is no terminal."""
-        if self.first and not self.console.is_terminal:
+    def log_progress(self, line: str) -> None:
+        """Print progress as a line of text where stderr is no terminal, such as in a log or under a launcher."""
+        if self.is_rank_0 and not self.console.is_terminal:
             self.print(line)
 
     def print(self, line: str) -> None:
@@ -275,14 +276,14 @@ class _Session:
 
     def interrupt(self, *_: object) -> None:
         self.interrupted = True
-        if not self.leaving:
+        if not self.showing:
             raise KeyboardInterrupt
 
-    def stepped(self, task: TaskID) -> None:
+    def on_step(self, task: TaskID) -> None:
         self.progress.advance(task)
-        if self.interrupted:  # in a place from which Python lets no exception out
+        if self.interrupted:  # the handler's own exception was lost, e.g. in a destructor
             raise KeyboardInterrupt
 
-    def leave(self) -> None:
-        """From here on a launcher's second signal prevents neither the rows nor the reason from being shown."""
-        self.leaving = True
+    def enter_showing(self) -> None:
+        """Ignore signals from now on: a launcher's second one must not stop the output of rows and errors."""
+        self.showing = True

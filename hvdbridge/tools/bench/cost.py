@@ -1,16 +1,17 @@
-"""What a step costs: a policy's requests, its computation as measured here, and a network, in closed form.
+"""A closed-form model of a step's time, from a policy's requests, its measured computation, and a network.
 
 Rules:
 
-1. A policy's requests come from a dry run at that number of ranks. Beyond :data:`MOST` ranks, what ranks divide has
-   parts as large as among MOST ranks that divide so much less; what each rank sends as a whole stays.
-2. A policy's computation is measured without other ranks, at the numbers of ranks in :data:`FEW`. Beyond, it grows only
-   where what a rank receives grows with the ranks, so that no noise is multiplied.
-3. Buckets become ready in the course of backward, in proportion to their elements, and one network carries one bucket
-   at a time. So the last answer is there at the largest of ``ready_k + service_k + ... + service_last`` over all
-   buckets k (a queue with one server, Lindley 1952).
-4. With less than two cores for a rank, what it computes and sends for a bucket delays backward. Nothing ends before the
-   cores have done all there is to do.
+1. A policy's requests come from a dry run at the predicted number of ranks, up to :data:`MAX_DRY_RUN_RANKS`. For more
+   ranks, the size of a shard comes from a dry run of MAX_DRY_RUN_RANKS ranks with proportionally smaller parameters;
+   the size of a message that does not depend on the number of ranks comes from one with full parameters.
+2. A policy's computation is measured without other ranks, at the numbers of ranks in :data:`MEASURED_SIZES`. For more
+   ranks it is extrapolated only if the bytes that a rank receives grow with the ranks, so that noise is not amplified.
+3. Buckets become ready during backward, in proportion to their elements, and the network serves one bucket at a time.
+   So the last result arrives at the largest of ``ready_k + service_k + ... + service_last`` over all buckets k (a
+   queue with one server, Lindley 1952).
+4. With less than two cores per rank, computing and sending a bucket delays backward. A step takes at least the CPU time
+   of all its work, divided by the cores.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.execution.state_store import BUFFERS, IN_FLIGHT
+from hvdbridge.execution.scheduler import ACROSS_NODES
+from hvdbridge.execution.state_store import BUFFERS
 from hvdbridge.policy.base import Policy, acts_after_step
 from hvdbridge.policy.bucket import DDP_MB, cut_layouts
 from hvdbridge.policy.buffer_pool import BufferPool
@@ -33,52 +35,52 @@ from hvdbridge.policy.collectives import AllGather, AllToAll, ReduceScatter
 from hvdbridge.policy.dry_run import Asked, Ended, dry_run
 from hvdbridge.tools.bench.transport import Load, Network
 
-SETTLED = 10_000_000
-"""A step after any warm-up."""
-FEW = (2, 8, 64)
-"""Numbers of ranks at which computation is measured: the first two for which the policy is defined."""
-MOST = 256
-"""The most ranks of a dry run, which has a row for each."""
-MANY, SELDOM = 100, 100_000
-"""Steps that are due, after which their share is known; steps among which they are looked for."""
+SETTLED_STEP = 10_000_000
+"""A step number after the warm-up of any policy."""
+MEASURED_SIZES = (2, 8, 64)
+"""Numbers of ranks at which computation may be measured; the first two for which the policy is defined are used."""
+MAX_DRY_RUN_RANKS = 256
+"""The largest number of ranks of a dry run, whose tensors have a row per rank."""
+ENOUGH_DUE_STEPS, MAX_PERIOD = 100, 100_000
+"""Due steps after which their share is known; number of steps that are searched for due ones."""
 Shapes = Mapping[str, Tensor | Sequence[int]]
 
 
-def kinds(policy: Policy) -> tuple[dict[bool, int], float]:
-    """A settled step that is :meth:`Policy.due` and one that is not, as far as there are any; the former's share.
+def step_kinds(policy: Policy) -> tuple[dict[bool, int], float]:
+    """Return a settled step of each kind that exists, by :meth:`Policy.due`, and the share of steps that are due.
 
-    What comes more seldom than every SELDOM steps does not come.
+    Steps that are due less often than every MAX_PERIOD steps are ignored.
 
     >>> from hvdbridge.policies import from_spec
-    >>> round(1 / kinds(from_spec("local_sgd:every=5000"))[1])
+    >>> round(1 / step_kinds(from_spec("local_sgd:every=5000"))[1])
     5000
     """
-    found: dict[bool, list[int]] = {False: [], True: []}
-    for step in range(SETTLED, SETTLED + SELDOM if acts_after_step(policy) else SETTLED + 1):
-        found[bool(policy.due(step))].append(step)
-        if len(found[True]) > MANY:
+    by_kind: dict[bool, list[int]] = {False: [], True: []}
+    for step in range(SETTLED_STEP, SETTLED_STEP + MAX_PERIOD if acts_after_step(policy) else SETTLED_STEP + 1):
+        by_kind[bool(policy.due(step))].append(step)
+        if len(by_kind[True]) > ENOUGH_DUE_STEPS:
             break
-    due = found[True]
-    periods = len(due) - 1  # from one that is due to another, so that no part of a period is counted
-    share = periods / (due[-1] - due[0]) if periods > 0 else float(len(due) > 0 and not found[False])
-    return {which: steps[-1] for which, steps in found.items() if steps}, share
+    due = by_kind[True]
+    periods = len(due) - 1  # between due steps, so that only whole periods count
+    share = periods / (due[-1] - due[0]) if periods > 0 else float(len(due) > 0 and not by_kind[False])
+    return {kind: steps[-1] for kind, steps in by_kind.items() if steps}, share
 
 
-def timed(*parts: Callable[[], object], repeats: int = 5) -> list[tuple[float, float]]:
-    """Median seconds and CPU seconds of each part; the parts are done in turn, and the first turn does not count."""
-    times: list[list[tuple[float, float]]] = [[] for _ in parts]
+def timed(*functions: Callable[[], object], repeats: int = 5) -> list[tuple[float, float]]:
+    """Return median seconds and CPU seconds of each function. They run in rotation; the first round is not counted."""
+    times: list[list[tuple[float, float]]] = [[] for _ in functions]
     for _ in range(repeats + 1):
-        for part, own in zip(parts, times, strict=True):
-            started, before = time.perf_counter(), time.process_time()
-            part()
+        for function, runs in zip(functions, times, strict=True):
+            start, cpu_start = time.perf_counter(), time.process_time()
+            function()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            own.append((time.perf_counter() - started, time.process_time() - before))
-    return [(statistics.median(t for t, _ in own[1:]), statistics.median(t for _, t in own[1:])) for own in times]
+            runs.append((time.perf_counter() - start, time.process_time() - cpu_start))
+    return [(statistics.median(t for t, _ in runs[1:]), statistics.median(t for _, t in runs[1:])) for runs in times]
 
 
 def measure_copy(device: torch.device | str) -> float:
-    """Seconds per element of a copy of DDP_MB on this machine."""
+    """Measure a copy of DDP_MB MiB of float32 on ``device``, and return seconds per element."""
     source = torch.ones(int(DDP_MB * 2**18), device=device)
     target = torch.empty_like(source)
     return timed(lambda: target.copy_(source))[0][0] / source.numel()
@@ -86,29 +88,29 @@ def measure_copy(device: torch.device | str) -> float:
 
 @dataclass(frozen=True)
 class Computation:
-    """What a policy computes between its collectives.
+    """The measured time that a policy computes between its collectives.
 
     Attributes:
-        seconds: (ranks, whether :meth:`Policy.due`) -> seconds of a step.
-        received: the same -> bytes of all-gathers' answers.
+        seconds: (ranks, whether the step is :meth:`Policy.due`) -> seconds per step.
+        received: the same keys -> bytes that a rank receives by all-gathers per step.
     """
 
     seconds: Mapping[tuple[int, bool], float]
     received: Mapping[tuple[int, bool], float]
 
     def at(self, ranks: int, due: bool, received: float) -> float:
-        """Seconds of a step at any number of ranks, where a rank receives so many bytes by all-gathers.
+        """Interpolate or extrapolate the seconds of a step with ``received`` bytes of all-gathers per rank (rule 2).
 
         >>> known = Computation({(2, False): 1.0, (8, False): 4.0}, {(2, False): 20.0, (8, False): 80.0})
         >>> known.at(5, False, 50.0), known.at(20, False, 200.0), known.at(20, False, 80.0)
         (2.5, 10.0, 4.0)
         """
-        sizes = sorted(n for n, also in self.seconds if also == due)
-        few, many = sizes[0], sizes[-1]
-        slope = (self.seconds[many, due] - self.seconds[few, due]) / max(1, many - few)
-        if ranks > many and received <= self.received[many, due] * math.sqrt(ranks / many):
-            return self.seconds[many, due]
-        return max(self.seconds[few, due], self.seconds[few, due] + slope * (max(few, ranks) - few))
+        sizes = sorted(n for n, is_due in self.seconds if is_due == due)
+        smallest, largest = sizes[0], sizes[-1]
+        slope = (self.seconds[largest, due] - self.seconds[smallest, due]) / max(1, largest - smallest)
+        if ranks > largest and received <= self.received[largest, due] * math.sqrt(ranks / largest):
+            return self.seconds[largest, due]
+        return max(self.seconds[smallest, due], self.seconds[smallest, due] + slope * (max(smallest, ranks) - smallest))
 
 
 def measure_computation(
@@ -119,43 +121,41 @@ def measure_computation(
     local_size: int = 1,
     repeats: int = 3,
 ) -> Computation:
-    """Time a policy's own work on this machine, without other ranks: medians of ``repeats`` steps, after one.
+    """Measure a policy's computation on this machine, without other ranks; medians of ``repeats`` steps after one more.
 
     Raises:
-        ConfigurationError: the policy is defined for none of FEW numbers of ranks.
+        ConfigurationError: the policy is defined for none of the MEASURED_SIZES.
     """
     sizes, refusal = [], None
-    for ranks in FEW:
+    for ranks in MEASURED_SIZES:
         try:
             policy.check_size(ranks, -(-ranks // local_size))
             sizes.append(ranks)
         except ConfigurationError as error:
             refusal = error
     if not sizes:
-        raise ConfigurationError(f"its arithmetic is measured at {FEW} ranks: {refusal}") from refusal
+        raise ConfigurationError(f"its arithmetic is measured at {MEASURED_SIZES} ranks: {refusal}") from refusal
     seconds, received = {}, {}
     for ranks in sizes[:2]:
-        for due, step in kinds(policy)[0].items():
-            pool, times, gathered = BufferPool(IN_FLIGHT + BUFFERS), [], 0.0
+        for due, step in step_kinds(policy)[0].items():
+            pool, times, gathered = BufferPool(ACROSS_NODES + BUFFERS), [], 0.0
             for _ in range(repeats + 1):
-                spent, gathered = 0.0, 0.0
-                for event in dry_run(
-                    policy, params, ranks, step, bucket_mb, min(local_size, ranks), device, pool=pool
-                ):
-                    spent += event.seconds
+                seconds_spent, gathered = 0.0, 0.0
+                for event in dry_run(policy, params, ranks, step, bucket_mb, min(local_size, ranks), device, pool=pool):
+                    seconds_spent += event.seconds
                     if isinstance(event, Asked) and isinstance(event.request, AllGather):
                         gathered += event.request.bytes_sent(event.size)
-                times.append(spent)
+                times.append(seconds_spent)
             seconds[ranks, due], received[ranks, due] = statistics.median(times[1:]), gathered
     return Computation(seconds, received)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds and bytes of one step of one rank; the fields are those of :class:`~hvdbridge.tools.bench.measure.Row`.
+    """Predicted seconds and bytes of a step of one rank, as in :class:`~hvdbridge.tools.bench.measure.Row`.
 
     Attributes:
-        working: seconds that the cores need for all that is computed and sent.
+        working: seconds that the rank's cores need for all computation and sending; a lower bound of ``step``.
     """
 
     policy: str
@@ -171,7 +171,7 @@ class Prediction:
 
 @dataclass
 class _Bucket:
-    """A bucket's elements, and its collectives: those that the step waits for, and those that go on behind it."""
+    """A bucket's number of elements, and its collectives' loads; the step does not wait for those in ``behind``."""
 
     numel: int = 0
     loads: list[Load] = field(default_factory=list)
@@ -180,16 +180,16 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class Planner:
-    """A job: parameters, computation, network.
+    """A job's parameters, computation and network, from which the time of a step is predicted.
 
     Attributes:
-        forward, backward, optimizer: seconds without synchronization.
-        copies: seconds in backward's thread that bring gradients into buckets and back.
+        params: tensors or shapes by name.
+        forward, backward, optimizer: seconds per step without synchronization.
+        copies: seconds per step in which backward's thread copies gradients into buckets and back.
         cores: cores per rank.
-        one_device: the policy computes where backward does, as on CUDA.
-        compute_cpu: seconds of one core in forward, backward and the optimizer.
-        overhead: seconds of one core that synchronization takes beyond what is measured here; negative where that was
-            overrated.
+        one_device: the policy computes on backward's device, as on CUDA.
+        compute_cpu: CPU seconds of forward, backward and the optimizer.
+        overhead: CPU seconds of synchronization beyond the model's; negative if the model overestimates them.
     """
 
     params: Shapes
@@ -206,116 +206,115 @@ class Planner:
     one_device: bool = False
 
     def scaled(self, factor: float) -> Planner:
-        """On a machine that takes ``factor`` times as long."""
-        mine = ("forward", "backward", "optimizer", "copies", "compute_cpu")
-        return replace(self, **{name: factor * getattr(self, name) for name in mine})
+        """Return the same job on a machine whose computation takes ``factor`` times as long."""
+        names = ("forward", "backward", "optimizer", "copies", "compute_cpu")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
     def predict(
         self, spec: str, policy: Policy, ranks: int, computation: Computation, factor: float = 1.0
     ) -> Prediction:
-        """One step among ``ranks`` ranks, after any warm-up; what is done only in some steps is spread over all.
+        """Predict a step among ``ranks`` ranks after any warm-up: the mean of due steps and others, by their shares.
 
         Args:
-            factor: the policy computes so many times as long as it was measured.
+            factor: multiplies the measured time of the policy's computation.
 
         Raises:
-            ConfigurationError: the policy is not defined for so many ranks.
+            ConfigurationError: the policy is not defined for this number of ranks.
         """
-        steps, due = kinds(policy)
-        found = self._one(spec, policy, ranks, computation, factor, steps.get(False, SETTLED))
+        steps, due = step_kinds(policy)
+        prediction = self._predict_step(spec, policy, ranks, computation, factor, steps.get(False, SETTLED_STEP))
         if 0 < due < 1:
-            extra = vars(self._one(spec, policy, ranks, computation, factor, steps[True]))
-            mixed = {name: (1 - due) * value + due * extra[name] for name, value in list(vars(found).items())[2:]}
-            found = replace(found, **mixed)
-        return found
+            if_due = vars(self._predict_step(spec, policy, ranks, computation, factor, steps[True]))
+            mean = {name: (1 - due) * value + due * if_due[name] for name, value in list(vars(prediction).items())[2:]}
+            prediction = replace(prediction, **mean)
+        return prediction
 
-    def _one(
+    def _predict_step(
         self, spec: str, policy: Policy, ranks: int, computation: Computation, factor: float, step: int
     ) -> Prediction:
+        """Predict a step of one kind, as a queue of buckets with one server (rules 3 and 4)."""
         local_size = min(self.local_size, ranks)
         buckets, received = self._buckets(policy, ranks, step)
         compression = factor * computation.at(ranks, bool(policy.due(step)), received)
-        total = max(1, sum(bucket.numel for bucket in buckets))
+        elements = max(1, sum(bucket.numel for bucket in buckets))
 
-        def carried(loads: Sequence[Load], seconds: Callable[[Load, int], float] = self.network.seconds) -> float:
+        def total(loads: Sequence[Load], seconds: Callable[[Load, int], float] = self.network.seconds) -> float:
             return sum(seconds(load, local_size) for load in loads)
 
-        every = [load for bucket in buckets for load in (*bucket.loads, *bucket.behind)]
-        communication, sending = carried(every), carried(every, self.network.cpu_seconds)
-        beside = self.cores >= 2 and not self.one_device  # a core of its own for what the policy computes
-        slower = 1 / min(1.0, self.cores)
-        ready, delay, waiting = self.forward, 0.0, []
+        loads = [load for bucket in buckets for load in (*bucket.loads, *bucket.behind)]
+        communication, sending = total(loads), total(loads, self.network.cpu_seconds)
+        own_core = self.cores >= 2 and not self.one_device  # the policy computes on a core of its own
+        slowdown = 1 / min(1.0, self.cores)
+        ready, delay, queue = self.forward, 0.0, []
         for bucket in buckets:
-            computed = compression * bucket.numel / total
-            ready += (self.backward + self.copies) * bucket.numel / total
-            travels = carried(bucket.loads)
-            if beside:
-                own = max(travels, computed)
+            computing = compression * bucket.numel / elements
+            ready += (self.backward + self.copies) * bucket.numel / elements
+            transfer = total(bucket.loads)
+            if own_core:
+                service = max(transfer, computing)
             else:
-                travels += carried(bucket.loads, self.network.cpu_seconds) * (slower - 1)
-                own = travels + computed
+                transfer += total(bucket.loads, self.network.cpu_seconds) * (slowdown - 1)
+                service = transfer + computing
             if bucket.loads or not bucket.behind:
-                waiting.append((ready + delay, own, travels + computed))
-            if not beside:
-                delay += slower * (computed + carried([*bucket.loads, *bucket.behind], self.network.cpu_seconds))
-        end, after = self.forward + self.backward + self.copies + delay * (not waiting), 0.0
-        for i, (at, own, last) in enumerate(reversed(waiting)):
-            after += last if i == 0 else own
-            end = max(end, at + after)
+                queue.append((ready + delay, service, transfer + computing))
+            if not own_core:
+                delay += slowdown * (computing + total([*bucket.loads, *bucket.behind], self.network.cpu_seconds))
+        end, remaining = self.forward + self.backward + self.copies + delay * (not queue), 0.0
+        for i, (ready_at, service, last_service) in enumerate(reversed(queue)):
+            remaining += last_service if i == 0 else service
+            end = max(end, ready_at + remaining)
         compute = self.forward + self.backward + self.optimizer
         synchronizing = (compression + self.copies) * min(1.0, self.cores) + sending + self.overhead
         cpu = self.compute_cpu + max(0.0, synchronizing)
         step_seconds = max(end + self.optimizer, communication, cpu / self.cores)
-        sent = sum(load.sent for load in every)
-        return Prediction(
-            spec, ranks, step_seconds, compute, compression, communication, sent, cpu, cpu / self.cores
-        )
+        sent = sum(load.sent for load in loads)
+        return Prediction(spec, ranks, step_seconds, compute, compression, communication, sent, cpu, cpu / self.cores)
 
     def _buckets(self, policy: Policy, ranks: int, step: int) -> tuple[list[_Bucket], float]:
-        """The buckets of a step, and the bytes that a rank receives by all-gathers."""
+        """Return the buckets of a step, and the bytes that a rank receives by all-gathers in it."""
         policy.check_size(ranks, -(-ranks // self.local_size))
         params = {
             name: (p if isinstance(p, Tensor) else torch.empty(tuple(p), device="meta")).to("meta")
             for name, p in self.params.items()
         }
         names = [layout.names for layout in cut_layouts(params, self.bucket_mb * 2**20)]
-        size = min(ranks, MOST)
-        times = ranks / size
+        size = min(ranks, MAX_DRY_RUN_RANKS)
+        ratio = ranks / size
 
-        def run(params: Shapes, size: int) -> list[Asked | Ended]:
+        def simulate(params: Shapes, size: int) -> list[Asked | Ended]:
             local_size = min(self.local_size, size)
             return list(dry_run(policy, params, size, step, self.bucket_mb, local_size, "meta", names))
 
-        events = half = parts = run(params, size)
-        if times > 1:  # each rank's part of what ranks divide: parts have a least size, as blocks have
-            half = run(params, size // 2)
-            parts = run({name: p.new_empty(max(1, round(p.numel() / times))) for name, p in params.items()}, size)
-        asked = list(map(_operation, events))
-        if list(map(_operation, half)) != asked:
+        events = halved = shards = simulate(params, size)
+        if ratio > 1:  # smaller parameters give the size of shards, which has a minimum, such as a block
+            halved = simulate(params, size // 2)
+            shards = simulate({name: p.new_empty(max(1, round(p.numel() / ratio))) for name, p in params.items()}, size)
+        operations = list(map(_operation_of, events))
+        if list(map(_operation_of, halved)) != operations:
             raise ConfigurationError(f"what it asks for among {ranks} ranks does not follow from {size}")
-        scaled = times > 1 and list(map(_operation, parts)) == asked
-        found: dict[int, _Bucket] = {}
+        comparable = ratio > 1 and list(map(_operation_of, shards)) == operations
+        buckets: dict[int, _Bucket] = {}
         received = 0.0
-        for event, few, part in zip(events, half, parts if scaled else events, strict=True):
-            bucket = found.setdefault(event.bucket, _Bucket())
+        for event, half_event, shard in zip(events, halved, shards if comparable else events, strict=True):
+            bucket = buckets.setdefault(event.bucket, _Bucket())
             if isinstance(event, Ended):
                 bucket.numel = event.numel
                 continue
-            assert isinstance(part, Asked), "as the event"
-            assert isinstance(few, Asked), "as the event"
-            many = event.size if event.request.group == "node" else round(event.size * times)
-            load = Load.of(event.request, event.size)._replace(size=many)
-            if times > 1 and isinstance(event.request, AllGather):
-                own = float(event.request.tensor.nbytes)
-                if own < 0.75 * few.request.tensor.nbytes:  # a part of what ranks divide
-                    own = float(part.request.tensor.nbytes) if scaled else own * event.size / many
-                load = load._replace(sent=own * (many - 1))
-            elif scaled and isinstance(event.request, AllToAll | ReduceScatter):
-                load = load._replace(sent=part.request.tensor.nbytes * times * (many - 1) / many)
+            assert isinstance(shard, Asked), "as the event"
+            assert isinstance(half_event, Asked), "as the event"
+            members = event.size if event.request.group == "node" else round(event.size * ratio)
+            load = Load.of(event.request, event.size)._replace(size=members)
+            if ratio > 1 and isinstance(event.request, AllGather):
+                message = float(event.request.tensor.nbytes)
+                if message < 0.75 * half_event.request.tensor.nbytes:  # a shard, which shrinks with more ranks
+                    message = float(shard.request.tensor.nbytes) if comparable else message * event.size / members
+                load = load._replace(sent=message * (members - 1))
+            elif comparable and isinstance(event.request, AllToAll | ReduceScatter):
+                load = load._replace(sent=shard.request.tensor.nbytes * ratio * (members - 1) / members)
             (bucket.behind if event.behind else bucket.loads).append(load)
             received += load.sent * isinstance(event.request, AllGather)
-        return [found[index] for index in sorted(found)], received
+        return [buckets[index] for index in sorted(buckets)], received
 
 
-def _operation(event: Asked | Ended) -> tuple[str, str, torch.dtype] | None:
+def _operation_of(event: Asked | Ended) -> tuple[str, str, torch.dtype] | None:
     return None if isinstance(event, Ended) else (event.request.kind, event.request.group, event.request.tensor.dtype)

@@ -1,12 +1,12 @@
-"""Models as lists of layers: the parameters of ResNet-50, BERT-base and GPT-2 small, and their arithmetic.
+"""Models as lists of layers, with the parameters and the computation of ResNet-50, BERT-base and GPT-2 small.
 
 Rules:
 
 1. The shapes are those of the published models; a test counts the parameters.
-2. A layer is the three matrix products that it costs in training (forward, gradient of the input, gradient of the
-   weights), on rows of its own: what else a model does (attention, normalisation) is little beside them, and no
-   data set and no model library is needed.
-3. Every gradient is random, dense and different in every step, so that a policy has real work.
+2. A layer computes the three matrix products of its training (forward, gradient of the input, gradient of the weight)
+   on random rows. Other operations (attention, normalization) cost little in comparison. So no data set and no model
+   library is needed.
+3. Every gradient is random, dense and different in every step, so policies compress realistic data.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from torch import Tensor, nn
 
 from hvdbridge.errors import ConfigurationError, nearest
 
-FEWEST = 8
-"""Rows of a product: from one alone the gradient would be a matrix of rank 1."""
+MIN_ROWS = 8
+"""The minimum of rows in a product, because the gradient of a single row would have rank 1."""
 Loss = Callable[[nn.Module], Tensor]
 
 
 class Layer(NamedTuple):
-    """A weight matrix with its vectors (biases, normalisation).
+    """The shapes of a weight and of the vectors beside it (biases, normalization).
 
     Attributes:
-        rows: rows per sample that are multiplied with ``weight``, e.g. pixels or tokens; 0: a table that is looked up.
+        rows: rows per sample that are multiplied with ``weight``, e.g. pixels or tokens; 0 for an embedding.
     """
 
     weight: tuple[int, ...]
@@ -44,7 +44,7 @@ class Layer(NamedTuple):
 
 
 def resnet50(side: int = 224) -> list[Layer]:
-    """He et al., *Deep residual learning for image recognition*, 2016; a sample is an image of ``side`` x ``side``.
+    """ResNet-50 (He et al., *Deep residual learning for image recognition*, 2016) for ``side`` x ``side`` images.
 
     >>> sum(math.prod(layer.weight) + sum(layer.vectors) for layer in resnet50())
     25557032
@@ -63,7 +63,7 @@ def resnet50(side: int = 224) -> list[Layer]:
 
 
 def transformer(vocabulary: int, positions: int, layers: int, width: int) -> Iterator[Layer]:
-    """What BERT and GPT-2 have in common; a sample is a token."""
+    """Yield the layers that BERT and GPT-2 have in common; a sample is a token."""
     yield Layer((positions, width), (), 0)
     for _ in range(layers):
         yield Layer((3 * width, width), (3 * width, width, width))
@@ -74,7 +74,7 @@ def transformer(vocabulary: int, positions: int, layers: int, width: int) -> Ite
 
 
 def bert_base() -> list[Layer]:
-    """Devlin et al., *BERT*, 2019, base, uncased, with its pooler; a sample is a token.
+    """BERT-base, uncased, with its pooler (Devlin et al., *BERT*, 2019); a sample is a token.
 
     >>> sum(math.prod(layer.weight) + sum(layer.vectors) for layer in bert_base())
     109482240
@@ -83,7 +83,7 @@ def bert_base() -> list[Layer]:
 
 
 def gpt2() -> list[Layer]:
-    """Radford et al., *Language models are unsupervised multitask learners*, 2019, small; a sample is a token.
+    """GPT-2 small (Radford et al., *Language models are unsupervised multitask learners*, 2019); a sample is a token.
 
     >>> sum(math.prod(layer.weight) + sum(layer.vectors) for layer in gpt2())
     124439808
@@ -92,7 +92,7 @@ def gpt2() -> list[Layer]:
 
 
 def small(layers: int = 300) -> list[Layer]:
-    """Many small layers, where the cost of an operation counts and not its bytes."""
+    """Many layers of 64 x 64, whose time depends on the cost per operation instead of bytes."""
     return [Layer((64, 64), (64,)) for _ in range(layers)]
 
 
@@ -102,11 +102,11 @@ MODELS: dict[str, tuple[Callable[..., list[Layer]], int]] = {
     "gpt2": (gpt2, 64),
     "small": (small, 128),
 }
-"""name -> (layers, samples per step unless told otherwise)"""
+"""Name -> (function that returns the layers, default number of samples per step)."""
 
 
 class LayerList(nn.Module):
-    """A model that is a list of layers; called with the number of samples it returns a loss.
+    """A model made of a list of layers; ``model(samples)`` returns a loss, a scalar tensor.
 
     >>> model = LayerList(small(2))
     >>> model(4).backward()
@@ -126,24 +126,24 @@ class LayerList(nn.Module):
 
 
 class Product(nn.Module):
-    """One layer: it passes a scalar on, and costs what the layer would."""
+    """A layer that returns its scalar input, and computes the matrix products of the layer in forward and backward."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.rows = layer.rows
         self.weight = nn.Parameter(torch.randn(layer.weight) / math.prod(layer.weight[1:]) ** 0.5)
         self.vectors = nn.ParameterList(torch.zeros(n) for n in layer.vectors)
-        self._kept: dict[int, tuple[Tensor, ...]] = {}
+        self._inputs: dict[int, tuple[Tensor, ...]] = {}
 
     def forward(self, signal: Tensor, samples: int) -> Tensor:
         return _Product.apply(signal, *self._rows(samples), self.weight, *self.vectors)  # type: ignore
 
     def _rows(self, samples: int) -> tuple[Tensor, ...]:
-        rows = max(FEWEST, round(self.rows * samples))
-        if rows not in self._kept:
-            weight = self.weight.detach().flatten(1)  # x and gradient:
-            self._kept = {rows: tuple(torch.randn(rows, n, device=weight.device) for n in weight.T.shape)}
-        return self._kept[rows]
+        rows = max(MIN_ROWS, round(self.rows * samples))
+        if rows not in self._inputs:
+            weight = self.weight.detach().flatten(1)  # an input and an output gradient, of the widths in and out
+            self._inputs = {rows: tuple(torch.randn(rows, n, device=weight.device) for n in weight.T.shape)}
+        return self._inputs[rows]
 
 
 class _Product(torch.autograd.Function):
@@ -157,16 +157,16 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, grad, weight, *vectors = ctx.saved_tensors
         grad @ weight.flatten(1)
-        # Gradients of one direction would flatter low rank, and equal ones whatever remembers the step before
+        # Without random factors gradients would repeat from step to step, which would favor policies that exploit it
         grad = grad * torch.randn(len(grad), 1, device=grad.device)
         return upstream, None, None, (grad.T @ x).view_as(weight), *(torch.randn_like(v) for v in vectors)
 
 
 def check_name(text: str, samples: int | None = None) -> None:
-    """What :func:`model` refuses without a look into the user's module.
+    """Check the arguments of :func:`model` without importing the user's module.
 
     Raises:
-        ConfigurationError: no such name, or a number of samples or layers that cannot be.
+        ConfigurationError: the name is unknown, or a number of samples or layers is out of range.
     """
     name, _, argument = text.partition(":")
     if name not in MODELS and not argument:
@@ -185,12 +185,12 @@ def check_name(text: str, samples: int | None = None) -> None:
 
 
 def model(text: str, samples: int | None = None) -> tuple[nn.Module, Loss]:
-    """A model and its loss by name: ``resnet50``, ``bert-base``, ``gpt2``, ``small``, ``small:3000``, or
-    ``module:function`` or ``file.py:function``, whose function returns ``(module, loss)`` and ``loss(module)`` a
-    scalar to differentiate.
+    """Return a model and its loss by name: ``resnet50``, ``bert-base``, ``gpt2``, ``small``, ``small:3000``, or
+    ``module:function`` or ``file.py:function``. The user's function returns ``(module, loss)``, and ``loss(module)``
+    returns a scalar to differentiate.
 
     Raises:
-        ConfigurationError: no such name, module or function, or ``samples`` for the user's own.
+        ConfigurationError: the name, module or function is unknown, or ``samples`` is given for the user's own model.
 
     >>> module, loss = model("small:2")
     >>> loss(module).backward()
@@ -201,25 +201,25 @@ def model(text: str, samples: int | None = None) -> tuple[nn.Module, Loss]:
         make, default = MODELS[name]
         count = samples or default
         return LayerList(make(int(argument)) if argument else make()), lambda module: module(count)
-    with _told(text):
-        module, loss = getattr(_imported(name), argument)()
+    with _explain_errors(text):
+        module, loss = getattr(_import_module(name), argument)()
     return module, loss
 
 
 def import_own(text: str) -> None:
-    """Import the user's own module, where ``text`` names one: what it registers is known then.
+    """Import the user's module if ``text`` names one, so that the policies that it registers are known.
 
     Raises:
-        ConfigurationError: it cannot be imported.
+        ConfigurationError: the module cannot be imported.
     """
     name = text.partition(":")[0]
     if name not in MODELS:
-        with _told(text):
-            _imported(name)
+        with _explain_errors(text):
+            _import_module(name)
 
 
 @contextmanager
-def _told(text: str) -> Iterator[None]:
+def _explain_errors(text: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError, TypeError, ValueError) as error:
@@ -229,9 +229,9 @@ def _told(text: str) -> Iterator[None]:
         ) from error
 
 
-@cache  # a file, too, is imported once: a class that it registers is another one each time
-def _imported(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:  # a console script has its own folder there
+@cache  # so that a file is imported once: each import would make new classes to register
+def _import_module(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:  # a console script has its own folder there instead
         sys.path.insert(0, os.getcwd())
     if not name.endswith(".py"):
         return importlib.import_module(name)
@@ -239,6 +239,6 @@ def _imported(name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{name} cannot be loaded")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # classes are copied and pickled by it
+    sys.modules.setdefault(spec.name, module)  # copy and pickle find classes there
     spec.loader.exec_module(module)
     return module

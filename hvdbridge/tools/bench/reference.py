@@ -1,4 +1,4 @@
-"""The native ways: what a user of each library writes without hvdbridge. Policies are compared with them."""
+"""The native ways: training as users of each library write it without hvdbridge; the baselines for policies."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hvdbridge.reduction.parameters import trainable
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: the model to call, and what surrounds its backward."""
+    """One way to train: the model to call, and the calls before and after its backward."""
 
     model: nn.Module
     zero_grad: Callable[[], None]
     step: Callable[[], Any]
-    settle: Callable[[], Any] = lambda: None  # wait for what goes on behind a step
+    settle: Callable[[], Any] = lambda: None  # waits for transfers that overlap the next step
 
 
 def ddp(
     model: nn.Module, optimizer: Optimizer, unused: bool = False, hook: Callable[[], tuple[Any, Any]] | None = None
 ) -> Way:
-    """DistributedDataParallel, plain or with the state and the hook that ``hook`` makes; ``unused``: it looks for
-    parameters without a gradient."""
+    """Train with DistributedDataParallel. ``hook`` makes the state and the communication hook to register; ``unused``
+    sets ``find_unused_parameters``."""
     device = next(model.parameters()).device
     ids = [device.index] if device.type == "cuda" else None
     wrapped = nn.parallel.DistributedDataParallel(model, device_ids=ids, find_unused_parameters=unused)
@@ -39,27 +39,27 @@ def ddp(
 
 
 def _default_hook(name: str) -> tuple[Any, Any]:
-    """torch's all-reduce hook, without which no communication hook can do, and its fp16 hook."""
+    """Return a stateless hook of torch: ``allreduce_hook``, the minimum of any hook, or ``fp16_compress_hook``."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     return None, getattr(default_hooks, name)
 
 
 def _powersgd() -> tuple[Any, Any]:
-    """torch's PowerSGD hook, rank 4. On Gloo it aborts as soon as a model has several buckets."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as of_torch
+    """Return torch's PowerSGD hook of rank 4. On Gloo it aborts if a model has several buckets."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hook
 
-    state = of_torch.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    return state, of_torch.powerSGD_hook
+    state = torch_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    return state, torch_hook.powerSGD_hook
 
 
 def _topk() -> tuple[Any, Any]:
-    """A straightforward top-k of 1 % in a DDP hook: torch.topk, and an all-gather of values and indices."""
+    """Return a plain top-k hook that sends 1 % of the elements: torch.topk, and all-gathers of values and indices."""
     import torch.distributed as dist
 
     residuals: dict[int, Tensor] = {}
 
-    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
         buffer = bucket.buffer()
         residual = residuals.get(bucket.index())
         if residual is None or residual.numel() != buffer.numel():  # DDP rebuilds its buckets after the first step
@@ -68,8 +68,8 @@ def _topk() -> tuple[Any, Any]:
         indices = corrected.abs().topk(max(1, buffer.numel() // 100)).indices.int()
         values = corrected[indices.long()]
         residuals[bucket.index()] = corrected.index_fill(0, indices.long(), 0)
-        everybody = range(dist.get_world_size())
-        all_values, all_indices = ([torch.empty_like(mine) for _ in everybody] for mine in (values, indices))
+        ranks = range(dist.get_world_size())
+        all_values, all_indices = ([torch.empty_like(tensor) for _ in ranks] for tensor in (values, indices))
         works = [
             dist.all_gather(all_values, values, async_op=True),
             dist.all_gather(all_indices, indices, async_op=True),
@@ -77,8 +77,8 @@ def _topk() -> tuple[Any, Any]:
 
         def decode(_: Any) -> Any:
             buffer.zero_()
-            for each, at in zip(all_values, all_indices, strict=True):
-                buffer.index_add_(0, at.long(), each, alpha=1 / len(everybody))
+            for rank_values, rank_indices in zip(all_values, all_indices, strict=True):
+                buffer.index_add_(0, rank_indices.long(), rank_values, alpha=1 / len(ranks))
             return buffer
 
         futures = torch.futures.collect_all([work.get_future() for work in works])
@@ -88,7 +88,7 @@ def _topk() -> tuple[Any, Any]:
 
 
 def horovod(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way:
-    """Plain ``hvd.DistributedOptimizer``, which sends zeros for a parameter without a gradient."""
+    """Train with plain ``hvd.DistributedOptimizer``, which sends zeros for a parameter without a gradient."""
     import horovod.torch as hvd
 
     if any(p.dtype == torch.bfloat16 for p in trainable(model).values()):
@@ -97,25 +97,25 @@ def horovod(model: nn.Module, optimizer: Optimizer, unused: bool = False) -> Way
     return Way(model, wrapped.zero_grad, wrapped.step)
 
 
-def mpi(model: nn.Module, optimizer: Optimizer, unused: bool = False, each: bool = False) -> Way:
-    """By hand, after backward: all gradients in one flat Allreduce; ``each``: one Allreduce per parameter."""
+def mpi(model: nn.Module, optimizer: Optimizer, unused: bool = False, per_parameter: bool = False) -> Way:
+    """All-reduce by mpi4py after backward, in one flat tensor; ``per_parameter``: one Allreduce per parameter."""
     from mpi4py import MPI
 
     params: list[Any] = list(trainable(model).values())
-    found = {f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}" for p in params}
-    if found not in ({"float32 on cpu"}, {"float64 on cpu"}):
+    kinds = {f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}" for p in params}
+    if kinds not in ({"float32 on cpu"}, {"float64 on cpu"}):
         raise ConfigurationError(
-            f"the hand-written loops over MPI are for models of float32 or of float64 on the CPU, not {sorted(found)}"
+            f"the hand-written loops over MPI are for models of float32 or of float64 on the CPU, not {sorted(kinds)}"
         )
     comm = MPI.COMM_WORLD.Dup()
-    flat = torch.empty(0 if each else sum(p.numel() for p in params), dtype=params[0].dtype)
+    flat = torch.empty(0 if per_parameter else sum(p.numel() for p in params), dtype=params[0].dtype)
 
     def step() -> None:
-        for param in params:  # zeros where this rank's backward left none: ranks must send alike
+        for param in params:  # zeros for a missing gradient, because all ranks must send the same tensors
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
         grads = [param.grad for param in params]
-        if each:
+        if per_parameter:
             for grad in grads:
                 comm.Allreduce(MPI.IN_PLACE, grad.numpy())
                 grad.div_(comm.size)
@@ -123,17 +123,17 @@ def mpi(model: nn.Module, optimizer: Optimizer, unused: bool = False, each: bool
             torch.cat([grad.reshape(-1) for grad in grads], out=flat)
             flat.div_(comm.size)
             comm.Allreduce(MPI.IN_PLACE, flat.numpy())
-            pieces = flat.split([grad.numel() for grad in grads])
-            torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
+            averages = flat.split([grad.numel() for grad in grads])
+            torch._foreach_copy_(grads, [average.view_as(grad) for average, grad in zip(averages, grads, strict=True)])
         optimizer.step()
 
     return Way(model, optimizer.zero_grad, step)
 
 
-Make = Callable[[nn.Module, Optimizer, bool], Way]
-"""A native way for a model and its optimizer; True: some of its parameters may get no gradient."""
+WayFactory = Callable[[nn.Module, Optimizer, bool], Way]
+"""Makes a native way from a model, its optimizer, and whether some parameters may get no gradient."""
 
-WAYS: dict[str, tuple[str, Make]] = {
+WAYS: dict[str, tuple[str, WayFactory]] = {
     "ddp": ("torch", ddp),
     "ddp-hook": ("torch", partial(ddp, hook=partial(_default_hook, "allreduce_hook"))),
     "ddp-fp16": ("torch", partial(ddp, hook=partial(_default_hook, "fp16_compress_hook"))),
@@ -141,16 +141,16 @@ WAYS: dict[str, tuple[str, Make]] = {
     "ddp-topk": ("torch", partial(ddp, hook=_topk)),
     "horovod": ("horovod", horovod),
     "mpi": ("mpi", mpi),
-    "mpi-loop": ("mpi", partial(mpi, each=True)),
+    "mpi-loop": ("mpi", partial(mpi, per_parameter=True)),
 }
-"""name -> (the backend it needs, how it is made); a backend's first is what it is compared with by default."""
+"""Name of a native way -> (its backend, its factory); the first one of a backend is its default."""
 
 
-def native(backend: str, name: str | None = None) -> tuple[str, Make]:
-    """The native way of this name, or the backend's own.
+def native(backend: str, name: str | None = None) -> tuple[str, WayFactory]:
+    """Return the name and the factory of a native way; None: the backend's default.
 
     Raises:
-        ConfigurationError: there is none, or it needs another backend.
+        ConfigurationError: the name is unknown, or that way needs another backend.
 
     >>> native("mpi")[0]
     'mpi'

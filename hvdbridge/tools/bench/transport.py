@@ -1,4 +1,4 @@
-"""A network as two numbers per kind of collective (alpha-beta model), and how long collectives take on it."""
+"""A network as an alpha-beta model per kind of collective: its measurement, and the predicted time of collectives."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from hvdbridge.policy.collectives import AllGather, AllReduce, AllToAll, Broadca
 from hvdbridge.startup.world import usable_cores
 from hvdbridge.tools.bench.checks import read
 
-SMALL, LARGE = 256, 1 << 23
-"""Elements of a probe, float32: one that is all latency, and the most that is sent to find the bandwidth."""
+MIN_ELEMENTS, MAX_ELEMENTS = 256, 1 << 23
+"""Elements, float32, of the probe that measures latency, and of the largest one that measures bandwidth."""
 COLLECTIVES: dict[str, Callable[..., Collective]] = {
     kind.__name__: kind for kind in (AllReduce, AllGather, AllToAll, ReduceScatter, Broadcast)
 }
-ENOUGH = 0.05
-"""Seconds that a probe should take beyond its latency."""
+MIN_TRANSFER_SECONDS = 0.05
+"""Seconds beyond the latency after which a bandwidth probe is large enough."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """``seconds = rounds * latency + bytes_sent / bandwidth``; latency in seconds, bandwidth in bytes per second.
+class AlphaBeta:
+    """The model ``seconds = rounds * latency + bytes_sent / bandwidth``; latency in seconds, bandwidth in bytes/s.
 
-    ``latency_cpu`` and ``cpu`` are the parts of both terms in which sending keeps one of the rank's cores busy.
+    ``latency_cpu`` and ``cpu`` are the fractions of the two terms in which one core of the rank is busy.
     """
 
     latency: float
@@ -43,7 +43,7 @@ class Line:
 
 
 class Load(NamedTuple):
-    """What a collective asks of the network: bytes that one rank sends, among ``size`` ranks of its group."""
+    """A collective's load on the network: its kind, its group of ``size`` ranks, and the bytes that each rank sends."""
 
     kind: str
     group: str
@@ -52,42 +52,42 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, request: Collective, size: int) -> Load:
-        """The load of a request."""
+        """Return the load of a request among ``size`` ranks."""
         return cls(request.kind, request.group, request.bytes_sent(size), size)
 
 
 @dataclass(frozen=True)
 class Network:
-    """What connects the ranks, as seen by collectives.
+    """The network between the ranks, by the times of collectives.
 
     Attributes:
-        lines: kind of collective -> its line; the kind "" stands for those that are not listed.
-        local: the same inside a node, for its group and for a job that is on one node; None: no faster there.
-        cross: the same among ranks of one number on all nodes, all numbers at once; None: as ``lines``, for one number.
-        local_size: ranks per node that shared the network when it was measured.
-        cores: of the machine, for each of its ranks then; None: nobody looked.
+        lines: kind of collective -> its alpha-beta model; the kind "" stands for kinds that are not listed.
+        local: the same within a node, for the group "node" and for jobs on one node; None: as ``lines``.
+        cross: the same for the group "cross", measured with all such groups at once; None: as ``lines``, for one group.
+        local_size: ranks per node that shared the network during the measurement.
+        cores: cores per rank of the machine during the measurement; None: not measured.
     """
 
-    lines: dict[str, Line]
-    local: dict[str, Line] | None = None
-    cross: dict[str, Line] | None = None
+    lines: dict[str, AlphaBeta]
+    local: dict[str, AlphaBeta] | None = None
+    cross: dict[str, AlphaBeta] | None = None
     local_size: int = 1
     cores: float | None = None
 
     @classmethod
     def given(cls, latency: float, bandwidth: float, local: tuple[float, float] | None = None) -> Network:
-        """One line for all kinds: seconds and bytes per second; ``local``: another one inside nodes."""
-        return cls({"": Line(latency, bandwidth)}, {"": Line(*local)} if local else None)
+        """Make a network with one latency (s) and bandwidth (bytes/s) for all kinds; ``local``: both within nodes."""
+        return cls({"": AlphaBeta(latency, bandwidth)}, {"": AlphaBeta(*local)} if local else None)
 
     def bandwidth(self, group: str = "world") -> float:
-        """Bytes per second that a rank sends at best in a group."""
+        """Return the bytes per second that a rank sends in a group, for the fastest kind of collective."""
         lines = {"node": self.local, "cross": self.cross}.get(group) or self.lines
-        return max(line.bandwidth for line in lines.values())
+        return max(model.bandwidth for model in lines.values())
 
     def seconds(self, load: Load, local_size: int = 1) -> float:
-        """How long a collective takes where ``local_size`` ranks are on a node.
+        """Return the seconds of a collective, with ``local_size`` ranks per node.
 
-        Rounds and bytes are those of the algorithm that is the faster one here:
+        Rounds and bytes are those of the faster algorithm:
 
         ==============  ==========================  =======================================
         AllReduce       ring (Patarasu 2009)        2 (N-1) rounds, 2 (N-1)/N of the bytes
@@ -98,82 +98,82 @@ class Network:
         Broadcast       binomial tree               log2 N rounds, the bytes once per round
         ==============  ==========================  =======================================
 
-        Ranks of one node share its network: where every rank talks to every other, and where all talk to those of their
-        own number (the group "cross"), each has its part of it. Of a ring only one rank of a node sends to another one.
-        Lines that were measured with several ranks per node have that in them.
+        The ranks of a node share its network in collectives with traffic between all pairs, and in the group "cross".
+        In a ring, only one rank per node sends to another node. A measurement with several ranks per node includes
+        such sharing, so its bandwidth is corrected only by the ratio of ranks per node.
 
         >>> net = Network.given(latency=1e-3, bandwidth=1e9)
         >>> net.seconds(Load("AllReduce", "world", sent=1e9, size=2))
         1.002
         """
-        return sum(self._terms(load, local_size))
+        return sum(self._term_seconds(load, local_size))
 
     def cpu_seconds(self, load: Load, local_size: int = 1) -> float:
-        """For how much of :meth:`seconds` a core is busy."""
-        line, (waiting, sending) = self._line(load, local_size), self._terms(load, local_size)
-        return waiting * line.latency_cpu + sending * line.cpu
+        """Return the part of :meth:`seconds` in which a core of the rank is busy."""
+        model, (latency, transfer) = self._model_of(load, local_size), self._term_seconds(load, local_size)
+        return latency * model.latency_cpu + transfer * model.cpu
 
-    def _terms(self, load: Load, local_size: int) -> tuple[float, float]:
-        """Both terms of the line, in seconds."""
+    def _term_seconds(self, load: Load, local_size: int) -> tuple[float, float]:
+        """Return both terms of the alpha-beta model, in seconds."""
         kind, group, sent, size = load
         if size < 2:
             return 0.0, 0.0
-        line = self._line(load, local_size)
-        sharing = 1 if group == "cross" and self.cross is None else self.local_size  # when the line was measured
-        crowded = sent * (1.0 if _inside(load, local_size) else max(1.0, local_size / sharing))
-        sent = crowded if group == "cross" else sent
-        levels = math.ceil(math.log2(size))
-        once = sent * size / (size - 1)  # the bytes of which (N-1)/N are sent in each direction
-        options: Sequence[tuple[float, float]] = {  # (rounds, bytes)
-            "AllReduce": [(2 * (size - 1), sent), (2 * levels, once)],
-            "AllToAll": [(size - 1, crowded)],
+        model = self._model_of(load, local_size)
+        sharers = 1 if group == "cross" and self.cross is None else self.local_size  # ranks per node when measured
+        shared_sent = sent * (1.0 if _within_node(load, local_size) else max(1.0, local_size / sharers))
+        sent = shared_sent if group == "cross" else sent
+        tree_rounds = math.ceil(math.log2(size))
+        tensor_bytes = sent * size / (size - 1)  # the size of the tensor, of which a rank sends (N-1)/N
+        algorithms: Sequence[tuple[float, float]] = {  # (rounds, bytes)
+            "AllReduce": [(2 * (size - 1), sent), (2 * tree_rounds, tensor_bytes)],
+            "AllToAll": [(size - 1, shared_sent)],
             "ReduceScatter": [(size - 1, sent)],
-            "AllGather": [(size - 1, sent), (levels, crowded)],
-            "Broadcast": [(levels, levels * once)],
+            "AllGather": [(size - 1, sent), (tree_rounds, shared_sent)],
+            "Broadcast": [(tree_rounds, tree_rounds * tensor_bytes)],
         }[kind]
-        return min(((rounds * line.latency, amount / line.bandwidth) for rounds, amount in options), key=sum)
+        return min(((rounds * model.latency, nbytes / model.bandwidth) for rounds, nbytes in algorithms), key=sum)
 
-    def _line(self, load: Load, local_size: int) -> Line:
+    def _model_of(self, load: Load, local_size: int) -> AlphaBeta:
         lines = self.lines
         if load.group == "cross":
             lines = self.cross or lines
-        elif _inside(load, local_size):
+        elif _within_node(load, local_size):
             lines = self.local or lines
         return lines[load.kind if load.kind in lines else ""]
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Network:
-        """The inverse of ``dataclasses.asdict``.
+        """Make a network from the dict that ``dataclasses.asdict`` made of one.
 
         Raises:
-            ConfigurationError: a figure is missing or cannot be, or a kind of collective has no line.
+            ConfigurationError: a value is missing or out of range, or a kind of collective is missing.
 
         >>> net = Network.given(1e-5, 1e9)
         >>> Network.from_dict({"lines": {"": vars(net.lines[""])}}) == net
         True
         """
-        known = {name: value for name, value in saved.items() if value is not None}
-        for group in {"lines", "local", "cross"} & set(known):
-            known[group] = {
-                kind: read(Line, line, f"network.{group}.{kind}") for kind, line in known[group].items()
+        values = {name: value for name, value in saved.items() if value is not None}
+        for group in {"lines", "local", "cross"} & set(values):
+            values[group] = {
+                kind: read(AlphaBeta, model, f"network.{group}.{kind}") for kind, model in values[group].items()
             }
-            if "" not in known[group] and (missing := set(COLLECTIVES) - set(known[group])):
+            if "" not in values[group] and (missing := set(COLLECTIVES) - set(values[group])):
                 raise ConfigurationError(f"network.{group} is of no {', '.join(sorted(missing))}")
-        return read(cls, known, "network")
+        return read(cls, values, "network")
 
 
 def probe(communicator: Communicator, device: torch.device) -> Network:
-    """Measure a communicator's network: each kind in each group, small and large, medians. Collective.
+    """Measure each kind of collective in each group, with small and large tensors; medians. Collective.
 
-    A job of one rank has no network; its lines are those of memory. Groups are measured where there are several nodes,
-    with equal numbers of several ranks.
+    With one rank the times are those of memory. The groups "node" and "cross" are measured if there are several nodes,
+    all with the same number of ranks, more than one.
     """
     local_size, size = ranks_per_node(communicator), communicator.size
     groups = {"world": size}
     if local_size > 1 and size == local_size * len(set(communicator.nodes)) > local_size:
         groups |= {"node": local_size, "cross": size // local_size}
     lines = {
-        group: {kind: _line(communicator, group, members, kind, device) for kind in COLLECTIVES}
+        group: {kind: _measure_kind(communicator, group, members, kind, device) for kind in COLLECTIVES}
         for group, members in groups.items()
     }
     return Network(
@@ -181,38 +181,38 @@ def probe(communicator: Communicator, device: torch.device) -> Network:
     )
 
 
-def _line(communicator: Communicator, group: str, size: int, kind: str, device: torch.device) -> Line:
-    """Latency of one kind of collective by a small one, bandwidth by one that grows until it takes ENOUGH."""
+def _measure_kind(communicator: Communicator, group: str, size: int, kind: str, device: torch.device) -> AlphaBeta:
+    """Measure latency with a small tensor, bandwidth with one that grows until it takes MIN_TRANSFER_SECONDS."""
 
     def request(elements: int) -> Collective:
         part = max(1, elements // size)
         shapes = {"AllGather": (part,), "AllToAll": (size, part), "ReduceScatter": (size, part)}
         return COLLECTIVES[kind](torch.ones(shapes.get(kind, (elements,)), device=device), group=group)
 
-    small, small_busy = _median(communicator, request(SMALL), device, 20)  # brief, so easily disturbed
-    elements, large, busy = SMALL, small, small_busy
-    while elements < LARGE and large < small + ENOUGH:
+    small, small_busy = _median(communicator, request(MIN_ELEMENTS), device, 20)  # more repeats, as it is noisy
+    elements, large, busy = MIN_ELEMENTS, small, small_busy
+    while elements < MAX_ELEMENTS and large < small + MIN_TRANSFER_SECONDS:
         elements *= 8
         large, busy = _median(communicator, request(elements), device, 5)
-    few, many = (Load.of(request(n), size) for n in (SMALL, elements))
+    small_load, large_load = (Load.of(request(n), size) for n in (MIN_ELEMENTS, elements))
     by_bytes, by_rounds = Network.given(0.0, 1.0), Network.given(1.0, math.inf)
-    sent = by_bytes.seconds(many) - by_bytes.seconds(few)  # as the prediction counts them
-    rounds = max(1.0, by_rounds.seconds(few))
-    longer = max(large - small, 1e-9)
-    shares = (max(0.0, busy - small_busy) / longer, small_busy / small)
-    return Line(small / rounds, max(sent, 1) / longer, *(min(1.0, share) for share in shares))
+    sent = by_bytes.seconds(large_load) - by_bytes.seconds(small_load)  # counted as in predictions
+    rounds = max(1.0, by_rounds.seconds(small_load))
+    extra_seconds = max(large - small, 1e-9)
+    shares = (max(0.0, busy - small_busy) / extra_seconds, small_busy / small)
+    return AlphaBeta(small / rounds, max(sent, 1) / extra_seconds, *(min(1.0, share) for share in shares))
 
 
 def ranks_per_node(communicator: Communicator) -> int:
-    """Of the node that has most."""
+    """Return the largest number of ranks on a node."""
     return max(map(communicator.nodes.count, communicator.nodes), default=1)
 
 
 def cores_per_rank(communicator: Communicator, device: torch.device) -> float:
-    """Cores that this process may use, for each of the ranks that may use the same; the fewest of any rank. Collective.
+    """Return the cores that a rank may use, divided by the ranks that may use the same cores; minimum over ranks.
 
-    Containers and network namespaces of one kernel are one machine, whatever they call themselves. Ranks whose cores
-    overlap in part are taken to share none.
+    Collective. Containers and network namespaces are one machine if they run on one kernel, whatever their host names.
+    Ranks whose sets of cores overlap partially are assumed to share none.
     """
     usable = usable_cores()
     try:
@@ -220,30 +220,29 @@ def cores_per_rank(communicator: Communicator, device: torch.device) -> float:
     except OSError:
         kernel = socket.gethostname()
     digest = hashlib.blake2b(f"{kernel}{usable}".encode(), digest_size=7).digest()
-    mine = int.from_bytes(digest, "little")
-    everybody = communicator.execute(AllGather(torch.tensor([mine], device=device)))
-    share = torch.tensor([len(usable) / int((everybody == mine).sum())], device=device)
+    fingerprint = int.from_bytes(digest, "little")
+    fingerprints = communicator.execute(AllGather(torch.tensor([fingerprint], device=device)))
+    share = torch.tensor([len(usable) / int((fingerprints == fingerprint).sum())], device=device)
     return float(communicator.execute(AllReduce(share, "min")))
 
 
 def _median(communicator: Communicator, request: Collective, device: torch.device, repeats: int) -> tuple[float, float]:
-    """Seconds, and CPU seconds, of the rank with most: the same on all, so that all go on alike."""
+    """Return median seconds and CPU seconds, maximum over ranks: equal values make all ranks take the same branches."""
 
-    def slowest(*seconds: float) -> list[float]:
+    def max_over_ranks(*seconds: float) -> list[float]:
         return communicator.execute(AllReduce(torch.tensor(seconds, device=device), "max")).tolist()
 
     times = []
     for _ in range(repeats):
-        slowest(0.0)  # all are here
-        started = (time.perf_counter(), time.process_time())
+        max_over_ranks(0.0)  # a barrier
+        start = (time.perf_counter(), time.process_time())
         if communicator.execute(request).is_cuda:
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - started[0], time.process_time() - started[1]))
-    wall, busy = slowest(*(statistics.median(each) for each in zip(*times, strict=True)))
+        times.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    wall, busy = max_over_ranks(*(statistics.median(samples) for samples in zip(*times, strict=True)))
     return wall, busy
 
 
-def _inside(load: Load, local_size: int) -> bool:
-    """Whether all of it stays on a node."""
+def _within_node(load: Load, local_size: int) -> bool:
+    """Return whether all ranks of the load's group are on one node."""
     return load.group == "node" or (load.group != "cross" and load.size <= local_size)
-

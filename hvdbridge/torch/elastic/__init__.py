@@ -1,4 +1,4 @@
-"""``hvd.elastic``: training that goes on when ranks are lost, from the last commit.
+"""``hvd.elastic``: elastic training, which resumes from the last commit when ranks are lost.
 
 ::
 
@@ -14,7 +14,7 @@
 
     train(hvd.elastic.TorchState(model, optimizer, epoch=0, sampler=sampler))
 
-What follows a lost rank depends on the launcher; :mod:`.restart` has the table.
+The reaction to a lost rank depends on the launcher: see the table in :mod:`.restart`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ __all__ = [
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: run ``func(state, ...)``, and run it again after a failure or a change of hosts.
+    """Decorate ``func(state, ...)`` so that it runs again after a failure or a change of hosts.
 
-    All ranks get rank 0's ``state`` before each run; after a failure it is that of the last commit. ``func`` continues
-    from ``state``. The script calls no collective before ``func``: a new worker would meet it elsewhere.
+    Before each run all ranks get rank 0's ``state``; after a failure that is the last commit. ``func`` must resume from
+    ``state``. The script must not call a collective before ``func``, because a new worker would start with it while
+    the others do not.
 
     Raises:
-        HorovodInternalError, RankFailed: a rank is lost, and the launcher replaces none.
+        HorovodInternalError, RankFailed: a rank is lost, and the launcher does not replace it.
     """
     return run_fn(func, _reset)
 

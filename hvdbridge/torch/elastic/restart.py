@@ -1,24 +1,24 @@
-"""How elastic training outlives a lost rank, under each launcher.
+"""Recovery of elastic training from a lost rank, under each launcher.
 
 =====================  =========================================  ==================================================
-launcher               after a lost rank                          where the last commit is meanwhile
+launcher               after a lost rank                          storage of the last commit during the restart
 =====================  =========================================  ==================================================
 torchrun               every process ends, the agent starts all   a file on each host, written at each commit
-horovodrun (elastic)   survivors start over in their own          in memory; a file while the process starts over
-                       process (exec), the launcher replaces
-                       the lost ones
-others                 the job ends                               nowhere
+horovodrun (elastic)   survivors restart in their own process     in memory; a file while the process restarts
+                       (exec), the launcher replaces the lost
+                       ones
+others                 the job ends                               none
 =====================  =========================================  ==================================================
 
 Rules:
 
-1. After a restart the newest commit that any rank has is given to all, whatever the ranks' numbers are now.
-2. After a failed operation without a lost rank, where all ranks raise HorovodInternalError, each process restores,
-   shuts down and starts again. A rank that does not raise counts as lost.
+1. After a restart all ranks receive the newest commit that any rank has, although ranks may be numbered otherwise.
+2. An operation may fail without a lost rank: all ranks raise HorovodInternalError. Then each process restores its last
+   commit, shuts down and initializes again. A rank that does not raise counts as lost.
 3. Files are in ``HVDBRIDGE_CACHE/elastic`` if that variable is set, else in the user's directory among the system's
-   temporary files. Their directory's name lives as long as the job. Only the user may read them, because they are
-   pickles. Each replaces the one before atomically; a script that ends without an error removes them.
-4. A process starts over by exec: no library has to survive the failure of its peers, MPI included. The script runs
+   temporary files. Their directory's name is unique to the job. Only the user may read them, because they are
+   pickles. A file replaces the previous one atomically. A script that ends without an error removes its files.
+4. A process restarts by exec, so no library, MPI included, has to survive the failure of its peers. The script runs
    from its beginning, as in a new worker.
 """
 
@@ -50,26 +50,28 @@ if TYPE_CHECKING:
     from hvdbridge.torch.elastic.state import State
 
 FAILURES = (HorovodInternalError, RankFailed, CollectiveTimeout)
-"""The errors by which a rank learns that another one is lost."""
+"""Errors that may mean that another rank is lost."""
 
 AGREE_SECONDS = 5.0
-"""For rule 2: a rank that does not raise within this time counts as lost."""
+"""Time within which all ranks must raise (rule 2)."""
 
-HANDED_ON = "HVDBRIDGE_INTERNAL_ELASTIC"
-"""Names the file with the last commit, from a process to itself after exec."""
+COMMIT_PATH_VARIABLE = "HVDBRIDGE_INTERNAL_ELASTIC"
+"""Environment variable by which a process passes the path of its last commit through exec."""
 
-SLOT = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-"""The order of horovodrun's answer to a worker that asks for its new numbers."""
+RANK_FIELDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+"""Fields of horovodrun's reply to a worker that requests its new ranks, in order."""
 
 
 @dataclass
-class Keeper:
-    """The state of this process's elastic runs.
+class ElasticProcess:
+    """The state of elastic training in this process.
 
     Attributes:
-        number: of commits, over all restarts.
-        runs: calls of elastic functions in this process.
-        resets: of this process.
+        number: number of commits of the job, over all restarts.
+        runs: number of calls of elastic functions in this process.
+        resets: number of failures without a lost rank (rule 2).
+        directory: this job's directory of commit files, once it is needed.
+        notifications: horovodrun's client, which reports changes of hosts.
     """
 
     number: int = 0
@@ -79,115 +81,120 @@ class Keeper:
     notifications: Any = None
 
 
-_keeper = Keeper()
+_process = ElasticProcess()
 
 
 def hosts_may_change() -> bool:
-    """Whether the launcher is horovodrun in its elastic mode."""
+    """Return whether the launcher is horovodrun in its elastic mode."""
     return os.environ.get("HOROVOD_ELASTIC") == "1" and runtime.launcher() == "horovodrun"
 
 
-def writes_files() -> bool:
+def writes_commits() -> bool:
+    """Return whether each commit is written to a file, because torchrun restarts processes."""
     return runtime.launcher() == "torchrun"
 
 
 @contextmanager
 def elastic(state: State) -> Iterator[None]:
-    """Around an elastic function: listen for hosts that come and go, and let this process survive failures where it can
-    start over."""
-    _keeper.runs += 1
+    """Run an elastic function in this context. Under elastic horovodrun, the launcher reports changes of hosts to
+    ``state``, and the failure of another rank does not end this process."""
+    _process.runs += 1
     if not hosts_may_change():
         yield
         return
-    runtime.current().monitor.spare()
-    if _keeper.notifications is None:
+    runtime.current().monitor.survive_failure()
+    if _process.notifications is None:
         from horovod.runner.elastic.worker import WorkerNotificationManager
 
-        _keeper.notifications = WorkerNotificationManager()
-        _keeper.notifications.init()
-    _keeper.notifications.register_listener(state)
+        _process.notifications = WorkerNotificationManager()
+        _process.notifications.init()
+    _process.notifications.register_listener(state)
     try:
         yield
     finally:
-        _keeper.notifications.remove_listener(state)
+        _process.notifications.remove_listener(state)
 
 
 # Commits -----------------------------------------------------------------------------------------------
 
 
-def keep(state: State) -> None:
-    """Count a commit of ``state``, and write it where a restart reads files."""
-    _keeper.number += 1
-    if writes_files() and runtime.local_rank() == 0:
-        write(commit_file(), state)
+def record_commit(state: State) -> None:
+    """Count a commit of ``state``, and write it to a file if restarts read files."""
+    _process.number += 1
+    if writes_commits() and runtime.local_rank() == 0:
+        write_commit(commit_file(), state)
 
 
-def write(file: Path, state: State) -> None:
-    """Write the commit atomically: a process that is killed meanwhile leaves the commit before."""
+def write_commit(file: Path, state: State) -> None:
+    """Write the last commit atomically: a process that is killed meanwhile leaves the previous file."""
     partial = file.with_suffix(f".{os.getpid()}")
-    torch.save({"number": _keeper.number, "saved": state.saved()}, partial)
+    torch.save({"number": _process.number, "saved": state.saved()}, partial)
     os.replace(partial, file)
 
 
 def resume(state: State) -> None:
-    """Give all ranks the newest commit that outlived a restart, if there is one; collective."""
-    mine = load() or {"number": -1, "saved": None}
+    """Load the newest commit that any rank kept through a restart, on all ranks; collective. No effect without one."""
+    commit = load_commit() or {"number": -1, "saved": None}
     control = runtime.current().control
-    numbers = control.all_gather_object(-1 if mine["saved"] is None else mine["number"])
-    newest = max(numbers)
+    commit_numbers = control.all_gather_object(-1 if commit["saved"] is None else commit["number"])
+    newest = max(commit_numbers)
     if newest < 0:
         return
-    root = numbers.index(newest)
-    saved = control.broadcast_object(mine["saved"] if control.rank == root else None, root)
-    _keeper.number = newest
+    root = commit_numbers.index(newest)
+    saved = control.broadcast_object(commit["saved"] if control.rank == root else None, root)
+    _process.number = newest
     state.adopt(saved)
     state.on_reset()
 
 
-def load() -> dict[str, Any] | None:
-    """The commit that this process finds after a restart."""
-    handed_on = os.environ.pop(HANDED_ON, None)
-    if handed_on is None and not writes_files():
+def load_commit() -> dict[str, Any] | None:
+    """Read the commit that this process, or its predecessor, wrote before a restart; None without one.
+
+    Raises:
+        ConfigurationError: the file belongs to another user.
+    """
+    path = os.environ.pop(COMMIT_PATH_VARIABLE, None)
+    if path is None and not writes_commits():
         return None
-    file = Path(handed_on) if handed_on else commit_file()
+    file = Path(path) if path else commit_file()
     if not file.exists():
         return None
     if file.stat().st_uid != os.getuid():
         raise ConfigurationError(f"{file} belongs to another user; a commit is a pickle. Set HVDBRIDGE_CACHE")
-    found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
-    if handed_on:
+    commit: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
+    if path:
         file.unlink()
-    return found
+    return commit
 
 
 def commit_file() -> Path:
-    """The file of the elastic function that runs now: a script may call several in turn."""
-    if _keeper.directory is None:
-        _keeper.directory = directory(f"job-{token()}")
-        if runtime.local_rank() == 0:  # a process that failed ends without this hook, and leaves its commits
-            atexit.register(shutil.rmtree, _keeper.directory, ignore_errors=True)
-    return _keeper.directory / f"commit-{_keeper.runs}.pt"
+    """Return the commit file of the elastic function that runs now, because a script may call several in turn."""
+    if _process.directory is None:
+        _process.directory = directory(f"job-{job_id()}")
+        if runtime.local_rank() == 0:  # not run by a process that fails, so its commits remain
+            atexit.register(shutil.rmtree, _process.directory, ignore_errors=True)
+    return _process.directory / f"commit-{_process.runs}.pt"
 
 
 def directory(name: str) -> Path:
-    """A directory that only this user may enter.
+    """Create and return a directory for files that only this user may read.
 
     Raises:
-        ConfigurationError: it exists, and is another user's.
+        ConfigurationError: it exists, and belongs to another user.
     """
-    given = os.environ.get("HVDBRIDGE_CACHE")
-    found = own_directory(Path(given).expanduser() if given else None) / "elastic" / name
-    found.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return found
+    cache = os.environ.get("HVDBRIDGE_CACHE")
+    path = own_directory(Path(cache).expanduser() if cache else None) / "elastic" / name
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
 
 
-def token() -> str:
-    """A text that is the same on all ranks and in all restarts of a job, and in no other job."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it lives as long as the job
+def job_id() -> str:
+    """Return a text that is equal on all ranks and in all restarts of this job, and differs between jobs."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the agent's store exists as long as the job
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = channels.tcp_store(host, port, False, Config.from_environment(), f"rank {runtime.rank()}")
-        found = store.compare_set("hvdbridge/elastic/token", "", uuid.uuid4().hex)
-        return bytes(found).decode()
+        stored = store.compare_set("hvdbridge/elastic/token", "", uuid.uuid4().hex)
+        return bytes(stored).decode()
     agent = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {identity(os.getppid())}"
     return hashlib.sha256(agent.encode()).hexdigest()[:32]
 
@@ -195,60 +202,65 @@ def token() -> str:
 # Failures ----------------------------------------------------------------------------------------------
 
 
-def failed(state: State, failure: BaseException) -> None:
-    """React to a failed operation. Returns where all ranks go on in their processes.
+def handle_failure(state: State, failure: BaseException) -> None:
+    """Handle the failure of an operation. Returns only if no rank is lost, and all ranks continue in their processes.
+
+    Under elastic horovodrun, a lost rank makes this process restart.
 
     Raises:
-        HorovodInternalError, RankFailed, CollectiveTimeout: ``failure``, where this process ends.
+        HorovodInternalError, RankFailed, CollectiveTimeout: ``failure``, if this process must end.
     """
     monitor = runtime.current().monitor
     if monitor.failure is None:
-        _keeper.resets += 1
+        _process.resets += 1
         try:
             if monitor.size > 1:
-                monitor.agree(f"elastic reset {_keeper.resets}", "", timeout=AGREE_SECONDS)
+                monitor.agree(f"elastic reset {_process.resets}", "", timeout=AGREE_SECONDS)
             return
         except HvdbridgeError:
             monitor.report(failure)
     if hosts_may_change():
         monitor.detach()
-        start_over(state)
+        restart_process(state)
     raise failure
 
 
-def hosts_changed(state: State) -> None:
-    """React to a change of hosts, with nothing lost. Returns where the launcher cannot change the hosts."""
+def handle_host_change(state: State) -> None:
+    """Restart this process after a change of hosts. Returns only if the launcher cannot change the hosts."""
     if hosts_may_change():
         state.save()
         runtime.shutdown()
-        start_over(state)
+        restart_process(state)
 
 
-def start_over(state: State) -> None:
-    """Wait for this worker's new numbers, and run the script again in this process; does not return."""
+def restart_process(state: State) -> None:
+    """Write the last commit, wait for new ranks, and run the script again by exec. Does not return."""
     file = directory("workers") / f"{hashlib.sha256(str(identity(os.getpid())).encode()).hexdigest()[:32]}.pt"
-    write(file, state)
-    numbers = new_numbers()
+    write_commit(file, state)
+    ranks = request_ranks()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
-    if numbers["RANK"] == "-1":  # this host is no longer wanted
+    if ranks["RANK"] == "-1":  # the launcher has removed this host
         file.unlink()
         os._exit(0)
-    os.environ.update({f"HOROVOD_{name}": value for name, value in numbers.items()})
-    os.environ[HANDED_ON] = str(file)
-    for name in os.listdir("/proc/self/fd"):  # exec closes what libraries opened
+    os.environ.update({f"HOROVOD_{name}": value for name, value in ranks.items()})
+    os.environ[COMMIT_PATH_VARIABLE] = str(file)
+    for name in os.listdir("/proc/self/fd"):  # exec must close the files and sockets that libraries opened
         with suppress(OSError):
             if int(name) > 2:
                 os.set_inheritable(int(name), False)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def new_numbers() -> dict[str, str]:
-    """Ask horovodrun for this worker's numbers among those that are left; returns when all of them have asked.
+def request_ranks() -> dict[str, str]:
+    """Request this worker's new ranks from horovodrun. Blocks until all remaining workers have requested theirs.
+
+    Returns:
+        The values of :data:`RANK_FIELDS`; RANK is -1 on a host that the launcher has removed.
 
     Raises:
-        RendezvousError: it is gone, or gives up.
+        RendezvousError: horovodrun does not answer, or gives up.
     """
     url = "http://{HOROVOD_GLOO_RENDEZVOUS_ADDR}:{HOROVOD_GLOO_RENDEZVOUS_PORT}".format(**os.environ)
     worker = "{HOROVOD_HOSTNAME}:{HOROVOD_LOCAL_RANK}".format(**os.environ)
@@ -256,7 +268,7 @@ def new_numbers() -> dict[str, str]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url}/rank_and_size/{worker}", timeout=limit) as reply:
-            numbers = reply.read().decode().split(",")
+            ranks = reply.read().decode().split(",")
     except OSError as error:
-        raise RendezvousError(f"worker {worker}: horovodrun at {url} gave no new place: {error}") from error
-    return dict(zip(SLOT, numbers, strict=True))
+        raise RendezvousError(f"worker {worker}: horovodrun at {url} gave no new rank: {error}") from error
+    return dict(zip(RANK_FIELDS, ranks, strict=True))

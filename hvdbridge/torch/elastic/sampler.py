@@ -1,4 +1,4 @@
-"""A sampler that divides the remaining samples of an epoch among the present ranks."""
+"""``ElasticSampler``: divides the remaining samples of an epoch among the current ranks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hvdbridge.torch import basics
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides a dataset among the ranks; after a reset, the samples that no rank has processed, in the same order.
+    """Divides the indices of a dataset among the ranks. After a reset, it divides those that no rank has processed.
 
-    Make it part of :class:`~hvdbridge.torch.elastic.TorchState`, and call :meth:`record_batch` after each batch. Call
-    :meth:`set_epoch` at the END of each epoch, because it forgets which samples were processed.
+    Pass it to :class:`~hvdbridge.torch.elastic.TorchState`, and call :meth:`record_batch` after each batch. Call
+    :meth:`set_epoch` at the END of each epoch, because it clears the record of processed samples.
 
     Args:
-        dataset: anything of constant length.
-        shuffle: in an order that depends on ``seed`` and the epoch alone, and so is the same on all ranks.
+        dataset: any object of constant length.
+        shuffle: whether to shuffle; the order depends on ``seed`` and the epoch alone, so all ranks use the same.
         seed: equal on all ranks.
 
     Raises:
-        ValueError: ``hvd.init()`` is missing.
+        ValueError: before ``hvd.init()``.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -32,30 +32,31 @@ class ElasticSampler(Sampler[int]):
         ElasticSampler.set_epoch(self, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go on to ``epoch``: another order, of which nothing is processed."""
+        """Start ``epoch``, with its own order and no processed samples."""
         ElasticSampler.load_state_dict(self, {"epoch": epoch, "processed_num": 0})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Every rank has processed ``batch_size`` samples more; ``batch_idx`` is not used."""
+        """Record that every rank has processed ``batch_size`` further samples; ``batch_idx`` is ignored."""
         self.processed_num += batch_size * self.num_replicas
 
     def record_indices(self, indices: set[int]) -> None:
-        """Some rank has processed these samples. If ranks record different ones, rank 0's count."""
+        """Record processed samples by index. If ranks record different ones, only rank 0's are used after a reset."""
         self.processed_indices.update(indices)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and the processed samples."""
         processed = sorted(self.processed_indices)
         return {"epoch": self.epoch, "processed_num": self.processed_num, "processed_indices": processed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up :meth:`state_dict`, of any number of ranks, and divide the remaining samples."""
+        """Load a :meth:`state_dict`, saved with any number of ranks, and divide the remaining samples."""
         self.epoch: int = state_dict["epoch"]
-        self.processed_num: int = state_dict["processed_num"]  # leading samples of the epoch's order
-        self.processed_indices: set[int] = set(state_dict.get("processed_indices", ()))  # other samples
+        self.processed_num: int = state_dict["processed_num"]  # as many samples at the start of the order
+        self.processed_indices: set[int] = set(state_dict.get("processed_indices", ()))  # indices of further samples
         self.reset()
 
     def reset(self) -> None:
-        """Divide the remaining samples among the present ranks."""
+        """Divide the remaining samples among the current ranks."""
         self.num_replicas, self.rank = basics.size(), basics.rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
@@ -65,8 +66,8 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        left = self.remaining_indices
-        padded = left + [left[i % len(left)] for i in range(self.total_size - len(left))]
+        remaining = self.remaining_indices
+        padded = remaining + [remaining[i % len(remaining)] for i in range(self.total_size - len(remaining))]
         self.indices = padded[self.rank :: self.num_replicas]
         return iter(self.indices)
 

@@ -2,10 +2,10 @@
 
 Rules:
 
-1. ``save`` keeps a copy in memory, ``restore`` goes back to it, ``sync`` gives all ranks rank 0's.
-2. ``commit`` also writes the copy where a restart of this process finds it, if the launcher restarts processes
-   (:mod:`.restart`), and checks whether hosts came or went.
-3. Copies hold no handles and no groups: they pickle.
+1. ``save`` copies the state in memory, ``restore`` loads the copy, and ``sync`` broadcasts rank 0's state.
+2. ``commit`` also writes the copy to a file if the launcher restarts processes (:mod:`.restart`), and checks whether
+   hosts were added or removed.
+3. Copies contain no handles and no process groups, so they can be pickled.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from hvdbridge.torch.exceptions import HorovodInternalError as HorovodInternalEr
 from hvdbridge.torch.exceptions import HostsUpdatedInterrupt
 from hvdbridge.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
-REMOVED = 1
-"""Horovod's mark of an update that only takes hosts away."""
+HOSTS_REMOVED_ONLY = 1
+"""Horovod's code for an update that removes hosts and adds none."""
 
 
 class State:
-    """Base of states; a subclass defines ``save``, ``restore`` and ``sync``.
+    """Base of states of elastic training. A subclass implements ``save``, ``restore`` and ``sync``.
 
     Args:
-        bcast_object: gives all ranks rank 0's object.
-        get_rank: without effect.
+        bcast_object: broadcasts rank 0's object to all ranks, and returns it.
+        get_rank: ignored.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
@@ -44,37 +44,37 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Call these, in order, when training goes on with other ranks: to scale a learning rate, for one."""
+        """Add functions to call, in order, after the ranks have changed, such as one that scales a learning rate."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Called when the ranks have changed, before :meth:`sync`."""
+        """Reset the state after the ranks have changed, and run the callbacks. Called before :meth:`sync`."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Called by the launcher's client, in a thread of its own."""
+        """Record a change of hosts. The launcher's client calls this in its own thread."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Keep a copy of the present values, to which a failure goes back; collective.
+        """Save the current values, which are restored after a failure; collective.
 
-        Under torchrun it also writes a file, so a commit every many batches is enough.
+        Under torchrun this also writes a file, so commit only once in many batches.
 
         Raises:
             HostsUpdatedInterrupt: see :meth:`check_host_updates`.
         """
         self.save()
-        restart.keep(self)
+        restart.record_commit(self)
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Whether hosts came or went since the last call; collective.
+        """Check whether hosts were added or removed since the last call; collective.
 
         Raises:
-            HostsUpdatedInterrupt: on every rank, if rank 0 received an update.
+            HostsUpdatedInterrupt: on every rank, if the launcher reported a change of hosts to rank 0.
         """
         if not restart.hosts_may_change():
             return
@@ -86,37 +86,37 @@ class State:
                 update |= int(result)
         before, self._last_updated_timestamp, update = self._bcast_object((before, latest, update))
         if self._last_updated_timestamp > before:
-            raise HostsUpdatedInterrupt(update == REMOVED)
+            raise HostsUpdatedInterrupt(update == HOSTS_REMOVED_ONLY)
 
     def save(self) -> None:
-        """Keep a copy in memory."""
+        """Save a copy in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the last copy."""
+        """Load the last copy."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give all ranks rank 0's values, and keep them as the copy."""
+        """Broadcast rank 0's values to all ranks, and save them; collective."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Called by :meth:`on_reset`; for a subclass."""
+        """Hook of subclasses that :meth:`on_reset` calls."""
 
     def saved(self) -> Any:
-        """The last copy, to be pickled; None: this kind of state cannot outlive its process."""
+        """Return the last copy for pickling; None if this kind of state does not support a restart of the process."""
         return None
 
     def adopt(self, saved: Any) -> None:
-        """Make a value of :meth:`saved` the last copy, and go back to it."""
+        """Replace the last copy by a return value of :meth:`saved`, and restore it."""
 
 
 class ObjectState(State):
-    """Python objects by name, which become attributes.
+    """State of Python objects, which are attributes.
 
     Args:
-        bcast_object, get_rank: as for :class:`State`.
-        kwargs: the objects; they pickle.
+        bcast_object, get_rank: see :class:`State`.
+        kwargs: picklable objects by name of the attribute.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
@@ -146,14 +146,14 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """A model, an optimizer, and anything else by name; several models and optimizers by names of their own.
+    """State of a model, an optimizer and other objects, which are attributes.
 
-    It keeps models, optimizers and :class:`ElasticSampler` by their ``state_dict``, and pickles other values.
+    Models, optimizers and :class:`ElasticSampler` are saved by their ``state_dict``, other objects by pickle.
 
     Args:
         model: a module, or None.
         optimizer: an optimizer, or None.
-        kwargs: become attributes.
+        kwargs: further objects by name of the attribute; these may be modules and optimizers, too.
     """
 
     _handlers: dict[str, StateHandler]
@@ -180,12 +180,12 @@ class TorchState(ObjectState):
         super().sync()
 
     def saved(self) -> Any:
-        kept = {name: {k: v for k, v in vars(h).items() if k != "value"} for name, h in self._handlers.items()}
-        return {"handlers": kept, "objects": self._saved_state}
+        copies = {name: {k: v for k, v in vars(h).items() if k != "value"} for name, h in self._handlers.items()}
+        return {"handlers": copies, "objects": self._saved_state}
 
     def adopt(self, saved: Any) -> None:
-        for name, kept in saved["handlers"].items():
-            vars(self._handlers[name]).update(kept)
+        for name, copies in saved["handlers"].items():
+            vars(self._handlers[name]).update(copies)
         super().adopt(saved["objects"])
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -195,7 +195,7 @@ class TorchState(ObjectState):
 
 
 class StateHandler:
-    """Keeps one object of a kind that has a state of its own."""
+    """Saves, restores and broadcasts the state of one object; a subclass per type."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -210,13 +210,13 @@ class StateHandler:
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
-        """Keep another object from now on."""
+        """Replace the object, and save the new one."""
         self.value = value
         self.save()
 
 
 class _DictHandler(StateHandler):
-    """By ``state_dict`` and ``load_state_dict``."""
+    """Base of handlers that use ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, value: Any) -> None:
         self.set_value(value)
@@ -229,7 +229,7 @@ class _DictHandler(StateHandler):
 
 
 class ModelStateHandler(_DictHandler):
-    """A ``torch.nn.Module``."""
+    """Handler of a ``torch.nn.Module``."""
 
     def sync(self) -> None:
         broadcast_parameters(self.value.state_dict(), root_rank=0)
@@ -237,7 +237,7 @@ class ModelStateHandler(_DictHandler):
 
 
 class OptimizerStateHandler(_DictHandler):
-    """A ``torch.optim.Optimizer``."""
+    """Handler of a ``torch.optim.Optimizer``."""
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
@@ -245,7 +245,7 @@ class OptimizerStateHandler(_DictHandler):
 
 
 class SamplerStateHandler(_DictHandler):
-    """An :class:`ElasticSampler`."""
+    """Handler of an :class:`ElasticSampler`."""
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
@@ -260,22 +260,23 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Pairs of a type and its handler; the first that fits counts."""
+    """Return pairs of a type and its handler class. The first pair whose type matches is used."""
     return _registry
 
 
 def set_handler_registry(registry: Sequence[tuple[type, type[StateHandler]]]) -> None:
-    """Replace the pairs of :func:`get_handler_registry` for new states."""
+    """Replace the pairs of :func:`get_handler_registry`, for states made afterwards."""
     global _registry
     _registry = list(registry)
 
 
 def get_handler(value: Any) -> StateHandler | None:
+    """Return a new handler of ``value``, or None if no registered type matches."""
     return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
-    """The wrapper of :func:`hvdbridge.torch.elastic.run`; ``reset`` ends the session and begins another."""
+    """Wrap ``func`` for :func:`hvdbridge.torch.elastic.run`; ``reset`` ends the session and starts another."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
@@ -292,11 +293,11 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                     skip_sync = update.skip_sync
                 except restart.FAILURES as error:
                     failure, skip_sync = error, False
-                # Outside of the except clauses: there the exception would keep the session's objects alive.
+                # Outside of the except clauses, because there the exception keeps the session's objects alive.
                 if failure is None:
-                    restart.hosts_changed(state)
+                    restart.handle_host_change(state)
                 else:
-                    restart.failed(state, failure)
+                    restart.handle_failure(state, failure)
                     state.restore()
                 reset()
                 state.on_reset()

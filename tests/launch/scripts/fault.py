@@ -44,7 +44,7 @@ def meet_and_fail(*arguments: object) -> object:
     return meeting
 
 
-meet = starting.meet
+meet = starting.run_rendezvous
 if culprit and when == "before":
     fail()
 if when == "init":
@@ -56,7 +56,7 @@ if when == "init":
         fail()
     pid.write_text(str(os.getpid()))
 if culprit and when == "start":
-    starting.meet = meet_and_fail
+    starting.run_rendezvous = meet_and_fail
 hb.init()
 communicator = hb.current().communicator
 for step in range(10**9):

@@ -10,6 +10,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,15 @@ def halves(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annot
     return future.then(then)
 
 
+def regrouped(state, bucket):  # type: ignore[no-untyped-def]
+    """A user's own that sets another group in the third step."""
+    group = state.group
+    state.steps += bucket.is_last()
+    if state.steps == 3:
+        state.group = state.later[0]
+    return default_hooks.allreduce_hook(group, bucket)
+
+
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "allreduce": lambda: (None, default_hooks.allreduce_hook),
     "allreduce of WORLD": lambda: (dist.group.WORLD, default_hooks.allreduce_hook),
@@ -92,6 +102,7 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "local SGD": lambda: (PostLocalSGDState(None, own_group(), 3), post_localSGD_hook),
     "local SGD by host": lambda: (PostLocalSGDState(None, dist.new_group() if PLAIN else None, 3), post_localSGD_hook),
     "own": lambda: ({"steps": 0, "parameters": set()}, halves),
+    "own, regrouped": lambda: (SimpleNamespace(group=None, steps=0, later=[own_group()]), regrouped),
 }  # fmt: skip
 
 

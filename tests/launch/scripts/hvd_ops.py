@@ -214,7 +214,13 @@ def check_grouped() -> None:
     for actual, copy, wanted in zip(hvd.grouped_allreduce_(copies, op=hvd.Sum), copies, expected, strict=True):
         assert actual is copy
         equal(copy, wanted)
-    hvd.synchronize(hvd.grouped_allreduce_async_(copies))
+    copies = [tensor.clone() for tensor in tensors[:3]]
+    given = list(copies)
+    handle = hvd.grouped_allreduce_async_(given, op=hvd.Sum)
+    given.reverse()  # the caller may use the list for something else
+    for actual, copy, wanted in zip(hvd.synchronize(handle), copies, expected, strict=True):
+        assert actual is copy
+        equal(copy, wanted)
     compressed = hvd.grouped_allreduce(tensors[:2], compression=hvd.Compression.fp16, op=hvd.Sum)
     equal(compressed[1], expected[1])
     third = torch.full((rank + 2, 3), 10 * rank)
@@ -225,7 +231,8 @@ def check_grouped() -> None:
     parts = hvd.grouped_reducescatter([torch.ones(size * 2, 2), torch.ones(size)], op=hvd.Sum)
     equal(parts[0], torch.full((2, 2), float(size)))
     equal(parts[1], torch.full((1,), float(size)))
-    raises(ValueError, lambda: hvd.grouped_allreduce_async([]))
+    for grouped in (hvd.grouped_allreduce_async, hvd.grouped_allreduce, hvd.grouped_reducescatter):
+        raises(ValueError, lambda grouped=grouped: grouped([]))
 
 
 def check_allgather() -> None:

@@ -407,7 +407,17 @@ def adasum():
             errors.append(float((p.detach().double() - s - adasum_of(list(changes))).abs().max()))
     weights = torch.cat([p.detach().view(-1) for p in m.parameters()])
     same = bool((hvd.allgather(weights[None], name="weights") == weights).all())
-    return max(errors), float(weights.abs().max()), same, said(optimizer.skip_synchronize, AssertionError)
+    before, optimizer.compression = [p.grad for p in m.parameters()], Broken
+    failed = said(optimizer.step, ArithmeticError)
+    restored = all(p.grad is grad for p, grad in zip(m.parameters(), before, strict=True))
+    refused = said(optimizer.skip_synchronize, AssertionError)
+    return max(errors), float(weights.abs().max()), same, refused, failed, restored
+
+
+class Broken(hvd.Compression.none):
+    @staticmethod
+    def compress(tensor):
+        raise ArithmeticError(f"cannot compress {list(tensor.shape)}")
 
 
 @scenario
