@@ -167,7 +167,8 @@ def test_a_rank_that_is_late_for_the_first_operation(backend: str, tmp_path: Pat
     """The first operation opens a channel, and that wait has a limit, too."""
     late = tmp_path / "late.py"
     late.write_text("import hvdbridge as hb, time; hb.init(); time.sleep(30 * hb.rank()); hb.barrier()")
-    job = jobs.run("fork", backend, 2, [str(late)], env={"HVDBRIDGE_TIMEOUT_SECONDS": "3"})
+    limits = {"HVDBRIDGE_TIMEOUT_SECONDS": "3", "HVDBRIDGE_START_SECONDS": "60"}
+    job = jobs.run("fork", backend, 2, [str(late)], env=limits)
     assert job.status not in (0, -1), job.output
     assert re.search(r"after 3\.\d s .*rank 0 waits in .*not in it: rank 1 \(.*busy elsewhere", job.output), job.output
 

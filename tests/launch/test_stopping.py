@@ -16,6 +16,7 @@ from hvdbridge.supervisor.last_step import LastStep
 from hvdbridge.training.stopping import Handlers, dumps_stacks
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "stopping.py")
+IMPATIENT = {"HVDBRIDGE_TIMEOUT_SECONDS": "2", "HVDBRIDGE_START_SECONDS": "60"}
 
 
 @pytest.mark.parametrize(("backend", "how"), [("torch", "SIGUSR1"), ("horovod", "SIGTERM"), ("mpi", "stop")])
@@ -112,14 +113,14 @@ def test_a_second_signal_ends_at_once(backend: str) -> None:
 @pytest.mark.waits
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_what_one_rank_does_alone_may_take_longer_than_the_limit(backend: str) -> None:
-    job = jobs.run("fork", backend, 2, [SCRIPT, "patience"], env={"HVDBRIDGE_TIMEOUT_SECONDS": "2"})
+    job = jobs.run("fork", backend, 2, [SCRIPT, "patience"], env=IMPATIENT)
     assert job.check().records == [[6.0, 6.0]] * 2
 
 
 @pytest.mark.waits
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_patience_that_is_over(backend: str) -> None:
-    job = jobs.run("fork", backend, 2, [SCRIPT, "patience", "too_long"], env={"HVDBRIDGE_TIMEOUT_SECONDS": "2"})
+    job = jobs.run("fork", backend, 2, [SCRIPT, "patience", "too_long"], env=IMPATIENT)
     assert job.status
     assert "within hb.patience(1)" in job.output
     assert "HVDBRIDGE_TIMEOUT_SECONDS=2" in job.output
