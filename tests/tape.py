@@ -13,25 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hvdbridge.execution.graphs import FlowGraphs, NotCapturable
+from hvdbridge.execution.graphs import FlowGraphs
+from hvdbridge.execution.trace import CaptureMode
 from hvdbridge.kernels import native, select
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.policy.collectives import Collective
 from hvdbridge.reduction import context
-from hvdbridge.reduction.aggregator import Aggregator
-
-aten = torch.ops.aten
-HOST = {
-    aten._local_scalar_dense.default: "the host reads a tensor",
-    aten.lift_fresh.default: "the host's data are copied to the device",
-    aten.nonzero.default: "the shape depends on the values",
-    aten.masked_select.default: "the shape depends on the values",
-    aten._unique2.default: "the shape depends on the values",
-}
-"""Operations for which CUDA waits, or copies from memory that is not pinned: a capture fails."""
 
 
 class Tape(TorchDispatchMode):
@@ -43,8 +33,6 @@ class Tape(TorchDispatchMode):
         self._own: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in HOST and not (func is aten.lift_fresh.default and args[0].dim() == 0):  # a number fills memory
-            raise NotCapturable(f"{func}: {HOST[func]}")
         known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         self.operations.append((func, args, kwargs or {}, out))
@@ -55,16 +43,13 @@ class Tape(TorchDispatchMode):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        with self:
+        with self, CaptureMode():
             yield
         self._spoil()
 
     def answer(self, request: Collective) -> Any:
-        self.__exit__(None, None, None)  # other ranks run meanwhile
-        try:
+        with _disable_current_modes():  # other ranks run meanwhile
             answer = yield request
-        finally:
-            self.__enter__()
         self.operations.append((None, request, {}, answer))
         return answer
 
@@ -93,11 +78,4 @@ def as_on_a_device(replace: Callable[[Any, str, Any], None] = setattr) -> None:
 
 def install() -> None:
     """Run the flows of this process's synchronizers as tapes, one flow at a time."""
-    use = Aggregator._set_policy
-
-    def use_alone(self: Aggregator, *arguments: Any) -> None:
-        use(self, *arguments)
-        self._rounds, self._inline = None, False
-
-    Aggregator._set_policy = use_alone  # type: ignore[method-assign]
-    context.open_graphs = lambda *arguments: FlowGraphs(*arguments, Tape)
+    context.open_graphs = lambda *arguments: FlowGraphs(*arguments, lambda: Tape)

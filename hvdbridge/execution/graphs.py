@@ -10,22 +10,22 @@ Rules:
 3. The next flow is captured. In that step and in the stage's next one, the flow also runs as it is, on the same
    gradients and state, and the graph must give the same results. Ranks agree on this before they rely on it: the
    failure of one rank turns graphs off on all ranks, with one warning. Such a step keeps the results of the flow.
-4. Gradients and state keep their addresses (:attr:`StateStore.in_place`). If they do not, all stages begin anew. Where
-   only the gradients' address differs, they are copied, because other ranks may not know of it.
-5. What differs between the steps of a stage reaches the graph through one :class:`Table` on the device, which the host
-   fills before the first replay of a step (:meth:`Bucket.number`, :meth:`Bucket.integers`). A captured flow that reads
-   the step number or the weights in another way raises :class:`NotCapturable`.
+4. Gradients and state keep their addresses (:attr:`StateStore.in_place`). With other buckets all stages begin anew.
+   Where only the gradients' address differs, they are copied, because other ranks may not know of it.
+5. What differs between the steps of a stage reaches the graph through one :class:`~.trace.Table` on the device, which
+   the host fills before a step's first flow (:meth:`Bucket.number`, :meth:`Bucket.integers`). A captured flow that
+   reads the step number or the weights in another way raises :class:`NotCapturable`.
 6. All graphs of a synchronizer share one memory pool and one stream. No tensor of the pool is read after a replay.
 7. NCCL's watchdog does not see replays. Once per step a thread waits for them, under the monitor's time limit.
+8. A policy that declares no ``rounds`` may share data between its flows, which a graph would not see. It has no graphs.
 """
 
 from __future__ import annotations
 
 import logging
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,11 +33,13 @@ import torch
 from torch import Tensor
 
 from hvdbridge.backends.communicator import Answer, Communicator, Watch, Work
+from hvdbridge.errors import StepError, Unsupported
 from hvdbridge.execution.flow import Task, Waiter
 from hvdbridge.execution.scheduler import Scheduler, StreamScheduler
 from hvdbridge.execution.state_store import StateStore
-from hvdbridge.policy.bucket import Bucket, Layout, Number, Ranks, Weights
-from hvdbridge.policy.buffer_pool import BufferPool
+from hvdbridge.execution.trace import CaptureMode, Choice, Compute, Table, Trace, TracedBucket
+from hvdbridge.policy.bucket import Bucket, Layout, Weights
+from hvdbridge.policy.capture import NotCapturable, capturing
 from hvdbridge.policy.collectives import AllReduce, Collective, ReduceScatter, relay
 
 log = logging.getLogger("hvdbridge")
@@ -52,17 +54,10 @@ VERIFIED_RUNS = 2
 MOST_STAGES = 16
 """Largest number of stages per bucket. Later ones run as they are."""
 
-TABLE_ROWS = 1 << 14
-"""Numbers and integers that all graphs of a synchronizer can read."""
+NO_USERS_GRAPH = "torch.cuda.graph cannot capture a step with this policy"
 
-Choice = Callable[[int, Weights], Any]
-Compute = Callable[[int, Ranks], Sequence[int]]
 Run = Callable[[Bucket], Task[Tensor]]
 """Runs a bucket's flow and merges its state; the update that it returns lies in the bucket's buffer."""
-
-
-class NotCapturable(Exception):
-    """The flow cannot run as a graph. The message says why."""
 
 
 class Graph(Protocol):
@@ -92,12 +87,16 @@ class CudaGraph:
         # Other threads may call CUDA meanwhile (a loader that pins memory), so only this thread is restricted
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            yield
+            with CaptureMode():
+                yield
         except BaseException:
-            with suppress(RuntimeError):  # the capture is invalid because of the first error
-                self._graph.capture_end()
+            self._abandon()
             raise
-        self._graph.capture_end()
+        try:
+            self._graph.capture_end()
+        except BaseException:
+            self._abandon()
+            raise
 
     def answer(self, request: Collective) -> Answer:
         return (yield request)  # type: ignore[misc,return-value]
@@ -108,142 +107,22 @@ class CudaGraph:
         yield
 
     def reset(self) -> None:
+        torch.cuda.current_stream().synchronize()  # it may still run
         self._graph.reset()
 
+    def _abandon(self) -> None:
+        """End a capture that failed, so that later operations of this process work as before.
 
-class Table:
-    """Numbers of one step, which the host writes and graphs read: int64 ``[TABLE_ROWS]`` on ``device``.
-
-    There are two pinned copies, because the device may read one while the host already writes those of the next step.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.values = torch.zeros(TABLE_ROWS, dtype=torch.int64, device=device)
-        self.used = 0
-        pinned = device.type == "cuda"
-        self._copies = [torch.zeros(TABLE_ROWS, dtype=torch.int64, pin_memory=pinned, device="cpu") for _ in range(2)]
-        self._read = [torch.cuda.Event() if pinned else None for _ in range(2)]
-        self._written = 0
-
-    def allocate(self, count: int) -> Tensor:
-        """Return the next ``count`` rows.
-
-        Raises:
-            NotCapturable: the table is full.
+        After an invalid capture ``capture_end`` raises before it tells the allocator and the generator. The allocator
+        would never free tensors that several streams use, and the generator would refuse to draw numbers.
         """
-        if self.used + count > TABLE_ROWS:
-            raise NotCapturable(f"flows read more than {TABLE_ROWS} numbers per step")
-        self.used += count
-        return self.values[self.used - count : self.used]
-
-    def write(self, values: Sequence[int]) -> None:
-        """Set the first rows, on the current stream. The host waits for the copy of the step before the last one."""
-        copy, read = self._copies[self._written % 2], self._read[self._written % 2]
-        self._written += 1
-        if read is not None:
-            read.synchronize()
-        copy[: len(values)] = torch.tensor(values, dtype=torch.int64, device="cpu")
-        self.values[: len(values)].copy_(copy[: len(values)], non_blocking=True)
-        if read is not None:
-            read.record()
-
-
-def bits(number: float) -> int:
-    """Return the bits of a double as an int64.
-
-    >>> torch.tensor([bits(0.1)]).view(torch.float64).item()
-    0.1
-    """
-    return int(struct.unpack("q", struct.pack("d", number))[0])
-
-
-@dataclass(eq=False)
-class Trace:
-    """What one run of a flow read.
-
-    Attributes:
-        decisions: each decision with its value.
-        table: provides the numbers of a captured flow; None: the flow runs as it is.
-        rows: first row, number of rows, and function of each number or list of integers.
-        sums: the flow has summed floats over ranks, of which libraries may round the terms in another order.
-    """
-
-    decisions: list[tuple[Choice, Any]] = field(default_factory=list)
-    table: Table | None = None
-    rows: list[tuple[int, int, Compute]] = field(default_factory=list)
-    sums: bool = False
-
-    def read(self, count: int, compute: Compute) -> Tensor:
-        """Return the rows with the values of ``compute``, int64 ``[count]``."""
-        assert self.table is not None
-        self.rows.append((self.table.used, count, compute))
-        return self.table.allocate(count)
-
-
-def _refuse(*_: object) -> Any:
-    raise NotCapturable(
-        "its policy reads Bucket.step or the ranks' weights. "
-        "Use Bucket.decide, Bucket.number or Bucket.integers, which a graph can replay"
-    )
-
-
-OPERATIONS = (
-    "int index float bool str repr format hash eq ne lt le gt ge add radd sub rsub mul rmul mod rmod floordiv "
-    "rfloordiv truediv rtruediv pow rpow divmod rdivmod neg lshift rshift and or xor"
-)
-Unreadable = type("Unreadable", (), {f"__{name}__": _refuse for name in OPERATIONS.split()})
-"""The step number of a captured flow. Each use raises :class:`NotCapturable`; copies of a bucket may have it."""
-
-
-class TracedRanks(Ranks):
-    """The ranks and weights of a traced bucket, unless a policy has replaced them."""
-
-
-class CapturedRanks(TracedRanks):
-    """The same in a captured flow. Reading the weights raises :class:`NotCapturable`."""
-
-    def __getattribute__(self, name: str) -> Any:
-        return _refuse() if name == "weights" else super().__getattribute__(name)
-
-
-@dataclass(eq=False)
-class TracedBucket(Bucket):
-    """A bucket that records what its flow reads of the step. ``origin``: the bucket with the values of this step."""
-
-    trace: Trace = field(default_factory=Trace)
-    origin: Bucket = field(default_factory=lambda: Bucket(torch.empty(0), Layout({})))
-
-    @classmethod
-    def of(cls, bucket: Bucket, trace: Trace) -> TracedBucket:
-        """Return ``bucket`` as one whose flow records into ``trace``."""
-        given = {item.name: getattr(bucket, item.name) for item in fields(Bucket)}
-        kind = TracedRanks if trace.table is None else CapturedRanks
-        given["ranks"] = kind(**{item.name: getattr(bucket.ranks, item.name) for item in fields(Ranks)})
-        if trace.table is not None:
-            given |= {"step": Unreadable(), "pool": BufferPool()}
-        return cls(**given, trace=trace, origin=bucket)
-
-    def decide(self, choose: Callable[[int, Weights], Any]) -> Any:
-        if not isinstance(self.ranks, TracedRanks):  # a policy's own, whose weights it has decided
-            weights, of_these = self.ranks.weights, choose
-
-            def choose(step: int, _: Weights) -> Any:
-                return of_these(step, weights)
-
-        value = choose(self.origin.step, self.origin.weights)
-        self.trace.decisions.append((choose, value))
-        return value
-
-    def number(self, compute: Callable[[Ranks], float]) -> Number:
-        if self.trace.table is None or not isinstance(self.ranks, TracedRanks):
-            return compute(self.origin.ranks if isinstance(self.ranks, TracedRanks) else self.ranks)
-        return self.trace.read(1, lambda _, ranks: [bits(compute(ranks))]).view(torch.float64)[0]
-
-    def integers(self, compute: Callable[[int], Sequence[int]]) -> Sequence[int] | Tensor:
-        values = compute(self.origin.step)
-        if self.trace.table is None:
-            return values
-        return self.trace.read(len(values), lambda step, _: compute(step))
+        device = torch.cuda.current_device()
+        with suppress(RuntimeError):
+            self._graph.capture_end()
+        with suppress(RuntimeError):  # it was told
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 @dataclass(eq=False)
@@ -278,7 +157,8 @@ class ReplayWork(Work):
     """The replays of one step on the current stream, which a thread waits for under the monitor's limit (rule 7)."""
 
     def __init__(self, watch: Watch) -> None:
-        self._event, self._watch = torch.cuda.current_stream().record_event(), watch
+        self._event, self._watch = torch.cuda.Event(blocking=True), watch  # blocking: the thread does not spin
+        self._event.record()
 
     def done(self) -> bool:
         return bool(self._event.query())
@@ -296,20 +176,18 @@ class FlowGraphs:
         communicator: carries the data.
         control: by which ranks agree.
         device: of the gradients.
-        graph: constructs an empty graph.
+        new_pool: returns a constructor of graphs that share their memory.
     """
 
     def __init__(
         self, scheduler: Scheduler, communicator: Communicator, control: Communicator, device: torch.device,
-        graph: Callable[[], Graph],
+        new_pool: Callable[[], Callable[[], Graph]],
     ) -> None:  # fmt: skip
         self.off: str | None = None  # the reason why flows run as they are
         self._scheduler, self._communicator, self._control = scheduler, communicator, control
-        self._table, self._new_graph = Table(device), graph
+        self._table, self._new_pool, self._new_graph = Table(device), new_pool, new_pool()
         self._stages: dict[int, tuple[Layout, list[Stage]]] = {}  # by index of the bucket
         self._active: dict[int, Stage] = {}  # of the current step
-        self._step = -1
-        self._generation = -1
         self._waiter = Waiter(lambda: None)
 
     @property
@@ -322,17 +200,11 @@ class FlowGraphs:
         if self.off is not None:
             return (yield from flow(bucket))
         known = self._stages.get(bucket.index)
-        if store.generation != self._generation or (known is not None and known[0] is not bucket.layout):
+        if known is not None and known[0] is not bucket.layout:
             self._forget()
-            self._generation = store.generation
-        if bucket.step != self._step:
-            self._step = bucket.step
-            self._active = {}
-            for index, (_, stages) in self._stages.items():
-                matching = (stage for stage in stages if stage.matches(bucket.step, bucket.weights))
-                if (stage := next(matching, None)) is not None:
-                    self._active[index] = stage
-            self._fill(bucket)
+            store.undivide()
+        if bucket.index == 0:
+            self._begin_step(bucket)
         active = self._active.get(bucket.index)
         if active is None or active.runs < WARM_RUNS:
             return (yield from self._run_warm(active, bucket, flow))
@@ -347,18 +219,34 @@ class FlowGraphs:
         self._waiter.close()
 
     def _forget(self) -> None:
-        for _, stages in self._stages.values():
-            for stage in stages:
-                if stage.graph is not None:
-                    stage.graph.reset()
+        if self.captured:
+            for _, stages in self._stages.values():
+                for stage in stages:
+                    if stage.graph is not None:
+                        stage.graph.reset()
+            self._new_graph = self._new_pool()  # the memory of the old one was freed with its last graph
         self._stages, self._active, self._table.used = {}, {}, 0
 
+    def _begin_step(self, bucket: Bucket) -> None:
+        """Choose each bucket's stage, and write the numbers of their graphs to the table."""
+        self._active = {}
+        for index, (_, stages) in self._stages.items():
+            matching = (stage for stage in stages if stage.matches(bucket.step, bucket.weights))
+            if (stage := next(matching, None)) is not None:
+                self._active[index] = stage
+        self._fill(bucket)
+
     def _fill(self, bucket: Bucket) -> None:
-        """Write the numbers of this step's graphs to the table."""
         values = [0] * self._table.used
         for stage in self._active.values():
             for start, count, compute in stage.rows:
-                values[start : start + count] = compute(bucket.step, bucket.ranks)
+                numbers = compute(bucket.step, bucket.ranks)
+                if len(numbers) != count:
+                    raise StepError(
+                        f"Bucket.integers: {compute} gives {len(numbers)} integers in step {bucket.step}, and {count} "
+                        "in an earlier step with the same decisions. Let Bucket.decide return their number."
+                    )
+                values[start : start + count] = numbers
         if values:
             self._table.write(values)
 
@@ -382,7 +270,7 @@ class FlowGraphs:
         Raises:
             Exception: the flow cannot be captured.
         """
-        graph, trace, used = self._new_graph(), Trace(table=self._table), self._table.used
+        graph, trace, used = self._new_graph(), Trace(captured=True, table=self._table), self._table.used
 
         def answer(request: Collective) -> Answer:
             if request.group != "world":
@@ -393,17 +281,13 @@ class FlowGraphs:
             return (yield from graph.answer(request))
 
         try:
-            Layout.sealed = True
-            with graph.capture():
+            with capturing(), graph.capture():
                 yield from relay(flow(TracedBucket.of(bucket, trace)), answer)
-            if [value for _, value in trace.decisions] != [value for _, value in stage.decisions]:
+            if trace.values != [value for _, value in stage.decisions]:
                 raise NotCapturable("its flow takes other decisions in the same stage")
         except BaseException:
             self._table.used = used
-            graph.reset()
             raise
-        finally:
-            Layout.sealed = False
         stage.graph, stage.buffer, stage.rows, stage.exact = graph, bucket.buffer, trace.rows, not trace.sums
 
     def _verify(self, stage: Stage, bucket: Bucket, store: StateStore, flow: Run) -> Task[Tensor]:
@@ -421,13 +305,13 @@ class FlowGraphs:
             self._fill(bucket)
         update = yield from flow(bucket)
         results = [tensor.clone() for tensor in tensors]
-        if self._agree(reason):
+        if self._agree(stage, bucket, reason):
             _assign(tensors, given)
             yield from self._replay(stage, bucket)
             if not all(_same(a, b, stage.exact) for a, b in zip(results, tensors, strict=True)):
                 reason = f"the graph of bucket {bucket.index} gives other results"
             _assign(tensors, results)
-            if self._agree(reason):
+            if self._agree(stage, bucket, reason):
                 stage.verified += 1
         traffic.collectives, traffic.bytes_sent = before[0] + stage.collectives, before[1] + stage.bytes_sent
         return update
@@ -446,10 +330,20 @@ class FlowGraphs:
         if bucket.last and bucket.buffer.is_cuda:
             self._waiter.watch(ReplayWork(self._communicator.watch))
 
-    def _agree(self, reason: str | None) -> bool:
-        """Return whether no rank has a reason to turn graphs off. Collective."""
-        reasons = self._control.all_gather_object(reason)
-        for rank, text in enumerate(reasons):
+    def _agree(self, stage: Stage, bucket: Bucket, reason: str | None) -> bool:
+        """Return whether no rank has a reason to turn graphs off. Collective.
+
+        Raises:
+            StepError: ranks take different decisions, so that they would wait for different collectives.
+        """
+        own = bucket.index, str([value for _, value in stage.decisions])
+        rows = self._control.all_gather_object((own, reason))
+        if any(other != own for other, _ in rows):
+            raise StepError(
+                f"the ranks' flows take different decisions: {'; '.join(str(other) for other, _ in rows)} (bucket, "
+                "values of Bucket.decide by rank). A decision depends on its arguments alone, step and weights."
+            )
+        for rank, (_, text) in enumerate(rows):
             if text is not None and self.off is None:
                 self.off = f"rank {rank}: {text}"
                 if self._control.rank == 0:
@@ -463,9 +357,29 @@ def open_graphs(
 ) -> FlowGraphs | None:
     """Return graphs for flows that only enqueue, whose collectives are not compared; None for all others."""
     if isinstance(scheduler, StreamScheduler) and not scheduler.checks:
-        new_graph = partial(CudaGraph, torch.cuda.graph_pool_handle())
-        return FlowGraphs(scheduler, communicator, control, device, new_graph)
+        return FlowGraphs(scheduler, communicator, control, device, cuda_pool)
     return None
+
+
+def cuda_pool() -> Callable[[], Graph]:
+    """Return a constructor of CUDA graphs that share their memory."""
+    return partial(CudaGraph, torch.cuda.graph_pool_handle())
+
+
+def run_in_users_graph(bucket: Bucket, flow: Run) -> Task[Tensor]:
+    """Run a flow while the user captures a whole step (``torch.cuda.graph``), which is replayed without this library.
+
+    Raises:
+        Unsupported: the flow depends on the step number or on weights, or needs the host. Nothing has been sent.
+    """
+    trace = Trace(captured=True)
+    traced = TracedBucket.of(bucket, trace)
+    traced.origin = replace(bucket, step=trace.step)  # decisions must hold for all later steps
+    try:
+        with capturing(), CaptureMode():
+            return (yield from flow(traced))
+    except NotCapturable as error:
+        raise Unsupported(f"{NO_USERS_GRAPH}: {error}") from error
 
 
 def _assign(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

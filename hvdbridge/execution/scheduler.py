@@ -131,6 +131,11 @@ class Scheduler:
         """True if signatures of collectives are compared across ranks (HVDBRIDGE_DEBUG=1)."""
         return self._check is not None
 
+    @property
+    def in_users_graph(self) -> bool:
+        """True if the user captures the current stream as a CUDA graph."""
+        return False
+
     def submit(self, submission: Submission[T]) -> Submission[T]:
         """Accept a flow, which runs now or later and may overlap with others (rules 2 to 6). Returns ``submission``.
 
@@ -271,6 +276,10 @@ class ThreadScheduler(Scheduler):
         self._order_lock = threading.RLock()  # makes the order of submissions that of starts and of the mailbox
         self._thread = threading.Thread(target=self._loop, name="hvdbridge-scheduler", daemon=True)
         self._thread.start()
+
+    @property
+    def in_users_graph(self) -> bool:
+        return self._device is not None and torch.cuda.is_current_stream_capturing()
 
     def submit(self, submission: Submission[T]) -> Submission[T]:
         with self._order_lock:
@@ -424,6 +433,10 @@ class StreamScheduler(Scheduler):
     def __init__(self, device: torch.device, check: Check | None = None) -> None:
         super().__init__(check)
         self.stream = torch.cuda.Stream(device)
+
+    @property
+    def in_users_graph(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     @torch.no_grad()
     def submit(self, submission: Submission[T]) -> Submission[T]:

@@ -12,7 +12,7 @@ Rules:
 4. The store replaces tensors and never changes them in place, so a flow's input stays as it was until it is merged.
    Then the pool gets the memory of leaves whose :attr:`Slot.reused` is True.
 5. With :attr:`StateStore.in_place`, which CUDA graphs need, new values are copied to the addresses of the old ones.
-   :attr:`StateStore.generation` counts the times when addresses change all the same.
+   They change only if a flow reads a bucket that overlaps with earlier ones, or by :meth:`StateStore.undivide`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hvdbridge.execution.scheduler import ACROSS_NODES
 from hvdbridge.policy.base import Branch, Policy, Slot, State
 from hvdbridge.policy.bucket import Layout, Views, flatten
 from hvdbridge.policy.buffer_pool import BufferPool
+from hvdbridge.policy.capture import refuse_in_capture
 from hvdbridge.policy.collectives import used_here
 
 Path = tuple[str, ...]
@@ -200,7 +201,6 @@ class StateStore:
     def __init__(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
         self.policy = policy
         self.in_place = False
-        self.generation = 0
         self.params = {name: torch.empty_like(p, device="meta") for name, p in params.items()}
         state = to_portable(policy.init(params))
         self._tree = map_leaves(state, lambda _, leaf: {name: tensor.to("meta") for name, tensor in leaf.items()})
@@ -249,8 +249,8 @@ class StateStore:
                 self._leaves[path][layout] = fitted
                 if slot.reused and isinstance(old, Views) and isinstance(fitted, Views):
                     self.pool.give(old.flat, but=[fitted.flat])
-        replaced = {old.data_ptr() for _, old in copies}  # a flow may return one old leaf in the place of another
-        for new_tensor, old_tensor in [(n.clone() if n.data_ptr() in replaced else n, old) for n, old in copies]:
+        replaced = {_memory(old) for _, old in copies}  # a flow may return a part of one old leaf in place of another
+        for new_tensor, old_tensor in [(n.clone() if _memory(n) in replaced else n, old) for n, old in copies]:
             old_tensor.copy_(new_tensor)
 
     def whole(self) -> dict[str, Any]:
@@ -323,6 +323,7 @@ class StateStore:
         parts = self._leaves[path]
         if layout in parts:
             return parts[layout]
+        refuse_in_capture("state of its bucket that no flow before it has read")
         if not all(other is None or other.sizes.keys().isdisjoint(layout.sizes) for other in parts):
             self._divide(path, self._values(path))
             parts = self._leaves[path]
@@ -353,8 +354,12 @@ class StateStore:
     def _divide(self, path: Path, leaf: Mapping[str, Tensor]) -> None:
         """Set a whole leaf, which is then in no bucket's part."""
         self.pool.clear()  # parts of other sizes will follow
-        self.generation += 1
         self._leaves[path] = {None: leaf}
+
+    def undivide(self) -> None:
+        """Forget the division into buckets, before flows read other ones."""
+        for path in self._leaves:
+            self._divide(path, self._values(path))
 
     def tensors(self, layout: Layout) -> list[Tensor]:
         """Return the tensors with a bucket's state that flows have read so far."""
@@ -418,6 +423,10 @@ def _fit(new: State, old: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         new = {**old, **new} if len(new) < len(old) else new
         return Views(old.layout, flatten(new, old.layout).to(old.flat.dtype))
     return {name: new.get(name, tensor).to(tensor.dtype) for name, tensor in old.items()}
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _tensors(leaf: Mapping[str, Tensor]) -> list[Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.kernels.runs import SHORT
-from hvdbridge.policy.bucket import Layout
+from hvdbridge.policy.bucket import Layout, Number
 
 CHUNK = 1 << 15
 """Number of elements that a CPU converts to float64 at a time, so that they stay in a core's cache."""
@@ -46,13 +46,14 @@ def global_norm(flat: Tensor, layout: Layout) -> Tensor:
     return squares[order].sum().sqrt()
 
 
-def clip_factor(flat: Tensor, layout: Layout, limit: float) -> Tensor:
+def clip_factor(flat: Tensor, layout: Layout, limit: Number) -> Tensor:
     """Return the factor that clips the norm of ``flat`` to ``limit``: a scalar tensor of its type, at most 1.
 
     The factor is 1 if the norm is not finite, so that NaN and inf are sent unchanged.
     """
     norm = global_norm(flat, layout)
-    factor = (limit / norm).clamp(max=1.0)  # a norm of 0 gives inf, then 1
+    # As torch divides a float by a tensor; a limit that is a tensor must give the same bits
+    factor = (norm.reciprocal() * limit).clamp(max=1.0)  # a norm of 0 gives inf, then 1
     return torch.where(norm.isfinite(), factor, 1.0).to(flat.dtype)
 
 

@@ -158,6 +158,10 @@ class Clip(Policy):
     scope = "step"
     additive = False
 
+    @property
+    def rounds(self) -> int | None:
+        return self.inner.rounds
+
     def aggregate(self, bucket: Bucket, state: State) -> Flow:
         bucket.buffer.mul_(clip_factor(bucket.buffer, bucket.layout, self.norm))
         result = yield from self.inner.aggregate(bucket, state["inner"])

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import accumulate
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from hvdbridge.deprecated import renamed
 from hvdbridge.errors import Unsupported
 from hvdbridge.policy.buffer_pool import BufferPool
+from hvdbridge.policy.capture import refuse_in_capture
 
 T = TypeVar("T")
 
@@ -67,9 +68,6 @@ class Layout:
     (9, 6)
     """
 
-    sealed: ClassVar[bool] = False
-    """:meth:`derive` makes nothing now, because the operations of a captured flow give no values yet."""
-
     def __init__(
         self,
         shapes: Mapping[str, Sequence[int]],
@@ -94,8 +92,7 @@ class Layout:
     def derive(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return ``make()``, cached under ``key`` for the lifetime of this layout: plans, indices, parts."""
         if key not in self._derived:
-            if Layout.sealed:
-                raise RuntimeError(f"a captured flow makes the table {key} of {len(self.names)} parameters")
+            refuse_in_capture(f"a table {key} of {self!r}, which no flow before it has made")
             self._derived[key] = make()
         return cast(T, self._derived[key])
 

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hvdbridge.errors import StepError, WeightError
+from hvdbridge.errors import StepError, Unsupported, WeightError
 from hvdbridge.execution.flow import Submission, Task
+from hvdbridge.execution.graphs import NO_USERS_GRAPH, run_in_users_graph
 from hvdbridge.execution.scheduler import Traffic
 from hvdbridge.execution.state_store import StateStore
 from hvdbridge.policies.dense import all_reduces
@@ -95,6 +96,7 @@ class Aggregator:
         self._pending: list[Submission[Any]] = []
         self._collected: list[SourceBucket] = []
         self._next_index = 0  # index of the next bucket
+        self._in_users_graph = False  # the user captures this step
         self._joined_layouts: dict[tuple[Layout, ...], Layout] = {}
         self._traffic_step = -1  # the step that the scheduler's traffic belongs to
         self._early_flows: list[tuple[int, Flow, Layout]] = []  # bucket index, flow, layout; unordered
@@ -112,11 +114,13 @@ class Aggregator:
 
     def _set_policy(self, policy: Policy, params: Mapping[str, Tensor]) -> None:
         self.policy, self.store = policy, StateStore(policy, params)
-        self.store.in_place = self.graphs is not None
         # Properties of a policy walk through its inner policies, so keep those that every bucket needs
         self._single_bucket = policy.scope == "step"
         self.has_post_step = acts_after_step(policy) or anchored(policy)
         self._rounds, self._inline = policy.rounds, all_reduces(policy)
+        self._as_graphs = self.store.in_place = self.graphs is not None and self._rounds is not None
+        if self._as_graphs:  # a flow that is verified asks for more collectives, and runs alone and in one thread
+            self._rounds, self._inline = None, False
 
     @property
     def skipped(self) -> bool:
@@ -128,7 +132,11 @@ class Aggregator:
 
         Raises:
             WeightError: this rank set a weight although no rank set one in the first step.
+            Unsupported: the user captures the step as a CUDA graph, which cannot replay it.
         """
+        self._in_users_graph = self.scheduler.in_users_graph
+        if self._in_users_graph:
+            self._check_users_graph()
         if self.post_step is not None and self.has_post_step:
             self.post_step.before_backward()
         self._pending.clear()
@@ -151,6 +159,20 @@ class Aggregator:
         flow = self._exchange_weights(self.step, *(JOINED, self.joined_weight) if self.joined else own)
         self._pending.append(self.scheduler.submit(Submission(flow, self.control)))
 
+    def _check_users_graph(self) -> None:
+        needs = {
+            "runs on the host (MPI, Horovod, or HVDBRIDGE_DEBUG=1)": self.communicator.capabilities.blocks_host
+            or self.scheduler.checks,
+            "exchanges weights, for which the host waits: pass weighted=False": self.weighted is not False
+            or self.joining,
+            "communicates after the optimizer's step": self.has_post_step,
+            "begins with another loss scale than the state has": self.loss_scale != self.state_scale,
+        }
+        for what, needed in needs.items():
+            if needed:
+                raise Unsupported(f"rank {self.control.rank}: {NO_USERS_GRAPH}: it {what}")
+        self.store.in_place = True
+
     def submit(self, bucket: SourceBucket, last: bool) -> None:
         """Submit the next bucket. Its flow starts now, or for policies of scope "step" with the last bucket."""
         self._collected.append(bucket)
@@ -160,6 +182,7 @@ class Aggregator:
         lone = last and self._next_index == 0 and sum(bucket.buffer.nbytes for bucket in buckets) <= SMALL_STEP_BYTES
         flow = self._aggregate(buckets, self.step, self._next_index, last)
         self._next_index += 1
+        lone &= not self._as_graphs
         submission = Submission(flow, self.communicator, self._rounds, self._inline, lone, partial(deliver, buckets))
         self._pending.append(self.scheduler.submit(submission))
 
@@ -292,7 +315,9 @@ class Aggregator:
             buffer.zero_()
         bucket = self.bucket(buffer, layout, index, step, last)
         alone = len(buckets) == 1
-        if self.graphs is not None and alone:
+        if self._in_users_graph:
+            update = yield from run_in_users_graph(bucket, partial(self._run_policy, in_place=alone))
+        elif self.graphs is not None and self._as_graphs and alone:
             update = yield from self.graphs.run(bucket, self.store, self._run_policy)
         else:
             update = yield from self._run_policy(bucket, in_place=alone)

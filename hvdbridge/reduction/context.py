@@ -45,8 +45,8 @@ class ReductionContext:
         control: carries weights and objects in host memory; may be ``communicator`` itself.
         scheduler: runs flows on both.
         ranks: the ranks of the group; None: all.
-        graphs: runs flows as CUDA graphs; None: they run as they are. Only one context at a time has graphs, because
-            graphs with NCCL operations of several communicators may wait for each other.
+        graphs: runs flows as CUDA graphs (:meth:`open_graphs`); None: they run as they are. Only one context at a time
+            has graphs, because graphs with NCCL operations of several communicators may wait for each other.
         closed: :meth:`close` was called.
     """
 
@@ -87,11 +87,14 @@ class ReductionContext:
         ranks = None if len(group_ranks) == world.size else group_ranks
         context = cls(session, (communicator, communicator.control()), device, session.check(ranks))
         context.ranks = ranks
-        if session.config.graphs == "auto" and GRAPHS not in session.opened:
-            context.graphs = open_graphs(context.scheduler, communicator, context.control, device)
-            if context.graphs is not None:
-                session.opened[GRAPHS] = context.graphs
         return context
+
+    def open_graphs(self, device: torch.device) -> None:
+        """Let flows run as CUDA graphs from now on, if HVDBRIDGE_GRAPHS asks for it, and no other context has any."""
+        if self.session.config.graphs == "auto" and GRAPHS not in self.session.opened:
+            self.graphs = open_graphs(self.scheduler, self.communicator, self.control, device)
+            if self.graphs is not None:
+                self.session.opened[GRAPHS] = self.graphs
 
     def agree(self, policy: Policy, lines: list[str]) -> None:
         """Compare ``lines`` over the ranks, and check that ``policy`` supports their number. Collective.

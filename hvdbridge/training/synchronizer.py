@@ -161,6 +161,7 @@ class GradientSynchronizer(Controls):
         if measure:
             options = replace(options, bucket_mb=fastest_bucket_mb(self.policy, params, context, options.bucket_mb))
         self.bucket_mb = options.bucket_mb
+        context.open_graphs(device_of(params))
         self._settings = self._aggregator = Aggregator(self.policy, params, context, seed, weighted)
         source_class = front_end(registry.entry(session.backend).front_end)
         self._source = source_class(model, originals, params, self._aggregator, options)

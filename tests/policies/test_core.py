@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdbridge.backends.communicator import Answer, Communicator
-from hvdbridge.errors import ConfigurationError
+from hvdbridge.backends.communicator import Answer, Capabilities, Communicator
+from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.execution.scheduler import ThreadScheduler
 from hvdbridge.execution.simulation import Simulation, simulate
 from hvdbridge.execution.state_store import StateStore, slot_of
@@ -454,6 +454,35 @@ def test_an_update_of_another_size_is_refused() -> None:
             aggregator.end()
     finally:
         scheduler.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"weighted": None}, "exchanges weights, .* pass weighted=False"),
+        ({"joining": True}, "exchanges weights"),
+        ({"has_post_step": True}, "communicates after the optimizer's step"),
+        ({"loss_scale": 2.0}, "begins with another loss scale"),
+        ({"blocks_host": True}, "runs on the host"),
+        ({}, ""),
+    ],
+)
+def test_what_a_users_graph_cannot_repeat_is_refused_before_anything_is_sent(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], reason: str
+) -> None:
+    with Harness(Doubling()) as harness:
+        harness.step(1.0)
+        monkeypatch.setattr(ThreadScheduler, "in_users_graph", True)
+        harness.communicator.capabilities = Capabilities(blocks_host=changed.pop("blocks_host", False))
+        vars(harness.aggregator).update({"has_post_step": False} | changed)
+        sent = len(harness.communicator.seen)
+        if not reason:
+            harness.aggregator.begin()
+            assert harness.aggregator.store.in_place
+            return
+        with pytest.raises(Unsupported, match=f"rank 0: torch.cuda.graph cannot capture .*: it {reason}"):
+            harness.step(2.0)
+        assert len(harness.communicator.seen) == sent
 
 
 def test_optimizers_come_in_one_order() -> None:

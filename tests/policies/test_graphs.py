@@ -15,10 +15,12 @@ import torch
 from tape import Tape, as_on_a_device
 from torch import Tensor
 
-from hvdbridge.execution.graphs import FlowGraphs, bits
+from hvdbridge.errors import StepError, Unsupported
+from hvdbridge.execution.graphs import FlowGraphs, run_in_users_graph
 from hvdbridge.execution.scheduler import Traffic
 from hvdbridge.execution.simulation import Simulation
 from hvdbridge.execution.state_store import leaves
+from hvdbridge.execution.trace import bits
 from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, State, advance, finish
 from hvdbridge.policy.bucket import Bucket, Layout, Views, scale
 from hvdbridge.policy.collectives import AllReduce, Collective, relay
@@ -41,7 +43,7 @@ class GraphSimulation(Simulation):
             store.in_place = True
             control = SimpleNamespace(rank=rank, all_gather_object=lambda reason: [reason])
             scheduler = SimpleNamespace(traffic=Traffic(), check_failure=lambda: None)
-            graphs: Any = (scheduler, None, control, torch.device("cpu"), Tape)
+            graphs: Any = (scheduler, None, control, torch.device("cpu"), lambda: Tape)
             self.graphs.append(FlowGraphs(*graphs))
 
     def _aggregate(self, layout: Layout, index: int, grads_per_rank: Sequence[Any]) -> Iterator[Views]:
@@ -68,9 +70,12 @@ class GraphSimulation(Simulation):
                 traffic.bytes_sent += request.bytes_sent(self.size)
                 return (yield request)
 
-            flows.append(relay(self.graphs[rank].run(bucket, self.stores[rank], run), count))
+            flows.append(relay(self._run(rank, bucket, run), count))
         for rank, (_, update) in enumerate(self._lockstep(flows)):
             yield Views(layout, early.get(rank, update))  # type: ignore[arg-type]
+
+    def _run(self, rank: int, bucket: Bucket, run: Any) -> Any:
+        return self.graphs[rank].run(bucket, self.stores[rank], run)
 
 
 def gradients(step: int, size: int) -> list[dict[str, Tensor]]:
@@ -171,9 +176,24 @@ class Custom(Policy):
                 group = "node"
             case "table":
                 bucket.integers(lambda step: [step] * 100_000)
+            case "growing list":
+                bucket.integers(lambda step: [step] * (1 + step // 7))
+            case "own step":
+                later = bucket.decide(lambda step, _: step // 8)
+                own = replace(bucket, step=later)
+                assert own.decide(lambda step, _: step) == later
+                assert own.integers(lambda step: [step]) == [later]
+                factor = 1.0 + own.decide(lambda step, _: step)
+            case "own weights":
+                own = replace(bucket, ranks=replace(bucket.ranks, weights=None))
+                assert own.decide(lambda _, weights: weights is None)
+                factor = 1.0 / own.share
             case "counts":
                 COUNT.append(0)
                 factor = float(len(COUNT))
+            case "decisions":
+                if not isinstance(bucket.step, int):
+                    bucket.decide(lambda *_: "one more when it is captured")
             case "late table":
                 COUNT.append(0)
                 bucket.layout.derive(("late", len(COUNT)), lambda: torch.ones(3))
@@ -192,7 +212,8 @@ COUNT: list[int] = []
         ("host", "the host reads a tensor"),
         ("group", "group=node is of a group"),
         ("table", "more than 16384 numbers"),
-        ("late table", "makes the table ('late', "),
+        ("late table", "needs a table ('late', "),
+        ("decisions", "other decisions in the same stage"),
     ],
 )
 def test_what_cannot_be_captured_runs_as_it_is_and_says_why(
@@ -218,11 +239,35 @@ def test_a_graph_that_gives_other_results_is_not_used(caplog: pytest.LogCaptureF
 def test_the_reason_of_one_rank_is_that_of_all() -> None:
     simulation = GraphSimulation("bf16", SHAPES, SIZE)
     for graphs in simulation.graphs:
-        graphs._control.all_gather_object = lambda reason: [None, "it has another driver", reason]  # type: ignore
+        graphs._control.all_gather_object = lambda row: [(row[0], None), (row[0], "another driver"), row]  # type: ignore
     for step in range(5):
         simulation.step(gradients(step, SIZE))
-    assert {graphs.off for graphs in simulation.graphs} == {"rank 1: it has another driver"}
+    assert {graphs.off for graphs in simulation.graphs} == {"rank 1: another driver"}
     assert {graphs.captured for graphs in simulation.graphs} == {0}
+
+
+def test_ranks_that_decide_unlike_fail_before_they_wait_for_each_other() -> None:
+    simulation = GraphSimulation("bf16", SHAPES, SIZE)
+    for graphs in simulation.graphs:
+        graphs._control.all_gather_object = lambda row: [row, ((row[0][0], "[True]"), None)]  # type: ignore
+    for step in range(2):
+        simulation.step(gradients(step, SIZE))
+    with pytest.raises(StepError, match=r"different decisions: .*'\[True\]'"):
+        simulation.step(gradients(2, SIZE))
+
+
+def test_a_list_whose_length_changes_within_a_stage_is_an_error() -> None:
+    simulation = GraphSimulation(Custom("growing list"), SHAPES, SIZE)
+    for step in range(7):
+        simulation.step(gradients(step, SIZE))
+    with pytest.raises(StepError, match="gives 2 integers in step 7, and 1 in an earlier step"):
+        simulation.step(gradients(7, SIZE))
+
+
+@pytest.mark.parametrize("kind", ["own step", "own weights"])
+def test_a_step_or_weights_of_the_policys_own_count_in_the_place_of_the_buckets(kind: str) -> None:
+    simulation = compare(Custom(kind), 4, weighted=True, steps=20)
+    assert (simulation.graphs[0].captured >= 2, simulation.graphs[0].off) == (True, None)
 
 
 # -- what moves ------------------------------------------------------------------------------------------
@@ -284,6 +329,20 @@ def test_leaves_that_a_flow_exchanges_are_exchanged_in_place() -> None:
     assert compare(Swaps(), 2, weighted=False, steps=7).graphs[0].captured == 1
 
 
+@dataclass(frozen=True)
+class SwapsParts(Swaps):
+    """As :class:`Swaps`, but leaves return as views at an offset, and only of some parameters."""
+
+    def aggregate(self, bucket: Bucket, state: State) -> Flow:
+        update = yield AllReduce(bucket.weighted().buffer)
+        last = bucket.layout.names[-2:]
+        return Aggregated(update, state={"a": {n: state["b"][n] for n in last}, "b": {n: state["a"][n] for n in last}})
+
+
+def test_parts_of_leaves_that_a_flow_exchanges_are_exchanged_in_place() -> None:
+    assert compare(SwapsParts(), 2, weighted=False, steps=7).graphs[0].captured == 1
+
+
 def test_bytes_and_collectives_are_those_of_one_flow() -> None:
     simulation = GraphSimulation("int8", SHAPES, 2)
     counted: list[Traffic] = []
@@ -302,3 +361,51 @@ def test_the_bits_of_a_number_on_the_device_are_those_on_the_host() -> None:
         for factor in (1 / 3, 0.1, 5e-8):
             number = torch.tensor([bits(factor)]).view(torch.float64)[0]
             assert torch.equal(scale(values.clone(), factor), scale(values.clone(), number)), (dtype, factor)
+
+
+# -- the user's own graph --------------------------------------------------------------------------------
+
+
+class UsersGraphSimulation(GraphSimulation):
+    """A simulation of a user who captures the third step, and replays it in later ones."""
+
+    tapes: dict[int, Tape]
+
+    def _run(self, rank: int, bucket: Bucket, run: Any) -> Any:
+        self.tapes = getattr(self, "tapes", {})
+        if self.steps < 2:
+            yield from run(bucket)
+        elif self.steps == 2:
+            tape = self.tapes[rank] = Tape()
+            with tape.capture():
+                yield from relay(run_in_users_graph(bucket, run), tape.answer)
+        else:
+            yield from self.tapes[rank].replay()
+        return bucket.buffer
+
+
+@pytest.mark.parametrize("spec", ["mean", "bf16", "ef(bf16)", "topk:ratio=0.1", "clip(ef(bf16))", "efsign", "onebit"])
+def test_a_step_that_the_user_captures_gives_the_same_bits(spec: str) -> None:
+    plain, graphs = Simulation(spec, SHAPES, 2), UsersGraphSimulation(spec, SHAPES, 2)
+    for step in range(6):
+        pairs = [simulation.step(gradients(step, 2)) for simulation in (plain, graphs)]
+        assert all(torch.equal(a[name], b[name]) for a, b in zip(*pairs, strict=True) for name in SHAPES), step
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ("int8:rounding=stochastic", "reads Bucket.step or the ranks' weights"),
+        ("warmup(mean, bf16, steps=5)", "reads Bucket.step or the ranks' weights"),
+        (Custom("step"), "reads Bucket.step or the ranks' weights"),
+        (Custom("host"), "the host reads a tensor"),
+        (Custom("late table"), "needs a table"),
+    ],
+)
+def test_a_step_that_a_users_graph_would_not_repeat_is_refused(policy: Any, reason: str) -> None:
+    COUNT.clear()
+    simulation = UsersGraphSimulation(policy, SHAPES, 2)
+    simulation.step(gradients(0, 2))
+    simulation.step(gradients(1, 2))
+    with pytest.raises(Unsupported, match=f"cannot capture a step with this policy: .*{reason}"):
+        simulation.step(gradients(2, 2))
