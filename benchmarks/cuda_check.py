@@ -1,6 +1,7 @@
 """Check every policy on one GPU against the CPU, the kernels' speed against a copy's, and that steps do not wait.
 
-    python benchmarks/cuda_check.py [--json FILE]
+    python benchmarks/cuda_check.py [--json FILE]         # less than 4 minutes; with --quick, 90 seconds
+    torchrun --nproc-per-node N benchmarks/cuda_check.py  # several GPUs: CUDA graphs alone, see cuda_graphs.py
     python benchmarks/cuda_check.py --device cpu          # all parts that need no GPU, to test this script
 
 The script needs this repository and torch; it uses mpi4py and Horovod if they are installed. Rows with the verdict
@@ -98,8 +99,14 @@ CYCLES = 4_000_000
 """GPU clock cycles, 2 to 4 ms: longer than the host needs to enqueue the operations of a kernel row."""
 JOB_SECONDS = 90
 """Time limit of each backend's jobs, which run last."""
-SECONDS = 460
-"""Time limit of all parts together, so that the script ends within eight minutes even if a part hangs."""
+SECONDS = {"cuda": 240, "cpu": 460}
+QUICK_SECONDS = 90
+"""Time limits of all parts together, so that the script ends in time even if a part hangs."""
+REGIMES = {"host-bound": ["--batch", "4", "--length", "512"], "GPU-bound": ["--batch", "16", "--length", "1024"]}
+MOST_MS = {
+    "mean": 0.3, "fp16": 1.5, "bf16": 1.5, "int8": 1.5, "onebit": 3.0, "topk": 3.0, "powersgd": 4.0,
+}  # fmt: skip
+"""Milliseconds that a step of cuda_step.py should at most take above plain DDP; more is "slow"."""
 
 
 @dataclass(frozen=True)
@@ -638,12 +645,50 @@ def overlapped(spec: str, kernels: list[tuple[int, str, int, int]]) -> Finding:
     return Finding("overlap", spec, "ok" if share > 0 else "WRONG", detail, share)
 
 
+# --------------------------------------------------------------------------------------------- graphs
+
+
+def graphs(device: str) -> Iterator[Finding]:
+    """Compare training with CUDA graphs and without, for each policy."""
+    if device != "cuda":
+        yield Finding("graphs", "all", "missing", "only a GPU has them; cuda_graphs.py --tape has a stand-in")
+        return
+    import cuda_graphs
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    for row in cuda_graphs.rows(cuda_graphs.SPECS, cuda_graphs.STEPS, device):
+        detail = f"{row['graphs']} graphs, relative error {row['error']:.1e}. {row['off'] or ''}"
+        verdict = "slow" if row["verdict"] == "no graphs" else row["verdict"]
+        yield Finding("graphs", row["policy"], verdict, detail[:150], row["error"])
+
+
+def steps(device: str) -> Iterator[Finding]:
+    """Measure what policies add to a step of GPT-2's shape, with CUDA graphs, in two regimes."""
+    if device != "cuda":
+        yield Finding("steps", "all", "missing", "only a GPU runs them in time")
+        return
+    for regime, options in REGIMES.items():
+        argv = [sys.executable, str(Path(__file__).with_name("cuda_step.py")), *options]
+        environ = os.environ | {"HVDBRIDGE_GRAPHS": "auto", "MASTER_PORT": str(free_port())}
+        with subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                row = json.loads(line)
+                slow = row["difference_ms"] > MOST_MS.get(row["way"], math.inf)
+                detail = f"{row['difference_ms']} ms above DDP's {row['ddp_ms']}; {row['launches']} launches and "
+                detail += f"{row['graph_launches']} of graphs, {row['peak_mb']} MB"
+                yield Finding(f"steps, {regime}", row["way"], "slow" if slow else "ok", detail, row["difference_ms"])
+        if process.returncode:
+            yield Finding(f"steps, {regime}", "the rest", "WRONG", f"cuda_step.py: exit status {process.returncode}")
+
+
 # ----------------------------------------------------------------------------------------------- main
 
 PARTS: dict[str, Callable[[str], Iterator[Finding]]] = {
-    "policies": policies, "collectives": collectives, "kernels": kernels, "waits": waits, "overlap": overlap,
-    "jobs": jobs,  # last, because it may take all remaining time
+    "policies": policies, "graphs": graphs, "collectives": collectives, "kernels": kernels, "waits": waits,
+    "steps": steps, "overlap": overlap, "jobs": jobs,  # last, because it may take all remaining time
 }  # fmt: skip
+QUICK = ("policies", "graphs", "kernels")
 
 
 def run_part(part: str, device: str, seconds: float) -> list[Finding]:
@@ -683,6 +728,7 @@ def environment(device: str) -> Iterator[Finding]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
     parser.add_argument("--json", type=Path, default=Path("build/cuda_check.json"), metavar="FILE")
     parser.add_argument("--part", choices=[*PARTS, "rank"], help=argparse.SUPPRESS)
     parser.add_argument("--specs", nargs="*", default=IN_JOBS, help="the policies of real jobs (default: all)")
@@ -691,6 +737,10 @@ def main() -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("benchmarks/cuda_check.py: torch sees no GPU here. --device cpu checks what needs none.", file=sys.stderr)
         return 2
+    if not arguments.part and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        import cuda_graphs
+
+        return cuda_graphs.main([])
     if arguments.part == "rank":
         rank(arguments.device, arguments.specs)
         return 0
@@ -699,9 +749,9 @@ def main() -> int:
             print(json.dumps(asdict(finding)), flush=True)
         return 0
     console = Console(width=None if sys.stdout.isatty() else 130)
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + (QUICK_SECONDS if arguments.quick else SECONDS[arguments.device])
     findings = list(environment(arguments.device))
-    for part in PARTS:
+    for part in QUICK if arguments.quick else PARTS:
         console.print(f"{part} ...", style="dim")
         findings += run_part(part, arguments.device, max(1.0, deadline - time.monotonic()))
     table = Table("part", "what", "verdict", "detail")

@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,12 +105,28 @@ def verdict(name: str, plain: dict[str, Any], graphs: dict[str, Any], size: int)
     return {"policy": name, "verdict": text, "graphs": graphs["graphs"], "off": graphs["off"], "error": error}
 
 
-def main() -> int:
+def rows(specs: Sequence[str], steps: int, device: str) -> list[dict[str, Any]]:
+    """Train with each policy, first without graphs and then with them, in two sessions; return the verdicts."""
+    TorchCommunicator.always_communicate = True
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    size = 1
+    for graphs in ("off", "auto"):
+        os.environ["HVDBRIDGE_GRAPHS"] = graphs
+        with hb.session("torch"):
+            size = hb.size()
+            on = "cpu" if device == "cpu" else str(hb.device())
+            for spec in specs:
+                for weighted in (False, True):
+                    results.setdefault(f"{spec} {weighted}", {})[graphs] = train(spec, weighted, steps, on)
+    return [verdict(name, of["off"], of["auto"], size) for name, of in results.items()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=SPECS, metavar="SPEC")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--tape", action="store_true", help="CPU tensors and the stand-in of tests/tape.py")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.tape:
         from tape import as_on_a_device, install
 
@@ -119,22 +136,12 @@ def main() -> int:
     elif not torch.cuda.is_available():
         print("benchmarks/cuda_graphs.py: torch sees no GPU here; --tape runs without one.", file=sys.stderr)
         return 2
-    TorchCommunicator.always_communicate = True
-    results: dict[str, dict[str, dict[str, Any]]] = {}
-    for graphs in ("off", "auto"):
-        os.environ["HVDBRIDGE_GRAPHS"] = graphs
-        hb.init(backend="torch")
-        device = "cpu" if arguments.tape else str(hb.device())
-        for spec in arguments.only:
-            for weighted in (False, True):
-                results.setdefault(f"{spec} {weighted}", {})[graphs] = train(spec, weighted, arguments.steps, device)
-        rank, size = hb.rank(), hb.size()
-        hb.shutdown()
-    rows = [verdict(name, of["off"], of["auto"], size) for name, of in results.items()]
-    for row in rows:
+    rank = int(os.environ.get("RANK", "0"))
+    found = rows(arguments.only, arguments.steps, "cpu" if arguments.tape else "cuda")
+    for row in found:
         if rank == 0 or row["verdict"] == "WRONG":
             print(json.dumps({"rank": rank} | row), flush=True)
-    return int(any(row["verdict"] == "WRONG" for row in rows))
+    return int(any(row["verdict"] == "WRONG" for row in found))
 
 
 if __name__ == "__main__":

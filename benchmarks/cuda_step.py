@@ -5,7 +5,7 @@
 The model has GPT-2-small's shape (124 M parameters, 496 MB of gradients) and runs under bf16 autocast. With --batch 4
 --length 512 the host limits a step, with --batch 16 --length 1024 the GPU. Steps of each way alternate with those of
 plain DDP. The output is one JSON line per way: median step in milliseconds, that of plain DDP, the median difference,
-and launches and operations of a step.
+the peak of the device's memory, and launches and operations of a step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ POLICIES = {
     "mean": "mean", "fp16": "fp16", "bf16": "bf16", "int8": "int8", "onebit": "onebit", "topk": "topk:ratio=0.01",
     "powersgd": "powersgd:rank=4",
 }  # fmt: skip
-WARM_UP = 7
+WARM_UP = 12
+"""Steps before the first that is timed: DDP times its own first ten, and graphs are compared in the first six."""
 
 
 class Block(nn.Module):
@@ -142,7 +143,9 @@ def main() -> None:
         for _ in range(WARM_UP):
             base.step()
         for name in chosen:
+            before = torch.cuda.memory_allocated()
             way = ways[name]()
+            torch.cuda.reset_peak_memory_stats()
             for _ in range(WARM_UP):
                 way.step()
             pairs = [(way.step(), base.step()) for _ in range(args.steps)]
@@ -154,6 +157,7 @@ def main() -> None:
                 "ms": round(statistics.median(own for own, _ in pairs), 2),
                 "ddp_ms": round(statistics.median(plain for _, plain in pairs), 2),
                 "difference_ms": round(statistics.median(own - plain for own, plain in pairs), 2),
+                "peak_mb": round((torch.cuda.max_memory_allocated() - before) / 2**20),
                 "launches": sum("aunchKernel" in event for event in events),
                 "graph_launches": sum("GraphLaunch" in event for event in events),
                 "operations": sum(event.startswith("aten::") for event in events),
