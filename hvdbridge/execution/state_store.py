@@ -18,9 +18,8 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 from hvdbridge.deprecated import own_member
 from hvdbridge.errors import ConfigurationError, nearest
 from hvdbridge.execution.scheduler import ACROSS_NODES
+from hvdbridge.kernels.finite import Finite
 from hvdbridge.policy.base import Branch, Policy, Slot, State
 from hvdbridge.policy.bucket import Layout, Views, flatten
 from hvdbridge.policy.buffer_pool import BufferPool
@@ -234,24 +234,26 @@ class StateStore:
         """
         if not self._slots:
             return
-        guard = _Guard(layout, update)
-        copies: list[tuple[Tensor, Tensor]] = []
+        finite = Finite(update, layout)
+        copies: list[tuple[Mapping[str, Tensor], Mapping[str, Tensor], bool]] = []
         for path, leaf in leaves(new):
             if path not in self._slots:
                 raise _unknown(["/".join(path)])
             old = self.leaf(path, layout)
             if leaf is not old:
-                slot = self._slots[path]
-                fitted = guard.choose(leaf, old) if slot.guarded else _fit(leaf, old)
+                slot, fitted = self._slots[path], _fit(leaf, old)
                 if self.in_place:
-                    copies += zip(_tensors(fitted), _tensors(old), strict=True)
+                    copies.append((fitted, old, slot.guarded))
                     continue
-                self._leaves[path][layout] = fitted
-                if slot.reused and isinstance(old, Views) and isinstance(fitted, Views):
-                    self.pool.give(old.flat, but=[fitted.flat])
-        replaced = {_memory(old) for _, old in copies}  # a flow may return a part of one old leaf in place of another
-        for new_tensor, old_tensor in [(n.clone() if _memory(n) in replaced else n, old) for n, old in copies]:
-            old_tensor.copy_(new_tensor)
+                self._leaves[path][layout] = kept = _keep(fitted, old, layout, finite) if slot.guarded else fitted
+                if slot.reused and isinstance(old, Views) and isinstance(kept, Views):
+                    self.pool.give(old.flat, but=[kept.flat])
+        # A flow may return a part of one old leaf in the place of another
+        replaced = {_memory(tensor) for _, old, _ in copies for tensor in _tensors(old)}
+        for fitted, old, guarded in [(_apart(fitted, replaced), old, guarded) for fitted, old, guarded in copies]:
+            kept = _keep(fitted, old, layout, finite, in_place=True) if guarded else fitted
+            if kept is not old:
+                torch._foreach_copy_(_tensors(old), _tensors(kept))
 
     def whole(self) -> dict[str, Any]:
         """Return the whole state without copies. The views are valid until the next step."""
@@ -425,52 +427,33 @@ def _fit(new: State, old: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: new.get(name, tensor).to(tensor.dtype) for name, tensor in old.items()}
 
 
+def _keep(
+    new: Mapping[str, Tensor], old: Mapping[str, Tensor], layout: Layout, finite: Finite, in_place: bool = False
+) -> Mapping[str, Tensor]:
+    """Return ``new``, with the values of ``old`` for parameters of ``layout`` that are not finite.
+
+    With ``in_place``, flat values are written to ``old``, which is returned.
+    """
+    if finite.known:
+        return new
+    if isinstance(old, Views):
+        assert isinstance(new, Views)
+        kept = finite.keep(new.flat, old.flat, old.layout, old.flat if in_place else None)
+        return old if in_place else Views(old.layout, kept)
+    flags = dict(zip(layout.names, finite.flags, strict=False))
+    return {name: torch.where(flags[name], new[name], tensor) for name, tensor in old.items()}
+
+
+def _apart(leaf: Mapping[str, Tensor], addresses: Collection[int]) -> Mapping[str, Tensor]:
+    """Return the leaf with copies of the tensors whose memory is at one of ``addresses``."""
+    if isinstance(leaf, Views):
+        return Views(leaf.layout, leaf.flat.clone()) if _memory(leaf.flat) in addresses else leaf
+    return {name: tensor.clone() if _memory(tensor) in addresses else tensor for name, tensor in leaf.items()}
+
+
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 def _tensors(leaf: Mapping[str, Tensor]) -> list[Tensor]:
     return [leaf.flat] if isinstance(leaf, Views) else list(leaf.values())
-
-
-class _Guard:
-    """Keeps the old state of parameters whose update is not finite."""
-
-    def __init__(self, layout: Layout, update: Tensor) -> None:
-        self.layout, self.update = layout, update
-        self._spread: dict[Layout, Tensor] = {}
-
-    @cached_property
-    def flags(self) -> Tensor | None:
-        """For each parameter whether its update is finite: bool ``[parameters]``. None: the host knows that all are."""
-        # One pass suffices if the sum is finite, since its terms then are. A sum of finite terms may overflow.
-        wide = torch.promote_types(self.update.dtype, torch.float32)
-        if self.layout.readable(self.update) and math.isfinite(self.update.sum(dtype=wide).item()):
-            return None
-        return self.layout.finite(self.update)
-
-    def choose(self, new: State, old: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return ``new``, with the values of ``old`` for parameters whose update is not finite."""
-        fitted = _fit(new, old)
-        if self.flags is None:
-            return fitted
-        if isinstance(old, Views):
-            assert isinstance(fitted, Views)
-            return Views(old.layout, torch.where(self.elements(old.layout), fitted.flat, old.flat))
-        flags = dict(zip(self.layout.names, self.flags, strict=True))
-        return {name: torch.where(flags[name], fitted[name], tensor) for name, tensor in old.items()}
-
-    def elements(self, part: Layout) -> Tensor:
-        """Return :attr:`flags` per element of ``part``, the bucket's layout or a part of it: bool ``[part.numel]``."""
-
-        def indices() -> Tensor:
-            index = {name: i for i, name in enumerate(self.layout.names)}
-            return torch.tensor([index[name] for name in part.names], dtype=torch.int64, device=self.update.device)
-
-        assert self.flags is not None
-        if part not in self._spread:
-            flags = self.flags
-            if part is not self.layout:
-                flags = flags[part.derive(("indices in", self.layout, self.update.device), indices)]
-            self._spread[part] = part.spread(flags)
-        return self._spread[part]

@@ -56,10 +56,33 @@ def _load_block(block_table, blocks):  # type: ignore[no-untyped-def]
     return start, count, row, code, scale
 
 
+@triton.jit
+def _store_scale(scales, row, scale_stride, slot, scale, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    # A message's scales may begin at any byte
+    if BYTES:
+        bits = scale.to(tl.int32, bitcast=True)
+        for k in tl.static_range(4):
+            tl.store(scales + row * scale_stride + 4 * slot + k, ((bits >> (8 * k)) & 255).to(tl.uint8))
+    else:
+        tl.store(scales + row * scale_stride + slot, scale)
+
+
+@triton.jit
+def _load_scale(scales, row, scale_stride, slot, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    if BYTES:
+        bits = tl.load(scales + row * scale_stride + 4 * slot).to(tl.int32)
+        for k in tl.static_range(1, 4):
+            bits = bits | (tl.load(scales + row * scale_stride + 4 * slot + k).to(tl.int32) << (8 * k))
+        scale = bits.to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(scales + row * scale_stride + slot)
+    return scale
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _linear_encode(  # type: ignore[no-untyped-def]
     vector, block_table, blocks, levels, codes, code_stride, scales, scale_stride,
-    OFFSET: tl.constexpr, MASK: tl.constexpr, KEEP_REST: tl.constexpr, WIDTH: tl.constexpr,
+    OFFSET: tl.constexpr, MASK: tl.constexpr, KEEP_REST: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     start, count, row, code, slot = _load_block(block_table, blocks)
     i = tl.arange(0, WIDTH)
@@ -69,7 +92,7 @@ def _linear_encode(  # type: ignore[no-untyped-def]
     top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
     scale = tl.div_rn(top, levels)
     scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
-    tl.store(scales + row * scale_stride + slot, scale)
+    _store_scale(scales, row, scale_stride, slot, scale, BYTES)
     y = x * tl.div_rn(1.0, scale)
     floor = tl.floor(y)
     fraction = y - floor
@@ -84,7 +107,7 @@ def _linear_encode(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=SIZES)
 def _decode(  # type: ignore[no-untyped-def]
     vector, block_table, blocks, messages, rows, codes, code_stride, scales, scale_stride,
-    SIGNS: tl.constexpr, OFFSET: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr,
+    SIGNS: tl.constexpr, OFFSET: tl.constexpr, ADD: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     start, count, row, code, slot = _load_block(block_table, blocks)
     i = tl.arange(0, WIDTH)
@@ -94,8 +117,12 @@ def _decode(  # type: ignore[no-untyped-def]
         total = tl.load(vector + start + i, mask=mask, other=0.0)
     for message in range(messages):
         message_row = message * rows + row
-        stored = tl.load(codes + message_row * code_stride + code + i, mask=mask, other=0)
-        scale = tl.load(scales + message_row * scale_stride + slot)
+        scale = _load_scale(scales, message_row, scale_stride, slot, BYTES)
+        if SIGNS and BYTES:  # a message's signs are packed
+            byte = tl.load(codes + message_row * code_stride + ((code + i) >> 3), mask=mask, other=0)
+            stored = (byte.to(tl.int32) >> ((code + i) & 7).to(tl.int32)) & 1
+        else:
+            stored = tl.load(codes + message_row * code_stride + code + i, mask=mask, other=0)
         if SIGNS:
             value = (stored.to(tl.float32) - 0.5) * (2.0 * scale)
         else:
@@ -127,7 +154,7 @@ def _or_bits(words, first, bit, WIDTH: tl.constexpr):  # type: ignore[no-untyped
 @triton.jit(do_not_specialize=SIZES)
 def _sign_encode(  # type: ignore[no-untyped-def]
     vector, block_table, blocks, codes, code_stride, scales, scale_stride,
-    KEEP_REST: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.constexpr, PACK: tl.constexpr,
+    KEEP_REST: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     start, count, row, code, slot = _load_block(block_table, blocks)
     i = tl.arange(0, WIDTH)
@@ -137,7 +164,7 @@ def _sign_encode(  # type: ignore[no-untyped-def]
     for k in tl.static_range(HALVINGS):  # in the order of quantise.row_sums
         partial = tl.sum(tl.reshape(partial, (2, WIDTH >> (k + 1))), 0)
     scale = tl.div_rn(tl.sum(partial, 0), count.to(tl.float32))
-    tl.store(scales + row * scale_stride + slot, scale)
+    _store_scale(scales, row, scale_stride, slot, scale, BYTES)
     bit = x >= 0.0
     if PACK:
         _or_bits(codes + row * code_stride, code, bit & mask, WIDTH)
@@ -363,14 +390,14 @@ def encode(
     """See :meth:`NativeKernels.encode <hvdbridge.kernels.fused.NativeKernels.encode>`.
 
     Supports signs, and linear codes by the largest magnitude, rounded to the nearest. If ``codes`` is int32, it must
-    hold zeros, and takes 32 signs per word.
+    hold zeros, and takes 32 signs per word. If ``scales`` is uint8, it takes their bytes.
     """
     kind = fields.get("kind")
     if not blocks.fits_kernels or kind not in (LINEAR, SIGN) or fields.get("l2") or fields.get("random"):
         return None
     inputs = flat, blocks.sorted_table, blocks.count
     outputs = codes, codes.stride(0), scales, scales.stride(0)
-    constants: dict[str, Any] = {"KEEP_REST": keep_rest, "WIDTH": blocks.width}
+    constants: dict[str, Any] = {"KEEP_REST": keep_rest, "BYTES": scales.dtype == torch.uint8, "WIDTH": blocks.width}
     if kind == LINEAR:
         constants |= {"OFFSET": fields["offset"], "MASK": fields["mask"]}
         _launch(_linear_encode, blocks.count, *inputs, float(fields["levels"]), *outputs, **constants)
@@ -382,14 +409,17 @@ def encode(
 
 @_none_if_broken
 def decode(fields: Fields, codes: Tensor, scales: Tensor, blocks: Blocks, out: Tensor, add: int) -> bool | None:
-    """See :meth:`NativeKernels.decode <hvdbridge.kernels.fused.NativeKernels.decode>`."""
+    """See :meth:`NativeKernels.decode <hvdbridge.kernels.fused.NativeKernels.decode>`.
+
+    If ``scales`` is uint8, both are those of messages: bytes of scales, and eight signs per byte.
+    """
     kind = fields.get("kind")
     if not blocks.fits_kernels or kind not in (LINEAR, TERNARY, SIGN):
         return None
     _launch(
         _decode, blocks.count, out, blocks.sorted_table, blocks.count, codes.shape[0] // blocks.rows, blocks.rows,
         codes, codes.stride(0), scales, scales.stride(0), SIGNS=kind == SIGN, OFFSET=fields.get("offset", 0), ADD=add,
-        WIDTH=blocks.width,
+        BYTES=scales.dtype == torch.uint8, WIDTH=blocks.width,
     )  # fmt: skip
     return True
 

@@ -121,3 +121,12 @@ def on_cuda(device: torch.device) -> ModuleType | None:
         return None
     codes = torch.ones(8, dtype=torch.uint8, device=device)
     return cuda if cuda.pack_codes(codes, 1, torch.empty(1, dtype=torch.uint8, device=device)) else None
+
+
+def on_flat(*vectors: Tensor) -> ModuleType | None:
+    """Return the module :mod:`.cuda_flat` if Triton works on the device of ``vectors`` and supports them, else None."""
+    if not all(vector.is_cuda and vector.is_contiguous() for vector in vectors) or not on_cuda(vectors[0].device):
+        return None
+    from hvdbridge.kernels import cuda_flat
+
+    return cuda_flat if all(vector.dtype in cuda_flat.VALUES for vector in vectors) else None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hvdbridge.deprecated import moved_names
 from hvdbridge.kernels.blocks import Blocks
-from hvdbridge.kernels.fused import NativeKernels, fused
+from hvdbridge.kernels.fused import fused
 from hvdbridge.kernels.native import Fields
 from hvdbridge.kernels.pack import pack, packed_bytes, unpack
 from hvdbridge.kernels.random import Seed
@@ -108,9 +108,8 @@ def encode(
 
 
 def encode_rows(
-    code: Code, flat: Tensor, blocks: Blocks, seed: Seed, keep_rest: bool, block_scales: Tensor | None = None,
-    packs: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    code: Code, flat: Tensor, blocks: Blocks, seed: Seed, keep_rest: bool, block_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Encode a vector into rows of a message: codes ``[rows, length]``, scales ``[rows, scales_per_row]``.
 
     Codes and scales that no block has are zeros.
@@ -118,7 +117,6 @@ def encode_rows(
     Args:
         keep_rest: subtract the decoded values from ``flat``, in place.
         block_scales: as for :func:`encode`.
-        packs: on CUDA, signs may be returned packed in int32 words, which ``code.to_wire`` also accepts.
     """
     device = flat.device
     codes = torch.zeros((blocks.rows, blocks.length), dtype=code.dtype, device=device)
@@ -126,13 +124,11 @@ def encode_rows(
     if code.scaled and block_scales is None:
         scales = torch.zeros((blocks.rows, blocks.scales_per_row), dtype=torch.float32, device=device)
     if scales is not None and flat.itemsize <= 4 and (kernels := fused(codes, scales)):
-        x, encoded = flat.to(torch.float32).contiguous(), codes
-        if packs and code.bits == 1 and not isinstance(kernels, NativeKernels):
-            encoded = torch.zeros((blocks.rows, -(-blocks.length // 32)), dtype=torch.int32, device=device)
-        if kernels.encode(code.fields, x, blocks, encoded, scales, keep_rest, seed):
+        x = flat.to(torch.float32).contiguous()
+        if kernels.encode(code.fields, x, blocks, codes, scales, keep_rest, seed):
             if keep_rest and x is not flat:
                 flat.copy_(x)
-            return encoded, scales
+            return codes, scales
     for chunk, matrix in blocks.matrices(flat):
         x = matrix.to(torch.float32)
         noise = chunk.noise(seed) if code.random else None

@@ -49,9 +49,6 @@ class ScaledSign(Code):
     def fields(self) -> Fields:
         return {"kind": SIGN, "bits": 1}
 
-    def to_wire(self, codes: Tensor) -> Tensor:
-        return codes.view(torch.uint8) if codes.dtype == torch.int32 else super().to_wire(codes)
-
 
 def majority(votes: Tensor, ties: Tensor) -> Tensor:
     """Return the bits that more than half of the rows have set; where exactly half have, those of ``ties``.

@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,12 +193,16 @@ class _Messages:
         """
         blocks, messages = self._blocks, out[: self.nbytes(code)].view(self._blocks.rows, -1)
         scales, packed = self._split(code, messages)
-        kernels = fused(flat, packs=True) if flat.dtype == torch.float32 else None
-        if isinstance(kernels, NativeKernels):
+        if (kernels := self._kernels(code, flat)) is not None:
+            codes = packed
+            if code.bits == 1 and not isinstance(kernels, NativeKernels):  # Triton sets bits of aligned words
+                codes = torch.zeros((blocks.rows, -(-blocks.length // 32)), dtype=torch.int32, device=flat.device)
             messages.zero_()
-            if kernels.encode(code.fields, flat, blocks, packed, scales, keep_rest, seed):
+            if kernels.encode(code.fields, flat, blocks, codes, scales, keep_rest, seed):
+                if codes is not packed:
+                    packed.copy_(codes.view(torch.uint8)[:, : packed.shape[1]])
                 return messages
-        codes, floats = encode_rows(code, flat, blocks, seed, keep_rest, packs=True)
+        codes, floats = encode_rows(code, flat, blocks, seed, keep_rest)
         packed.copy_(code.to_wire(codes)[:, : packed.shape[1]])
         if floats is not None:
             scales.copy_(floats.view(torch.uint8))
@@ -206,14 +211,20 @@ class _Messages:
     def decode(self, code: Code, messages: Tensor, out: Tensor) -> Tensor:
         """Decode messages ``[messages * rows, bytes]`` and sum them in their order, in ``out``, ``[numel]``."""
         scales, packed = self._split(code, messages)
-        kernels = fused(messages, out, packs=True) if out.dtype == torch.float32 else None
-        if isinstance(kernels, NativeKernels) and kernels.decode(code.fields, packed, scales, self._blocks, out, 0):
+        kernels = self._kernels(code, out, messages)
+        if kernels is not None and kernels.decode(code.fields, packed, scales, self._blocks, out, 0):
             return out
         floats = None
         if code.scaled:
             floats = torch.empty((len(messages), self._blocks.scales_per_row), dtype=torch.float32, device=out.device)
             floats.view(torch.uint8).copy_(scales)
         return decode(code, code.from_wire(packed, self._blocks.length), floats, self._blocks, out)
+
+    @staticmethod
+    def _kernels(code: Code, vector: Tensor, *messages: Tensor) -> Any:
+        """Return kernels that read and write messages: native.c's, or Triton's for codes of 1 and 8 bits; or None."""
+        kernels = fused(vector, *messages, packs=True) if vector.dtype == torch.float32 else None
+        return kernels if isinstance(kernels, NativeKernels) or code.bits in (1, 8) else None
 
     def _split(self, code: Code, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Return the bytes of the scales, and those of the codes."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hvdbridge.kernels import native
+from hvdbridge.kernels.fused import on_flat
 from hvdbridge.kernels.runs import SHORT, Runs
 from hvdbridge.policy.bucket import BLOCK, Bucket, Layout
 from hvdbridge.policy.buffer_pool import BufferPool
@@ -108,7 +109,7 @@ class FlatShards(Shards):
         if self.numel == self.size * self.length and flat.dtype == wire and power == 1.0:
             return flat.view(self.size, self.length)
         rows = pool.take(self.size * self.length, wire, flat.device)
-        rows[self.numel :] = 0
+        rows[self.numel :].zero_()
         scaled(flat, power, rows[: self.numel])
         return rows.view(self.size, self.length)
 
@@ -168,6 +169,7 @@ class BlockShards(Shards):
             self._split_sizes[owner].append(count * width)
         for sizes, used in zip(self._split_sizes, filled, strict=True):
             sizes.append(self.length - used)
+        self._shortest = min(filled)
 
     @cached_property
     def _runs(self) -> list[Runs]:
@@ -207,8 +209,7 @@ class BlockShards(Shards):
                 shard = self.owned(flat, rank)
                 row.copy_(shard if power == 1.0 else shard.mul_(power))
             return rows
-        for row, sizes in zip(rows, self._split_sizes, strict=True):
-            row[self.length - sizes[-1] :].zero_()
+        rows[:, self._shortest :].zero_()  # in one operation, also where data follow
         vector_views, shard_views = self._view_pairs(flat, rows)
         if power != 1.0:
             for view, shard_view in zip(vector_views, shard_views, strict=True):
@@ -252,7 +253,11 @@ class BlockShards(Shards):
             for rank, row in enumerate(rows):
                 self._runs[rank].back(flat, self.owned(flat, rank).sub_(row, alpha=1 / power))
         elif self.groups:
-            vector_views, shard_views = self._view_pairs(flat, rows)
+            on_host = flat.device.type == "cpu"
+            vector_views, shard_views = self._view_pairs(flat, rows if on_host else rows.to(flat.dtype))
+            if not on_host:  # of equal types, one kernel adds all pairs
+                torch._foreach_add_(vector_views, shard_views, alpha=-1 / power)
+                return
             for view, sent in zip(vector_views, shard_views, strict=True):
                 add(view, sent, -1 / power)
 
@@ -286,7 +291,12 @@ def first_blocks(bucket: Bucket) -> Mapping[str, int]:
 
 def sum_rows(rows: Tensor, out: Tensor | None = None) -> Tensor:
     """Sum ``rows`` ``[N, ...]`` in rank order, in float32 (float64 stays float64), into ``out`` if given."""
-    total = rows[0].to(accumulator(rows.dtype), copy=True) if out is None else out.copy_(rows[0])
+    exact = accumulator(rows.dtype)
+    total = torch.empty(rows.shape[1:], dtype=exact, device=rows.device) if out is None else out
+    kernels = on_flat(rows, total) if total.dtype == torch.float32 else None
+    if kernels and kernels.sum_rows(rows, total) is not None:
+        return total
+    total.copy_(rows[0])
     for row in rows[1:]:
         add(total, row)
     return total

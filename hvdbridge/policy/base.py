@@ -134,9 +134,10 @@ def rewrite(flow: Flow, exchange: Callable[[Collective], Exchange]) -> Flow:
     return relay(flow, answer)  # type: ignore[no-any-return, arg-type]
 
 
-CODED_MB, BYTEWISE_MB = 10.0, 5.0
+CODED_MB, BYTEWISE_MB, NCCL_MB = 10.0, 5.0, 100.0
 """Default bucket sizes in MiB. ``CODED_MB`` is for messages that are encoded, and for messages between nodes.
-``BYTEWISE_MB`` is for messages between nodes that have a byte or more per element (:attr:`Policy.bytewise`)."""
+``BYTEWISE_MB`` is for messages between nodes that have a byte or more per element (:attr:`Policy.bytewise`).
+``NCCL_MB`` is for messages that are encoded and that NCCL carries."""
 
 
 @dataclass(frozen=True)

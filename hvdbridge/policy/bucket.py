@@ -123,7 +123,7 @@ class Layout:
         >>> Layout({"weight": (2,), "none": (0,), "bias": (1,)}).finite(torch.tensor([1.0, math.inf, 2.0]))
         tensor([False,  True,  True])
         """
-        starts, ends = self._bounds(flat.device)
+        starts, ends = self.bounds(flat.device)
         nonfinite = torch.zeros(self.numel + 1, dtype=torch.int32, device=flat.device)  # count before each offset
         torch.cumsum(flat - flat != 0, 0, dtype=torch.int32, out=nonfinite[1:])  # inf - inf is NaN
         return nonfinite[ends] == nonfinite[starts]
@@ -140,11 +140,11 @@ class Layout:
         changes[1:] -= flags[:-1].to(torch.int8)
         # No repeat_interleave: on a GPU it uses one warp per parameter, which is slow for large parameters
         steps = torch.zeros(self.numel + 1, dtype=torch.int8, device=flags.device)
-        steps.index_add_(0, self._bounds(flags.device)[0], changes)
+        steps.index_add_(0, self.bounds(flags.device)[0], changes)
         return torch.cumsum(steps, 0, dtype=torch.int8)[:-1].view(torch.bool)
 
-    def _bounds(self, device: torch.device) -> Tensor:
-        """First element of each parameter, and the one after its last: int64 ``[2, parameters]``."""
+    def bounds(self, device: torch.device) -> Tensor:
+        """Return each parameter's first element, and the one after its last: int64 ``[2, parameters]``."""
 
         def make() -> Tensor:
             bounds = [*self.offsets.values(), self.numel]

@@ -13,13 +13,14 @@ from torch import Tensor
 from hvdbridge.deprecated import own_member
 from hvdbridge.errors import Unsupported
 from hvdbridge.execution.flow import Task
-from hvdbridge.policy.base import Foreign, Policy
+from hvdbridge.policy.base import NCCL_MB, Foreign, Policy
 from hvdbridge.policy.bucket import DDP_MB, FIRST_BUCKET_BYTES, cut_layouts
 from hvdbridge.policy.collectives import AllReduce
 from hvdbridge.reduction.aggregator import Aggregator, SourceBucket
 from hvdbridge.reduction.context import ReductionContext
 
 SIZES_MB = (1.0, 2.5, 5.0, 10.0, DDP_MB, 50.0)
+"""Sizes to time; over NCCL also :data:`~hvdbridge.policy.base.NCCL_MB`."""
 TIMED_STEPS = 3
 """Number of timed steps per size, after one that is not timed."""
 LIMIT_SECONDS = 10.0
@@ -65,7 +66,8 @@ def fastest_bucket_mb(policy: Policy, params: Mapping[str, Tensor], context: Red
     if 2 * step_seconds(probe, DDP_MB) * _nbytes(sample) > LIMIT_SECONDS * _nbytes(probe):
         return default
     measured, backward = {}, step_seconds(sample, DDP_MB)
-    for bucket_mb in sorted(SIZES_MB, key=lambda size: abs(math.log(size / default))):
+    sizes = SIZES_MB if context.communicator.capabilities.blocks_host else (*SIZES_MB, NCCL_MB)
+    for bucket_mb in sorted(sizes, key=lambda size: abs(math.log(size / default))):
         if spent < LIMIT_SECONDS:
             measured[bucket_mb] = step_seconds(sample, bucket_mb, backward)
     return choose(measured) if measured else default

@@ -21,10 +21,11 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hvdbridge.deprecated import own_member
 from hvdbridge.errors import StepError
 from hvdbridge.execution.flow import Submission
 from hvdbridge.policies.dense import bucket_mb
-from hvdbridge.policy.base import BYTEWISE_MB, CODED_MB, Policy
+from hvdbridge.policy.base import BYTEWISE_MB, CODED_MB, NCCL_MB, Policy
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.autograd import inside_backward, refuse_compiled_autograd, refuse_reentrant
 from hvdbridge.reduction.parameters import ParameterWatch, quoted
@@ -70,23 +71,30 @@ def default_bucket_mb(
 
     It is the policy's default (:func:`~hvdbridge.policies.dense.bucket_mb`). Among several nodes it is at most
     :data:`CODED_MB`, or :data:`BYTEWISE_MB` for :attr:`bytewise <hvdbridge.Policy.bytewise>` policies, unless DDP could
-    not have a small first bucket then, or NCCL carries the messages. On slow networks a large bucket delays the first
-    send. Smaller buckets are not faster within one machine, nor for policies that send less than a byte per element.
+    not have a small first bucket then. On slow networks a large bucket delays the first send. Smaller buckets are not
+    faster within one machine, nor for policies that send less than a byte per element. Under NCCL every bucket costs
+    the host milliseconds in which it enqueues the policy's operations, so buckets that are encoded have
+    :data:`NCCL_MB`.
 
     Args:
         nodes: the node number of each rank, equal for ranks of one node; empty: unknown.
-        blocks_host: False for NCCL (:class:`.Capabilities`), which is faster with few large operations.
+        blocks_host: False for NCCL (:class:`.Capabilities`).
 
     >>> from hvdbridge.policies import from_spec
     >>> specs = ("mean", "topk", "ef(int8)")
     >>> [default_bucket_mb(from_spec(spec), nodes) for spec in specs for nodes in ((0, 0), (0, 1))]
     [25.0, 10.0, 10.0, 10.0, 10.0, 5.0]
+    >>> [default_bucket_mb(from_spec(spec), (0, 1), blocks_host=False) for spec in specs]
+    [25.0, 100.0, 100.0]
     >>> specs = ("bf16", "bf16(topk)", "hierarchical(fp8)", "local_sgd(inner=int8)", "mean:exact=true", "fp16(median)")
     >>> [from_spec(spec).bytewise for spec in specs]
     [True, False, True, False, True, True]
     """
     several = any(node != following for node, following in pairwise(nodes))
-    if not several or not blocks_host or not DDP_HAS_SIZE_LIST or static_graph:
+    if not blocks_host:
+        coded = bucket_mb(policy) == CODED_MB and own_member(policy, "bucket_mb", warn=False) is None
+        return NCCL_MB if coded else bucket_mb(policy)
+    if not several or not DDP_HAS_SIZE_LIST or static_graph:
         return bucket_mb(policy)
     return min(bucket_mb(policy), BYTEWISE_MB if policy.bytewise else CODED_MB)
 

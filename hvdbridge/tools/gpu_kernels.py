@@ -13,6 +13,8 @@ from hvdbridge.kernels import orthogonal, pack, select, shuffle, signs
 from hvdbridge.kernels.blocks import Blocks, Part
 from hvdbridge.kernels.codes import Linear
 from hvdbridge.kernels.quantise import decode, encode
+from hvdbridge.policies.shards import sum_rows
+from hvdbridge.policy.bucket import Layout
 
 CONSTANTS = orthogonal.HIGH, orthogonal.LOW, orthogonal.TOLERANCE
 
@@ -20,7 +22,7 @@ CONSTANTS = orthogonal.HIGH, orthogonal.LOW, orthogonal.TOLERANCE
 def differences(kernels: ModuleType | Any, device: torch.device) -> str:
     """Name the cases in which ``kernels`` on ``device`` give other bits than the CPU; "" if none. Synchronizes."""
     rng = torch.Generator("cpu").manual_seed(0)
-    checks = (_codes, _packing, _reaching, _shuffling, _orthonormal)
+    checks = (_codes, _packing, _reaching, _shuffling, _orthonormal, _flat)
     failed = [name for check in checks for name in check(kernels, device, rng)]
     return f"other bits than the CPU's: {', '.join(failed)}" if failed else ""
 
@@ -43,7 +45,7 @@ def _codes(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator
         if code.bits == 1:
             words = torch.zeros((1, -(-numel // 32)), dtype=torch.int32, device=device)
             kernels.encode(code.fields, x.to(device), device_blocks, words, got_scales, False, 0)
-            packed = code.to_wire(words)[0, : code.wire_bytes(numel)]
+            packed = words.view(torch.uint8)[0, : code.wire_bytes(numel)]
             same = same and torch.equal(packed.cpu(), code.to_wire(codes)) and torch.equal(got_scales.cpu()[0], scales)
         two_codes, two_scales = got_codes.expand(2, -1).contiguous(), got_scales.expand(2, -1).contiguous()
         for add in (None, 1, -1):
@@ -105,3 +107,24 @@ def _orthonormal(kernels: Any, device: torch.device, rng: torch.Generator) -> It
         (expected,) = orthogonal.orthonormal([columns], epsilon)
         if result is None or not torch.equal(result.cpu().nan_to_num(7.0), expected.nan_to_num(7.0)):
             yield f"{shape[1]} columns, orthonormal"
+
+
+def _flat(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator[str]:
+    from hvdbridge.kernels import cuda_flat
+
+    layout = Layout({"w": (3_000,), "none": (0,), "v": (1,), "u": (1_100,)})
+    ends = layout.bounds(torch.device("cpu"))[1].to(device)
+    for dtype, faulty in itertools.product(cuda_flat.VALUES, ([], [2_999], [0, 3_000], [3_001, 4_100])):
+        rows = torch.empty((5, layout.numel), dtype=torch.float32, device="cpu").normal_(generator=rng).to(dtype)
+        update = rows[0].clone()
+        update[faulty] = float("nan") if dtype == torch.float32 else float("inf")
+        flags = cuda_flat.finite(update.to(device), ends)
+        finite = layout.finite(update)
+        expected = torch.where(layout.spread(finite), rows[1], rows[2])
+        out = rows[2].to(device, copy=True)
+        kept = None if flags is None else cuda_flat.keep(rows[1].to(device), out, ends, flags, out)
+        total = cuda_flat.sum_rows(rows.to(device), torch.empty(layout.numel, dtype=torch.float32, device=device))
+        same = flags is not None and flags.tolist() == [*finite.tolist(), finite.all().item()]
+        same = same and kept is not None and torch.equal(kept.cpu(), expected)
+        if not (same and total is not None and torch.equal(total.cpu(), sum_rows(rows))):
+            yield f"flat {dtype}, {len(faulty)} not finite"

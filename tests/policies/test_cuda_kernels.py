@@ -36,18 +36,39 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import hvdbridge.kernels.cuda as cuda
+import hvdbridge.kernels.cuda_flat as cuda_flat
 block = {"vector": "*fp32", "block_table": "*i64", "blocks": "i32"}
 rows = {"codes": "*u8", "code_stride": "i32", "scales": "*fp32", "scale_stride": "i32"}
 several = {"messages": "i32", "rows": "i32"}
 steps = {"HIGH": 2.0**13, "LOW": 2.0**14}
 kernels = {
     "_linear_encode": (
-        {**block, "levels": "fp32", **rows}, {"OFFSET": 0, "MASK": 255, "KEEP_REST": True, "WIDTH": 1024},
+        {**block, "levels": "fp32", **rows},
+        {"OFFSET": 0, "MASK": 255, "KEEP_REST": True, "BYTES": False, "WIDTH": 1024},
     ),
-    "_decode": ({**block, **several, **rows}, {"SIGNS": False, "OFFSET": 0, "ADD": -1, "WIDTH": 1024}),
+    "_decode": ({**block, **several, **rows}, {"SIGNS": False, "OFFSET": 0, "ADD": -1, "BYTES": False, "WIDTH": 1024}),
     "_sign_encode": (
-        {**block, **rows, "codes": "*i32"}, {"KEEP_REST": True, "WIDTH": 1024, "HALVINGS": 10, "PACK": True},
+        {**block, **rows, "codes": "*i32"},
+        {"KEEP_REST": True, "BYTES": False, "WIDTH": 1024, "HALVINGS": 10, "PACK": True},
     ),
+    "_decode messages": (
+        {**block, **several, **rows, "scales": "*u8"},
+        {"SIGNS": True, "OFFSET": 0, "ADD": 0, "BYTES": True, "WIDTH": 1024},
+    ),
+    "_sign_encode messages": (
+        {**block, **rows, "codes": "*i32", "scales": "*u8"},
+        {"KEEP_REST": True, "BYTES": True, "WIDTH": 1024, "HALVINGS": 10, "PACK": True},
+    ),
+    "_finite": (
+        {"flat": "*bf16", "count": "i32", "ends": "*i64", "parameters": "i32", "flags": "*u8"},
+        {"STEPS": 7, "WIDTH": 1024},
+    ),
+    "_keep": (
+        {"new": "*fp32", "old": "*fp32", "count": "i32", "ends": "*i64", "parameters": "i32", "flags": "*u8",
+         "out": "*fp32"},
+        {"STEPS": 7, "WIDTH": 1024},
+    ),
+    "_sum_rows": ({"vectors": "*fp16", "count": "i32", "length": "i32", "out": "*fp32"}, {"WIDTH": 1024}),
     "_pack_codes": ({"words": "*i64", "count": "i32", "out": "*u8"}, {"BITS": 5, "WORDS": 256}),
     "_threshold_bits": (
         {"bits": "*i32", "count": "i32", "limit": "*i32", "bitmaps": "*i32", "counts": "*i32", "blocks": "i32"},
@@ -78,7 +99,7 @@ kernels = {
 }
 found = {}
 for name, (types, constants) in kernels.items():
-    kernel = getattr(cuda, name)
+    kernel = getattr(cuda, name.split()[0], None) or getattr(cuda_flat, name)
     signature = {**types, **dict.fromkeys(constants, "constexpr")}
     fixed = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     made = triton.compile(ASTSource(kernel, signature, fixed), GPUTarget("cuda", int(sys.argv[1]), 32), cuda.AS_WRITTEN)
@@ -97,6 +118,8 @@ def test_they_compile_for_a_gpu_without_one(architecture: int, tmp_path: Path) -
     for name, counts in found.items():
         assert counts["bytes"] > 0, name
         assert counts["fma.rn.f32"] == counts["fma.rn.f64"] == counts["div.full.f32"] == counts["div.approx"] == 0, name
-    assert {name for name, counts in found.items() if counts["div.rn.f32"]} == {"_linear_encode", "_sign_encode"}
+    assert {name for name, counts in found.items() if counts["div.rn.f32"]} == {
+        "_linear_encode", "_sign_encode", "_sign_encode messages"
+    }  # fmt: skip
     assert found["_gram_schmidt"]["sqrt.rn.f64"] > 0
     assert found["_gram_schmidt"]["div.rn.f64"] > 0

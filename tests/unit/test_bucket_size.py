@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hvdbridge.backends.communicator import Capabilities
 from hvdbridge.errors import Unsupported
 from hvdbridge.execution.scheduler import drive
 from hvdbridge.policies import from_spec
@@ -16,7 +17,7 @@ from hvdbridge.reduction.bucket_size import SIZES_MB, choose, fastest_bucket_mb
 from hvdbridge.torch.compression import Compression
 from hvdbridge.training.horovod_compression import from_horovod_compression
 
-ALONE: Any = SimpleNamespace(communicator=SimpleNamespace(size=1))
+ALONE: Any = SimpleNamespace(communicator=SimpleNamespace(capabilities=Capabilities(), size=1))
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [
@@ -49,7 +50,7 @@ def test_on_a_slow_network_it_ends_all_the_same(seconds: float, most: int, monke
 
     monkeypatch.setattr(bucket_size, "_timed_step", step)
     scheduler = SimpleNamespace(run=lambda flow, _: drive(flow, lambda request: request.tensor))
-    two = SimpleNamespace(size=2)
+    two = SimpleNamespace(capabilities=Capabilities(), size=2)
     context: Any = SimpleNamespace(communicator=two, control=two, scheduler=scheduler, ranks=None, graphs=None)
     found = fastest_bucket_mb(from_spec("int8"), {"w": torch.zeros(400_000)}, context, 10.0)
     assert found == (25.0 if seconds < 1 else 10.0)

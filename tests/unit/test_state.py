@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.execution.simulation import Simulation
-from hvdbridge.execution.state_store import StateStore, _Guard, redistribute, to_portable
+from hvdbridge.execution.state_store import StateStore, redistribute, to_portable
+from hvdbridge.kernels.finite import Finite
 from hvdbridge.policies import from_spec
 from hvdbridge.policy.base import Aggregated, Flow, Policy, Slot, State
 from hvdbridge.policy.bucket import Bucket, Layout, Views
@@ -121,11 +122,14 @@ def test_an_overflowing_sum_of_finite_updates_is_finite() -> None:
 def test_flags_of_parts_and_of_empty_parameters() -> None:
     update = torch.zeros(ALL.numel)
     update[13] = math.nan
-    finite = _Guard(ALL, update)
-    assert finite.flags is not None
-    assert finite.flags.tolist() == [True, False, True, True]
-    assert finite.elements(ALL.part(["b", "s"])).tolist() == [False] * 4 + [True]
-    assert finite.elements(ALL).tolist() == [True] * 12 + [False] * 4 + [True]
+    finite = Finite(update, ALL)
+    assert not finite.known
+    assert finite.flags.tolist() == [True, False, True, True, False]
+    for part, kept in ((ALL.part(["b", "s"]), [0.0] * 4 + [1.0]), (ALL, [1.0] * 12 + [0.0] * 4 + [1.0])):
+        new, old = torch.ones(part.numel), torch.zeros(part.numel)
+        assert finite.keep(new, old, part).tolist() == kept
+        assert finite.keep(new, old, part, out=old) is old
+        assert old.tolist() == kept
 
 
 def test_training_goes_on_after_an_infinity() -> None:

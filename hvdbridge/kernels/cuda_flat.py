@@ -1,0 +1,94 @@
+"""CUDA's kernels for flat vectors of several parameters, in Triton, by the rules of :mod:`.cuda`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hvdbridge.kernels.cuda import SIZES, WIDTH, _launch, _none_if_broken
+
+VALUES = (torch.float32, torch.float16, torch.bfloat16)
+"""Supported types of vectors."""
+
+
+@triton.jit
+def _owners(i, ends, parameters, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    # The first parameter whose end is above i, by bisection
+    low = i * 0
+    high = low + parameters - 1
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        right = tl.load(ends + middle) <= i
+        low = tl.where(right & (low < high), middle + 1, low)
+        high = tl.where(right, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _finite(flat, count, ends, parameters, flags, STEPS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    x = tl.load(flat + i, mask=i < count, other=0.0).to(tl.float32)
+    faulty = (x - x) != 0.0  # inf - inf is NaN
+    if tl.sum(faulty.to(tl.int32), 0) > 0:  # rarely
+        tl.store(flags + _owners(i, ends, parameters, STEPS), 0, mask=faulty)
+        tl.store(flags + parameters, 0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _keep(new, old, count, ends, parameters, flags, out, STEPS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    mask = i < count
+    x = tl.load(new + i, mask=mask, other=0.0)
+    if tl.load(flags + parameters) == 0:  # rarely
+        kept = tl.load(flags + _owners(i, ends, parameters, STEPS), mask=mask, other=0) == 0
+        x = tl.where(kept, tl.load(old + i, mask=mask, other=0.0), x)
+    tl.store(out + i, x, mask=mask)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _sum_rows(vectors, count, length, out, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    mask = i < length
+    total = tl.load(vectors + i, mask=mask, other=0.0).to(tl.float32)
+    start = length.to(tl.int64) * 0
+    for _ in range(1, count):
+        start += length
+        total += tl.load(vectors + start + i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + i, total, mask=mask)
+
+
+@_none_if_broken
+def finite(flat: Tensor, ends: Tensor) -> Tensor:
+    """Return whether all elements of each parameter are finite, and after that whether all are: uint8 ``[n + 1]``.
+
+    Args:
+        flat: one of :data:`VALUES`, contiguous.
+        ends: int64 ``[n]``: the element after each parameter's last one.
+    """
+    flags = torch.ones(len(ends) + 1, dtype=torch.uint8, device=flat.device)
+    _launch(_finite, triton.cdiv(flat.numel(), WIDTH), flat, flat.numel(), ends, len(ends), flags, **_sizes(ends))
+    return flags
+
+
+@_none_if_broken
+def keep(new: Tensor, old: Tensor, ends: Tensor, flags: Tensor, out: Tensor) -> Tensor:
+    """Write ``new`` to ``out``, but ``old`` for parameters whose flag is 0 (:func:`finite`). Equal types and sizes."""
+    programs = triton.cdiv(new.numel(), WIDTH)
+    _launch(_keep, programs, new, old, new.numel(), ends, len(ends), flags, out, **_sizes(ends))
+    return out
+
+
+@_none_if_broken
+def sum_rows(rows: Tensor, out: Tensor) -> Tensor:
+    """Write the sum of the rows, added in their order, to ``out``: float32 ``[n]``."""
+    length = out.numel()
+    _launch(_sum_rows, triton.cdiv(length, WIDTH), rows, len(rows), length, out, WIDTH=WIDTH)
+    return out
+
+
+def _sizes(ends: Tensor) -> dict[str, Any]:
+    return {"STEPS": len(ends).bit_length(), "WIDTH": WIDTH}
