@@ -24,6 +24,7 @@ from torch import Tensor
 from hvdbridge.kernels.blocks import Blocks
 from hvdbridge.kernels.native import LINEAR, SIGN, TERNARY, Fields, report_unavailable
 from hvdbridge.kernels.random import Seed
+from hvdbridge.policy.capture import in_capture
 
 F = TypeVar("F", bound=Callable[..., Any])
 _broken: set[tuple[object, ...]] = set()
@@ -373,7 +374,7 @@ def _none_if_broken(function: F) -> F:
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # Triton and the C compiler that it runs may raise anything
-            if "CUDA error" in str(error):  # an earlier kernel failed, and the device is unusable
+            if "CUDA error" in str(error) or in_capture():  # the device is unusable, or takes no module now
                 raise
             if not any(name == function.__name__ for name, *_ in _broken):
                 report_unavailable(f"Triton's kernel {function.__name__}", "Triton and a C compiler", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -61,6 +62,41 @@ def _sum_rows(vectors, count, length, out, WIDTH: tl.constexpr):  # type: ignore
     tl.store(out + i, total, mask=mask)
 
 
+@triton.jit
+def _magnitude(row, length, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    # The largest one of a row
+    i = tl.arange(0, WIDTH)
+    largest = tl.zeros([WIDTH], tl.int32)
+    for start in range(0, length, WIDTH):
+        x = tl.load(row + start + i, mask=i < length - start, other=0.0)
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # NaN is above inf
+    return tl.max(largest, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _normalize(rows, length, factor, out, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = tl.program_id(0).to(tl.int64) * length
+    largest = _magnitude(rows + first, length, WIDTH)
+    unit = tl.where(largest == 0.0, 1.0, largest) * factor
+    i = tl.arange(0, WIDTH)
+    for start in range(0, length, WIDTH):
+        mask = i < length - start
+        x = tl.load(rows + first + start + i, mask=mask, other=0.0)
+        tl.store(out + first + start + i, tl.div_rn(x, unit), mask=mask)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _restore(new, old, length, out, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = tl.program_id(0).to(tl.int64) * length
+    largest = _magnitude(new + first, length, WIDTH)
+    i = tl.arange(0, WIDTH)
+    for start in range(0, length, WIDTH):
+        mask = i < length - start
+        x = tl.load(new + first + start + i, mask=mask, other=0.0)
+        y = tl.load(old + first + start + i, mask=mask, other=0.0)
+        tl.store(out + first + start + i, tl.where(largest == 0.0, y, x), mask=mask)
+
+
 @_none_if_broken
 def finite(flat: Tensor, ends: Tensor) -> Tensor:
     """Return whether all elements of each parameter are finite, and after that whether all are: uint8 ``[n + 1]``.
@@ -87,6 +123,26 @@ def sum_rows(rows: Tensor, out: Tensor) -> Tensor:
     """Write the sum of the rows, added in their order, to ``out``: float32 ``[n]``."""
     length = out.numel()
     _launch(_sum_rows, triton.cdiv(length, WIDTH), rows, len(rows), length, out, WIDTH=WIDTH)
+    return out
+
+
+@_none_if_broken
+def normalized(rows: Tensor) -> Tensor | None:
+    """Return ``rows`` ``[..., length]``, each divided by its largest magnitude (zeros by 1) times sqrt(length)."""
+    if rows.dtype != torch.float32:
+        return None
+    out, length = torch.empty_like(rows), rows.shape[-1]
+    _launch(_normalize, rows.numel() // max(1, length), rows, length, math.sqrt(length), out, WIDTH=WIDTH)
+    return out
+
+
+@_none_if_broken
+def restored(new: Tensor, old: Tensor) -> Tensor | None:
+    """Return ``new`` ``[..., length]`` with each row of zeros replaced by that of ``old``."""
+    if new.dtype != torch.float32 or old.dtype != torch.float32:
+        return None
+    out, length = torch.empty_like(new), new.shape[-1]
+    _launch(_restore, new.numel() // max(1, length), new, old, length, out, WIDTH=WIDTH)
     return out
 
 

@@ -251,20 +251,37 @@ def _largest(bits: Tensor, plan: Plan, mask: int, kernels: ModuleType | None) ->
     # The slot after the message's last receives the columns beyond a row's count.
     indices = torch.empty(plan.total + 1, dtype=torch.int64, device=bits.device)
     magnitudes = torch.empty(plan.total + 1, dtype=bits.dtype, device=bits.device)
-    for group, rows in _matrices(bits, plan, mask):
+    row_slots = plan.layout.derive(("row slots", plan), lambda: _row_slots(plan))
+    for (group, rows), slots in zip(_matrices(bits, plan, mask), row_slots, strict=True):
         top = torch.topk(rows, group.k, dim=1)
-        column = torch.arange(group.k, device=bits.device)
-        slots = torch.where(column < group.counts[:, None], group.first[:, None] + column, plan.total)
         magnitudes[slots] = top.values
         indices[slots] = top.indices.add_(group.starts[:, None])
     for part in plan.large:
         own_slots, values = slice(part.slot, part.slot + part.count), bits[part.start : part.start + part.size]
         sample_kernels = kernels if part.sample_size and part.size >= KERNEL_MIN_SIZE else None
         selected = _among_candidates(values, part, mask, sample_kernels) if sample_kernels else None
-        magnitudes[own_slots], positions = selected or torch.topk(values & mask, part.count, sorted=False)
-        torch.add(positions, part.start, out=indices[own_slots])
+        if selected:
+            magnitudes[own_slots], indices[own_slots] = selected
+        else:
+            torch.topk(values & mask, part.count, sorted=False, out=(magnitudes[own_slots], indices[own_slots]))
+    if plan.large:
+        indices[: plan.total] += plan.layout.derive(("starts", plan), lambda: _starts(plan, bits.device))
     indices, empty = indices[: plan.total], magnitudes[: plan.total] == 0
     return indices.masked_fill_(empty, 0), empty
+
+
+def _row_slots(plan: Plan) -> list[Tensor]:
+    """Return for each group of rows the slots of its elements, ``[parameters, k]``; ``total`` beyond a row's count."""
+    columns = [(group, torch.arange(group.k, device=group.counts.device)) for group in plan.rows]
+    return [torch.where(i < g.counts[:, None], g.first[:, None] + i, plan.total) for g, i in columns]
+
+
+def _starts(plan: Plan, device: torch.device) -> Tensor:
+    """Return what is added to the position in each slot, int64 ``[total]``: the offset of a large parameter, or 0."""
+    starts = torch.zeros(plan.total, dtype=torch.int64, device="cpu")
+    for part in plan.large:
+        starts[part.slot : part.slot + part.count] = part.start
+    return starts.to(device)
 
 
 def _among_candidates(bits: Tensor, part: LargeParam, mask: int, kernels: ModuleType) -> tuple[Tensor, Tensor] | None:

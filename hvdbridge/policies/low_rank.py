@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels.fused import on_flat
 from hvdbridge.kernels.orthogonal import orthonormal
 from hvdbridge.kernels.random import generator, hashed, key
 from hvdbridge.policies.dense import MEAN
@@ -178,13 +179,13 @@ class PowerSGD(WithFeedback):
         """Compute P, then Q, by one all-reduce each."""
         old_q = plan.load(state["q"], COLS, dense.dtype) if self.warm_start else self._random(plan, bucket, dense.dtype)
         # The span of P does not depend on the basis of Q; only with an epsilon its length matters.
-        directions = self._bases(old_q) if self.epsilon else [aligned(_normalized(q)) for q in old_q]
+        directions = self._bases(old_q) if self.epsilon else [aligned(normalized(q)) for q in old_q]
         p = [project(q, m, ROWS) for q, m in zip(directions, matrices, strict=True)]
         p, dense_sum = plan.unpack((yield AllReduce(plan.pack(p, dense))), ROWS)
         p = self._bases(p)
         own_q = [project(basis, m, COLS) for basis, m in zip(p, matrices, strict=True)]
         q, _ = plan.unpack((yield AllReduce(plan.pack(own_q))), COLS)
-        new_state = {"q": plan.store(state["q"], _restored(q, old_q))} if self.warm_start else None
+        new_state = {"q": plan.store(state["q"], list(map(restored, q, old_q)))} if self.warm_start else None
         return (p, q), (p, own_q), dense_sum, new_state
 
     def _alternating(
@@ -196,7 +197,8 @@ class PowerSGD(WithFeedback):
         basis = self._bases(plan.load(state[old_slot], old_side, dense.dtype))
         own = [project(b, m, side) for b, m in zip(basis, matrices, strict=True)]
         new, dense_sum = plan.unpack((yield AllReduce(plan.pack(own, dense))), side)
-        stored = {new_slot: plan.store(state[new_slot], _restored(new, plan.load(state[new_slot], side, dense.dtype)))}
+        old = plan.load(state[new_slot], side, dense.dtype)
+        stored = {new_slot: plan.store(state[new_slot], list(map(restored, new, old)))}
         if even:
             return (new, basis), (own, basis), dense_sum, stored
         return (basis, new), (basis, own), dense_sum, stored
@@ -225,12 +227,16 @@ Factors = Generator[Collective, Tensor, tuple[Pair, Pair, Tensor, "State | None"
 parameters, and the new state."""
 
 
-def _normalized(q: Tensor) -> Tensor:
+def normalized(q: Tensor) -> Tensor:
     """Scale rows to about unit length. Only their direction matters, and a product of two gradients may overflow."""
+    if (kernels := on_flat(q)) and (scaled := kernels.normalized(q)) is not None:
+        return cast(Tensor, scaled)
     largest = q.abs().amax(dim=-1, keepdim=True)
     return q / torch.where(largest == 0, 1.0, largest).mul_(math.sqrt(q.shape[-1]))
 
 
-def _restored(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+def restored(new: Tensor, old: Tensor) -> Tensor:
     """Return ``new`` with each row of zeros replaced by the old row: power iteration would keep zeros forever."""
-    return [torch.where(n.abs().amax(dim=-1, keepdim=True) == 0, o, n) for n, o in zip(new, old, strict=True)]
+    if (kernels := on_flat(new, old)) and (chosen := kernels.restored(new, old)) is not None:
+        return cast(Tensor, chosen)
+    return torch.where(new.abs().amax(dim=-1, keepdim=True) == 0, old, new)

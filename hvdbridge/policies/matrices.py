@@ -184,8 +184,8 @@ class Matrices:
     def subtract(self, pair: Pair, flat: Tensor) -> Tensor:
         """Subtract ``P Q'`` from ``flat`` in place, and zero the dense parameters, which are sent without loss."""
         self._add_outer(pair, flat, -1)
-        for start, end in self.dense_runs:
-            flat[start:end].zero_()
+        if self.dense_runs:
+            torch._foreach_zero_([flat[start:end] for start, end in self.dense_runs])
         return flat
 
     def _add_outer(self, pair: Pair, flat: Tensor, sign: int) -> None:

@@ -28,6 +28,11 @@ def capturing() -> Iterator[None]:
         _captures.active = False
 
 
+def in_capture() -> bool:
+    """Return whether this thread captures a flow."""
+    return _captures.active
+
+
 def refuse_in_capture(what: str) -> None:
     """Check that this thread does not capture a flow, whose operations give no values before its replay.
 

@@ -13,6 +13,7 @@ from hvdbridge.kernels import orthogonal, pack, select, shuffle, signs
 from hvdbridge.kernels.blocks import Blocks, Part
 from hvdbridge.kernels.codes import Linear
 from hvdbridge.kernels.quantise import decode, encode
+from hvdbridge.policies import low_rank
 from hvdbridge.policies.shards import sum_rows
 from hvdbridge.policy.bucket import Layout
 
@@ -22,7 +23,7 @@ CONSTANTS = orthogonal.HIGH, orthogonal.LOW, orthogonal.TOLERANCE
 def differences(kernels: ModuleType | Any, device: torch.device) -> str:
     """Name the cases in which ``kernels`` on ``device`` give other bits than the CPU; "" if none. Synchronizes."""
     rng = torch.Generator("cpu").manual_seed(0)
-    checks = (_codes, _packing, _reaching, _shuffling, _orthonormal, _flat)
+    checks = (_codes, _packing, _reaching, _shuffling, _orthonormal, _flat, _rows)
     failed = [name for check in checks for name in check(kernels, device, rng)]
     return f"other bits than the CPU's: {', '.join(failed)}" if failed else ""
 
@@ -128,3 +129,15 @@ def _flat(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator[
         same = same and kept is not None and torch.equal(kept.cpu(), expected)
         if not (same and total is not None and torch.equal(total.cpu(), sum_rows(rows))):
             yield f"flat {dtype}, {len(faulty)} not finite"
+
+
+def _rows(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator[str]:
+    from hvdbridge.kernels import cuda_flat
+
+    for length in (1, 5, 3_000):
+        new, old = torch.empty((2, 4, 2, length), dtype=torch.float32, device="cpu").normal_(generator=rng)
+        new[0], new[1, 0, -1] = 0.0, float("nan")
+        found = cuda_flat.normalized(new.to(device)), cuda_flat.restored(new.to(device), old.to(device))
+        for result, expected in zip(found, (low_rank.normalized(new), low_rank.restored(new, old)), strict=True):
+            if result is None or not torch.equal(result.cpu().nan_to_num(7.0), expected.nan_to_num(7.0)):
+                yield f"rows of {length}"

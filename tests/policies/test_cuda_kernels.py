@@ -68,6 +68,8 @@ kernels = {
          "out": "*fp32"},
         {"STEPS": 7, "WIDTH": 1024},
     ),
+    "_normalize": ({"rows": "*fp32", "length": "i32", "factor": "fp32", "out": "*fp32"}, {"WIDTH": 1024}),
+    "_restore": ({"new": "*fp32", "old": "*fp32", "length": "i32", "out": "*fp32"}, {"WIDTH": 1024}),
     "_sum_rows": ({"vectors": "*fp16", "count": "i32", "length": "i32", "out": "*fp32"}, {"WIDTH": 1024}),
     "_pack_codes": ({"words": "*i64", "count": "i32", "out": "*u8"}, {"BITS": 5, "WORDS": 256}),
     "_threshold_bits": (
@@ -119,7 +121,7 @@ def test_they_compile_for_a_gpu_without_one(architecture: int, tmp_path: Path) -
         assert counts["bytes"] > 0, name
         assert counts["fma.rn.f32"] == counts["fma.rn.f64"] == counts["div.full.f32"] == counts["div.approx"] == 0, name
     assert {name for name, counts in found.items() if counts["div.rn.f32"]} == {
-        "_linear_encode", "_sign_encode", "_sign_encode messages"
+        "_linear_encode", "_sign_encode", "_sign_encode messages", "_normalize"
     }  # fmt: skip
     assert found["_gram_schmidt"]["sqrt.rn.f64"] > 0
     assert found["_gram_schmidt"]["div.rn.f64"] > 0
