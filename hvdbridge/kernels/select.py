@@ -278,10 +278,10 @@ def _row_slots(plan: Plan) -> list[Tensor]:
 
 def _starts(plan: Plan, device: torch.device) -> Tensor:
     """Return what is added to the position in each slot, int64 ``[total]``: the offset of a large parameter, or 0."""
-    starts = torch.zeros(plan.total, dtype=torch.int64, device="cpu")
+    starts = torch.zeros(plan.total, dtype=torch.int64, device=device)
     for part in plan.large:
-        starts[part.slot : part.slot + part.count] = part.start
-    return starts.to(device)
+        starts[part.slot : part.slot + part.count].fill_(part.start)
+    return starts
 
 
 def _among_candidates(bits: Tensor, part: LargeParam, mask: int, kernels: ModuleType) -> tuple[Tensor, Tensor] | None:
