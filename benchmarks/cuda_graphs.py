@@ -82,7 +82,7 @@ def train(spec: str, weighted: bool, steps: int, device: str) -> dict[str, Any]:
             captured = max(captured, sync._context.graphs.captured)
             assert other._context.graphs is None, "one synchronizer at a time has graphs"
     with sync.join():
-        for step in range(2 + 2 * hb.rank()):
+        for step in range(2 + 5 * hb.rank()):
             sync.optimizer.zero_grad()
             sync.model(batch(50 + step, device)).square().mean().backward()
             sync.optimizer.step()

@@ -117,12 +117,15 @@ class Communicator(ABC):
         timeout_seconds: the library's limit for one operation, where the library has one.
         groups: communicators of named groups, by name.
         nodes: the node of each rank, see :meth:`set_nodes`; empty until then.
+        in_users_graph: a CUDA graph of the user has captured operations, so :meth:`close` cannot wait for their end.
     """
 
     rank: int
     size: int
     timeout_seconds: float = math.inf
     capabilities: Capabilities = Capabilities()
+
+    in_users_graph = False
 
     def __init__(self, watch: Watch = unwatched) -> None:
         self.watch = watch

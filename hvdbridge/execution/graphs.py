@@ -17,12 +17,14 @@ Rules:
    reads the step number or the weights in another way raises :class:`NotCapturable`.
 6. All graphs of a synchronizer share one memory pool and one stream. No tensor of the pool is read after a replay.
 7. NCCL's watchdog does not see replays. Once per step a thread waits for them, under the monitor's time limit.
-8. A policy that declares no ``rounds`` may share data between its flows, which a graph would not see. It has no graphs.
+8. Steps in which a rank has weight 0 run as they are.
+9. A policy that declares no ``rounds`` may share data between its flows, which a graph would not see. It has no graphs.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -76,27 +78,36 @@ class Graph(Protocol):
         """Free the graph."""
 
 
-class CudaGraph:
-    """A CUDA graph. ``pool``: the handle of the memory that it shares with other graphs."""
+_invalid: list[Any] = []
+"""Graphs whose capture CUDA has refused. The pinned-memory allocator keeps their addresses, so they are never freed."""
 
-    def __init__(self, pool: Any) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+
+class CudaGraph:
+    """A CUDA graph.
+
+    Args:
+        pool: the handle of the memory that it shares with other graphs.
+        stream: the stream on which they are captured. No other operations use it, so cuBLAS's workspace of this stream
+            is in the pool, and is neither freed nor used while a graph runs.
+    """
+
+    def __init__(self, pool: Any, stream: Any) -> None:
+        self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        # Other threads may call CUDA meanwhile (a loader that pins memory), so only this thread is restricted
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            with CaptureMode():
-                yield
-        except BaseException:
-            self._abandon()
-            raise
-        try:
-            self._graph.capture_end()
-        except BaseException:
-            self._abandon()
-            raise
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # Other threads may call CUDA meanwhile (a loader that pins memory), so only this thread is restricted
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                with CaptureMode():
+                    yield
+            except BaseException:
+                with suppress(RuntimeError):  # the first error says why
+                    self._end()
+                raise
+            self._end()
 
     def answer(self, request: Collective) -> Answer:
         return (yield request)  # type: ignore[misc,return-value]
@@ -107,22 +118,29 @@ class CudaGraph:
         yield
 
     def reset(self) -> None:
-        torch.cuda.current_stream().synchronize()  # it may still run
         self._graph.reset()
 
-    def _abandon(self) -> None:
-        """End a capture that failed, so that later operations of this process work as before.
+    def _end(self) -> None:
+        """End the capture. If it is invalid, undo what ``capture_end`` leaves behind when it raises.
 
-        After an invalid capture ``capture_end`` raises before it tells the allocator and the generator. The allocator
-        would never free tensors that several streams use, and the generator would refuse to draw numbers.
+        The allocator would never free tensors that several streams use, nor the pool, and in older releases of torch
+        the default generator would refuse to draw numbers.
         """
-        device = torch.cuda.current_device()
-        with suppress(RuntimeError):
+        try:
             self._graph.capture_end()
-        with suppress(RuntimeError):  # it was told
+        except RuntimeError:
+            _invalid.append(self._graph)
+            device = torch.cuda.current_device()
             torch._C._cuda_endAllocateToPool(device, self._pool)
-        generator = torch.cuda.default_generators[device]
-        generator.graphsafe_set_state(generator.clone_state())
+            torch._C._cuda_releasePool(device, self._pool)
+            generator = torch.cuda.default_generators[device]
+            offset = generator.get_offset()
+            try:
+                torch.rand(1, generator=generator, device=generator.device)
+            except RuntimeError:
+                generator.graphsafe_set_state(generator.clone_state())
+            generator.set_offset(offset)
+            raise
 
 
 @dataclass(eq=False)
@@ -188,6 +206,7 @@ class FlowGraphs:
         self._table, self._new_pool, self._new_graph = Table(device), new_pool, new_pool()
         self._stages: dict[int, tuple[Layout, list[Stage]]] = {}  # by index of the bucket
         self._active: dict[int, Stage] = {}  # of the current step
+        self._replays = 0  # in the current step
         self._waiter = Waiter(lambda: None)
 
     @property
@@ -199,12 +218,20 @@ class FlowGraphs:
         """Run the flow of a bucket, as it is or as a graph; return its update, in the bucket's buffer."""
         if self.off is not None:
             return (yield from flow(bucket))
+        update = yield from self._run(bucket, store, flow)
+        if bucket.last and self._replays and bucket.buffer.is_cuda:
+            self._waiter.watch(ReplayWork(self._communicator.watch))
+        return update
+
+    def _run(self, bucket: Bucket, store: StateStore, flow: Run) -> Task[Tensor]:
         known = self._stages.get(bucket.index)
         if known is not None and known[0] is not bucket.layout:
             self._forget()
             store.undivide()
         if bucket.index == 0:
             self._begin_step(bucket)
+        if bucket.weights is not None and 0.0 in bucket.weights:  # ranks of weight 0 decide otherwise than the rest
+            return (yield from flow(bucket))
         active = self._active.get(bucket.index)
         if active is None or active.runs < WARM_RUNS:
             return (yield from self._run_warm(active, bucket, flow))
@@ -220,6 +247,7 @@ class FlowGraphs:
 
     def _forget(self) -> None:
         if self.captured:
+            self._synchronize("the last step's CUDA graphs")
             for _, stages in self._stages.values():
                 for stage in stages:
                     if stage.graph is not None:
@@ -229,7 +257,7 @@ class FlowGraphs:
 
     def _begin_step(self, bucket: Bucket) -> None:
         """Choose each bucket's stage, and write the numbers of their graphs to the table."""
-        self._active = {}
+        self._active, self._replays = {}, 0
         for index, (_, stages) in self._stages.items():
             matching = (stage for stage in stages if stage.matches(bucket.step, bucket.weights))
             if (stage := next(matching, None)) is not None:
@@ -308,6 +336,7 @@ class FlowGraphs:
         if self._agree(stage, bucket, reason):
             _assign(tensors, given)
             yield from self._replay(stage, bucket)
+            self._synchronize("the comparison of CUDA graphs")
             if not all(_same(a, b, stage.exact) for a, b in zip(results, tensors, strict=True)):
                 reason = f"the graph of bucket {bucket.index} gives other results"
             _assign(tensors, results)
@@ -327,8 +356,13 @@ class FlowGraphs:
         traffic.collectives, traffic.bytes_sent = before[0] + stage.collectives, before[1] + stage.bytes_sent
         if moved:
             bucket.buffer.copy_(stage.buffer)
-        if bucket.last and bucket.buffer.is_cuda:
-            self._waiter.watch(ReplayWork(self._communicator.watch))
+        self._replays += 1
+
+    def _synchronize(self, what: str) -> None:
+        """Wait for the flows so far under the monitor's limit."""
+        if isinstance(self._scheduler, StreamScheduler):
+            with self._communicator.watch(what):
+                self._scheduler.stream.synchronize()
 
     def _agree(self, stage: Stage, bucket: Bucket, reason: str | None) -> bool:
         """Return whether no rank has a reason to turn graphs off. Collective.
@@ -357,13 +391,15 @@ def open_graphs(
 ) -> FlowGraphs | None:
     """Return graphs for flows that only enqueue, whose collectives are not compared; None for all others."""
     if isinstance(scheduler, StreamScheduler) and not scheduler.checks:
+        # NCCL would register the buffers of captured collectives, and keep them registered when graphs are freed
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         return FlowGraphs(scheduler, communicator, control, device, cuda_pool)
     return None
 
 
 def cuda_pool() -> Callable[[], Graph]:
     """Return a constructor of CUDA graphs that share their memory."""
-    return partial(CudaGraph, torch.cuda.graph_pool_handle())
+    return partial(CudaGraph, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
 
 def run_in_users_graph(bucket: Bucket, flow: Run) -> Task[Tensor]:

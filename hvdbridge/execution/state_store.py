@@ -223,17 +223,20 @@ class StateStore:
         in the order of ``layout``."""
         return _Part(self, layout, self._tree) if self._slots else self._tree
 
-    def merge(self, layout: Layout, new: State | None, update: Tensor) -> None:
+    def merge(self, layout: Layout, new: State | None, update: Tensor) -> Tensor:
         """Replace a bucket's state by ``new``. None, for the whole or for a branch, leaves it unchanged.
 
         Args:
             update: the bucket's flat update. A parameter whose update is not finite keeps its old state.
 
+        Returns:
+            ``update``, or a copy if its memory was that of a value that was replaced in place.
+
         Raises:
             ConfigurationError: ``new`` has a leaf or a name that the policy's ``init`` did not return.
         """
         if not self._slots:
-            return
+            return update
         finite = Finite(update, layout)
         copies: list[tuple[Mapping[str, Tensor], Mapping[str, Tensor], bool]] = []
         for path, leaf in leaves(new):
@@ -250,10 +253,14 @@ class StateStore:
                     self.pool.give(old.flat, but=[kept.flat])
         # A flow may return a part of one old leaf in the place of another
         replaced = {_memory(tensor) for _, old, _ in copies for tensor in _tensors(old)}
+        if _memory(update) in replaced:
+            update = update.clone()
+            finite = Finite(update, layout)
         for fitted, old, guarded in [(_apart(fitted, replaced), old, guarded) for fitted, old, guarded in copies]:
             kept = _keep(fitted, old, layout, finite, in_place=True) if guarded else fitted
             if kept is not old:
                 torch._foreach_copy_(_tensors(old), _tensors(kept))
+        return update
 
     def whole(self) -> dict[str, Any]:
         """Return the whole state without copies. The views are valid until the next step."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvdbridge.policy.bucket import Bucket, Layout, Number, Ranks, Weights
+from hvdbridge.policy.bucket import Bucket, Layout, Number, Ranks, Weights, accept_former
 from hvdbridge.policy.buffer_pool import BufferPool
 from hvdbridge.policy.capture import NotCapturable
 
@@ -183,6 +183,8 @@ class TracedBucket(Bucket):
         return self.trace.read(len(values), lambda step, _: compute(step))
 
 
+TracedBucket.__init__ = accept_former(TracedBucket.__init__)  # type: ignore[method-assign]
+
 aten = torch.ops.aten
 ON_THE_HOST = {
     aten._local_scalar_dense.default: "the host reads a tensor",
@@ -208,7 +210,7 @@ class CaptureMode(TorchDispatchMode):
         if func in ON_THE_HOST and not (func is aten.lift_fresh.default and args[0].dim() == 0):  # fills memory
             raise NotCapturable(f"{func}: {ON_THE_HOST[func]}")
         if func in COPIES:
-            devices = {tensor.device.type for tensor in args if isinstance(tensor, Tensor) and tensor.dim()}
+            devices = {tensor.device.type for tensor in args if isinstance(tensor, Tensor)}
             devices |= {torch.device(to).type for to in [(kwargs or {}).get("device")] if to is not None}
             if len(devices) > 1:
                 raise NotCapturable(f"{func}: copies between host and device")

@@ -422,7 +422,7 @@ FORMER_ORDER = (
 MOVED_FIELDS = {"rank", "size", "weights", "groups", "nodes", "blocks", "dtypes"}  # to Ranks and Layout
 
 
-def _accept_former(init: Callable[..., None]) -> Callable[..., None]:
+def accept_former(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap the constructor of :class:`Bucket` to accept deprecated fields, as in ``replace(bucket, rank=1)``."""
 
     @wraps(init)
@@ -450,7 +450,7 @@ def _accept_former(init: Callable[..., None]) -> Callable[..., None]:
     return accept
 
 
-Bucket.__init__ = _accept_former(Bucket.__init__)  # type: ignore[method-assign]
+Bucket.__init__ = accept_former(Bucket.__init__)  # type: ignore[method-assign]
 
 
 def join_layouts(layouts: Iterable[Layout]) -> Layout:

@@ -172,6 +172,8 @@ class Aggregator:
             if needed:
                 raise Unsupported(f"rank {self.control.rank}: {NO_USERS_GRAPH}: it {what}")
         self.store.in_place = True
+        for communicator in (self.communicator, *self.communicator.groups.values()):
+            communicator.in_users_graph = True
 
     def submit(self, bucket: SourceBucket, last: bool) -> None:
         """Submit the next bucket. Its flow starts now, or for policies of scope "step" with the last bucket."""
@@ -334,10 +336,10 @@ class Aggregator:
         if isinstance(result, Early):
             bucket.decide(lambda step, _: int(step))  # a graph has no rest that runs later
             self._early_flows.append((bucket.index, flow, layout))
+            update = result.update
         else:
-            self.store.merge(layout, result.state, result.update)
-        fits = in_place and result.update.numel() == layout.numel
-        return copy_if_needed(result.update, buffer) if fits else result.update
+            update = self.store.merge(layout, result.state, result.update)
+        return copy_if_needed(update, buffer) if in_place and update.numel() == layout.numel else update
 
     def exchange_forward_flags(self, flag: bool) -> list[bool]:
         """Return every rank's ``flag`` in rank order, such as: this rank has data. Collective, before a forward.

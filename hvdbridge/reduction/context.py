@@ -89,9 +89,10 @@ class ReductionContext:
         context.ranks = ranks
         return context
 
-    def open_graphs(self, device: torch.device) -> None:
-        """Let flows run as CUDA graphs from now on, if HVDBRIDGE_GRAPHS asks for it, and no other context has any."""
-        if self.session.config.graphs == "auto" and GRAPHS not in self.session.opened:
+    def open_graphs(self, policy: Policy, device: torch.device) -> None:
+        """Let flows of ``policy`` run as CUDA graphs, if HVDBRIDGE_GRAPHS asks for it and no other context has any."""
+        wanted = self.session.config.graphs == "auto" and policy.rounds is not None
+        if wanted and GRAPHS not in self.session.opened:
             self.graphs = open_graphs(self.scheduler, self.communicator, self.control, device)
             if self.graphs is not None:
                 self.session.opened[GRAPHS] = self.graphs

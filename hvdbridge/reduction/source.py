@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdbridge.deprecated import own_member
-from hvdbridge.errors import StepError
+from hvdbridge.errors import StepError, Unsupported
 from hvdbridge.execution.flow import Submission
 from hvdbridge.policies.dense import bucket_mb
 from hvdbridge.policy.base import BYTEWISE_MB, CODED_MB, NCCL_MB, Policy
@@ -373,7 +373,11 @@ class Source:
     def begin_aggregation(self) -> None:
         """Start a step of the aggregator and record the parameters' version counters."""
         self.running = True
-        self.aggregator.begin()
+        try:
+            self.aggregator.begin()
+        except Unsupported:  # nothing has been sent: a backward outside of a CUDA graph may follow
+            self.running = False
+            raise
         self._versions = list(map(_version, self._version_checked))
 
     def check_unchanged(self) -> None:

@@ -18,6 +18,7 @@ from hvdbridge.backends import registry
 from hvdbridge.errors import ConfigurationError, StepError, Unsupported
 from hvdbridge.execution.state_store import OnResize
 from hvdbridge.policies import from_spec, label
+from hvdbridge.policies.dense import plain_mean
 from hvdbridge.policies.wrappers import averaged
 from hvdbridge.policy.base import Policy
 from hvdbridge.reduction import parameters
@@ -161,7 +162,8 @@ class GradientSynchronizer(Controls):
         if measure:
             options = replace(options, bucket_mb=fastest_bucket_mb(self.policy, params, context, options.bucket_mb))
         self.bucket_mb = options.bucket_mb
-        context.open_graphs(device_of(params))
+        if weighted or not plain_mean(self.policy):  # DDP aggregates a plain mean
+            context.open_graphs(self.policy, device_of(params))
         self._settings = self._aggregator = Aggregator(self.policy, params, context, seed, weighted)
         source_class = front_end(registry.entry(session.backend).front_end)
         self._source = source_class(model, originals, params, self._aggregator, options)

@@ -39,6 +39,9 @@ for _op, _options in REDUCE_OPTIONS.items():
 MIN_TIMEOUT_SECONDS = 1e-3
 """Torch treats a shorter timeout as no timeout at all."""
 
+_KEPT: list[Any] = []
+"""Closed process groups of NCCL whose operations are in a user's CUDA graph."""
+
 WORLD_NUMBERS = count()
 """Numbers the world communicators of this process, since the store keeps the keys of closed groups."""
 
@@ -173,7 +176,9 @@ class TorchCommunicator(Bridged):
         )  # fmt: skip
 
     def _close(self) -> None:
-        if self._nccl is not None:
+        if self._nccl is not None and self.in_users_graph:
+            _KEPT.append(self._nccl)  # its shutdown would wait until the user has freed the graph
+        elif self._nccl is not None:
             self._nccl.shutdown()  # waits for enqueued operations, which abort() would cancel
         self._gloo = self._nccl = self._store = None
 

@@ -36,11 +36,7 @@ class TorchStarter(Starter):
         # By default Gloo uses the address of the host's name, which is often loopback or unreachable.
         interface = config.iface or network.interface_towards(rendezvous.address)
         nccl = config.iface and f"={config.iface}"  # "=": NCCL matches names by prefix otherwise
-        # NCCL would register the buffers of captured collectives, and keep them registered when the graphs are freed
-        register = "0" if config.graphs == "auto" else None
-        self._environment.set_defaults(
-            {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": nccl, "NCCL_GRAPH_REGISTER": register}
-        )
+        self._environment.set_defaults({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": nccl})
         with rendezvous.monitor.phase("init_process_group"):
             self._store = rendezvous.store or self._open_store(rendezvous)
             dist.init_process_group(
