@@ -439,12 +439,15 @@ def kernels(device: str) -> Iterator[Finding]:
     messages = _code_plan(Bucket(x, layout), 1024).all_shards
     message_buffer = torch.empty(messages.nbytes(ScaledSign()), dtype=torch.uint8, device=device)
     bits, limit = x.view(torch.int32), torch.tensor([2.576], device=device).view(torch.int32)  # 1 % reach it
-    positions = torch.empty(numel // 50, dtype=torch.int32, device=device)
     kernel = on_cuda(x.device) if device == "cuda" else None
+    if kernel:
+        from hvdbridge.kernels import candidates, cuda_select
+
+        searched = candidates.Blocks([0], [numel], [numel // 50], x.device)
 
     def threshold() -> None:
         if kernel:
-            kernel.threshold_positions(bits, limit, positions.fill_(-1))
+            searched.positions(cuda_select, bits, limit)
         else:
             select.threshold_positions(bits.numpy(), int(limit.item()), numel // 100)
 
@@ -496,10 +499,8 @@ def check_triton(device: torch.device) -> Finding:
         driver.active.utils  # noqa: B018  # the first access builds it with a C compiler
     except Exception as error:
         return Finding("kernel", "Triton", "missing", f"{type(error).__name__}: {error}"[:150])
-    from hvdbridge.kernels import cuda
-
     try:
-        difference = differences(cuda, device)
+        difference = differences(device)
     except Exception as error:  # Triton and its compilers raise many types
         difference = f"{type(error).__name__}: {error}"
     return Finding("kernel", "Triton", "WRONG" if difference else "ok", difference[:150] or "the CPU's bits")
@@ -537,7 +538,6 @@ def start_alone() -> None:
 
 def wide(layers: int) -> nn.Module:
     """Return a model on the GPU with layers of 17 MB."""
-    select.KERNEL_MIN_SIZE = 1  # else kernels would not search layers this small; exact topk uses torch.topk
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).cuda()
 

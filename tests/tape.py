@@ -73,7 +73,7 @@ def as_on_a_device(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Use torch's operations as on a CUDA device: a tape sees neither C nor numpy."""
     replace(native, "_load", lambda: None)
     replace(Layout, "readable", staticmethod(lambda flat: False))
-    replace(select, "_largest_on_cpu", lambda *arguments: select._largest(*arguments, kernels=None))
+    replace(select, "_largest_on_cpu", lambda *arguments: select._largest(*arguments))
 
 
 def install() -> None:

@@ -38,9 +38,6 @@ WORDS = 256
 """Number of words that a program packs or unpacks, and of slots that it shuffles."""
 WIDTH = 1024
 """Number of elements of each column that a program combines."""
-HEIGHT, WARPS = 256, 4
-"""Words of 32 elements that a program of :func:`threshold_positions` compares, and its warps. Programs of 32 words and
-one warp are slower, as the number of programs decides how long listing the positions takes."""
 SIDE = 16
 """Largest number of columns that :func:`orthonormal` supports, as a program holds a square matrix of that size in
 registers."""
@@ -198,60 +195,6 @@ def _unpack_codes(packed, count, words, BITS: tl.constexpr, WORDS: tl.constexpr)
     for k in tl.static_range(1, 8):
         word = word | (((bits >> (BITS * k)) & ((1 << BITS) - 1)) << (8 * k))
     tl.store(words + i, word, mask=mask)
-
-
-@triton.jit
-def _popcount(word):  # type: ignore[no-untyped-def]
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return ((word * 0x01010101) >> 24) & 63
-
-
-@triton.jit(do_not_specialize=SIZES)
-def _threshold_bits(bits, count, limit, bitmaps, counts, blocks, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-    block = tl.program_id(0).to(tl.int64)
-    row, bound = tl.arange(0, HEIGHT), tl.load(limit)
-    bit = tl.arange(0, 32)[None, :]
-    start = block * HEIGHT * 32
-    i = row[:, None] * 32 + bit
-    if start + HEIGHT * 32 <= count:  # without a mask, a load reads four elements
-        x = tl.load(bits + start + i)
-    else:
-        x = tl.load(bits + start + i, mask=i < count - start, other=0)
-    x = x & 0x7FFFFFFF
-    bitmap = tl.sum((x > bound).to(tl.int32) << bit, 1)
-    tl.store(bitmaps + block * HEIGHT + row, bitmap)
-    tl.store(counts + block, tl.sum(_popcount(bitmap), 0))
-    equal = (x == bound).to(tl.int32)
-    equal_count = tl.sum(tl.sum(equal, 1), 0)
-    tl.store(counts + blocks + block, equal_count)
-    if equal_count > 0:  # rarely
-        tl.store(bitmaps + (blocks + block) * HEIGHT + row, tl.sum(equal << bit, 1))
-
-
-@triton.jit
-def _list_block(bitmaps, ends, index, count, block, out, size, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.arange(0, HEIGHT)
-    bitmap = tl.load(bitmaps + index * HEIGHT + row)
-    counts = _popcount(bitmap)
-    slot = tl.load(ends + index) - count + tl.cumsum(counts, 0) - counts
-    first = block * HEIGHT * 32 + row * 32
-    for _ in range(tl.max(counts, 0)):  # each iteration removes every bitmap's lowest bit
-        lowest = bitmap & -bitmap
-        bit = _popcount(lowest - 1)
-        tl.store(out + slot, (first + bit).to(tl.int32), mask=(bitmap != 0) & (slot < size))
-        bitmap = bitmap & (bitmap - 1)
-        slot += 1
-
-
-@triton.jit(do_not_specialize=SIZES)
-def _list(bitmaps, counts, ends, blocks, positions, capacity, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-    block = tl.program_id(0).to(tl.int64)
-    larger, equal = tl.load(counts + block), tl.load(counts + blocks + block)
-    _list_block(bitmaps, ends, block, larger, block, positions, capacity, HEIGHT)
-    if equal > 0:
-        _list_block(bitmaps, ends, blocks + block, equal, block, positions, capacity, HEIGHT)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -440,28 +383,6 @@ def unpack_codes(packed: Tensor, bits: int, codes: Tensor) -> bool:
     words = codes.view(torch.int64).view(-1)
     programs = triton.cdiv(words.numel(), WORDS)
     _launch(_unpack_codes, programs, packed, words.numel(), words, BITS=bits, WORDS=WORDS)
-    return True
-
-
-@_none_if_broken
-def threshold_positions(bits: Tensor, limit: Tensor, positions: Tensor) -> bool:
-    """Write to ``positions`` where magnitudes reach a limit, without reading the vector twice.
-
-    The first kernel writes a bit per element that is larger, and one per element that is equal; the second lists them.
-
-    Args:
-        bits: bits of float32 numbers, int32 ``[n]``, contiguous.
-        limit: int32 ``[1]``, positive: the bits of a magnitude.
-        positions: int32 ``[capacity]``, all -1. Receives the positions of larger elements, ascending, then those of
-            equal elements, until it is full.
-    """
-    blocks = triton.cdiv(bits.numel(), 32 * HEIGHT)
-    bitmaps = torch.empty((2, blocks, HEIGHT), dtype=torch.int32, device=bits.device)
-    counts = torch.empty(2 * blocks, dtype=torch.int32, device=bits.device)
-    constants = {"HEIGHT": HEIGHT, "num_warps": WARPS}
-    _launch(_threshold_bits, blocks, bits, bits.numel(), limit, bitmaps, counts, blocks, **constants)
-    ends = torch.cumsum(counts, 0, dtype=torch.int32)
-    _launch(_list, blocks, bitmaps, counts, ends, blocks, positions, positions.numel(), **constants)
     return True
 
 

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -35,9 +34,6 @@ Array = np.ndarray[Any, Any]
 
 MAX_ROW = 32768
 """Parameters of at most this many elements are searched together, as rows of a matrix; larger ones separately."""
-KERNEL_MIN_SIZE = 1 << 24
-"""Number of elements of a parameter from which on the GPU's kernels search it. They read less memory than
-``torch.topk``, but need many more launches, which take longer for smaller parameters."""
 CHUNK = 131072
 """Number of elements that the CPU searches at a time, so that they stay in its cache."""
 SAMPLE_HITS = 400
@@ -185,15 +181,6 @@ def _sample(size: int, count: int) -> Array:
     return np.minimum((_strata(count) * (size / count)).astype(np.int64), size - 1)
 
 
-@cache
-def _sample_on(size: int, count: int, device: torch.device) -> Tensor:
-    """Return the sample's positions on ``device``, cached forever, as a copy would make the host wait in every step.
-
-    The cache takes 8 bytes per position, at most a 16th of a parameter of that size.
-    """
-    return torch.from_numpy(_sample(size, count)).to(device)
-
-
 def _strata(count: int) -> Array:
     """Return a random point in each of ``count`` strata of length 1, ascending."""
     if count <= CHUNK:
@@ -238,15 +225,15 @@ def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         indices, empty = _largest_on_cpu(bits, plan, mask)
     else:
         fits = bits.is_cuda and bits.dtype == torch.int32 and bits.is_contiguous()
-        kernels = on_cuda(bits.device) if fits and any(p.size >= KERNEL_MIN_SIZE for p in plan.large) else None
-        indices, empty = _largest(bits, plan, mask, kernels)
+        sampled = any(part.sample_size for part in plan.large)
+        indices, empty = _largest(bits, plan, mask, bool(fits and sampled and on_cuda(bits.device)))
     return indices, flat.index_select(0, indices).masked_fill_(empty, 0)
 
 
-def _largest(bits: Tensor, plan: Plan, mask: int, kernels: ModuleType | None) -> tuple[Tensor, Tensor]:
+def _largest(bits: Tensor, plan: Plan, mask: int, kernels: bool = False) -> tuple[Tensor, Tensor]:
     """Return indices, and which slots are empty, both ``[plan.total]``, without a device-to-host synchronization.
 
-    Large parameters with a sample are searched by ``kernels``, unless None; all others by ``torch.topk``.
+    Large parameters with a sample are searched by Triton's kernels, if ``kernels``; all others by ``torch.topk``.
     """
     # The slot after the message's last receives the columns beyond a row's count.
     indices = torch.empty(plan.total + 1, dtype=torch.int64, device=bits.device)
@@ -256,16 +243,12 @@ def _largest(bits: Tensor, plan: Plan, mask: int, kernels: ModuleType | None) ->
         top = torch.topk(rows, group.k, dim=1)
         magnitudes[slots] = top.values
         indices[slots] = top.indices.add_(group.starts[:, None])
+    sampled = kernels and _search_sampled(bits, plan, mask, magnitudes, indices)
     for part in plan.large:
-        own_slots, values = slice(part.slot, part.slot + part.count), bits[part.start : part.start + part.size]
-        sample_kernels = kernels if part.sample_size and part.size >= KERNEL_MIN_SIZE else None
-        selected = _among_candidates(values, part, mask, sample_kernels) if sample_kernels else None
-        if selected:
-            magnitudes[own_slots], indices[own_slots] = selected
-        else:
+        if not (sampled and part.sample_size):
+            own_slots, values = slice(part.slot, part.slot + part.count), bits[part.start : part.start + part.size]
             torch.topk(values & mask, part.count, sorted=False, out=(magnitudes[own_slots], indices[own_slots]))
-    if plan.large:
-        indices[: plan.total] += plan.layout.derive(("starts", plan), lambda: _starts(plan, bits.device))
+            indices[own_slots] += part.start
     indices, empty = indices[: plan.total], magnitudes[: plan.total] == 0
     return indices.masked_fill_(empty, 0), empty
 
@@ -276,35 +259,21 @@ def _row_slots(plan: Plan) -> list[Tensor]:
     return [torch.where(i < g.counts[:, None], g.first[:, None] + i, plan.total) for g, i in columns]
 
 
-def _starts(plan: Plan, device: torch.device) -> Tensor:
-    """Return what is added to the position in each slot, int64 ``[total]``: the offset of a large parameter, or 0."""
-    starts = torch.zeros(plan.total, dtype=torch.int64, device=device)
-    for part in plan.large:
-        starts[part.slot : part.slot + part.count].fill_(part.start)
-    return starts
+def _search_sampled(bits: Tensor, plan: Plan, mask: int, magnitudes: Tensor, indices: Tensor) -> bool:
+    """Write the largest elements of the large parameters that have a sample. Returns False if no kernel compiles."""
+    from hvdbridge.kernels import candidates, cuda_select
 
+    def make() -> tuple[candidates.Search, Tensor]:
+        parts = [part for part in plan.large if part.sample_size]
+        slots = np.concatenate([np.arange(part.slot, part.slot + part.count) for part in parts])
+        return candidates.Search(parts, bits.device), torch.from_numpy(slots).to(bits.device)
 
-def _among_candidates(bits: Tensor, part: LargeParam, mask: int, kernels: ModuleType) -> tuple[Tensor, Tensor] | None:
-    """Return magnitudes and positions of the largest elements, ``[part.count]``; None: the kernel does not compile.
-
-    Of equal elements the first are selected. Where there are too few, magnitudes are 0. The selection is that of
-    :func:`_largest_on_cpu`, but elements that equal the threshold follow all others.
-    """
-    sample = bits.index_select(0, _sample_on(part.size, part.sample_size, bits.device)).bitwise_and_(mask)
-    threshold = torch.topk(sample, part.tail).values[-1:].clamp_(min=1)
-    positions = torch.full((part.capacity,), -1, dtype=torch.int32, device=bits.device)
-    if kernels.threshold_positions(bits, threshold, positions) is None:
-        return None
-    missing = positions < 0
-    positions.masked_fill_(missing, 0)
-    magnitudes = bits.index_select(0, positions).bitwise_and_(mask).masked_fill_(missing, 0)
-    smallest = torch.topk(magnitudes, part.count, sorted=False).values.min()
-    larger, equal = magnitudes > smallest, magnitudes == smallest
-    equal_count = part.count - larger.sum(dtype=torch.int32)
-    selected = larger.logical_or_(equal.logical_and_(torch.cumsum(equal, 0, dtype=torch.int32) <= equal_count))
-    numbers = torch.arange(1, part.count + 1, dtype=torch.int32, device=bits.device)
-    selected_slots = torch.searchsorted(torch.cumsum(selected, 0, dtype=torch.int32), numbers, out_int32=True)
-    return magnitudes.index_select(0, selected_slots), positions.index_select(0, selected_slots)
+    search, slots = plan.layout.derive(("sampled", plan), make)
+    if (found := search.largest(bits, mask, cuda_select)) is None:
+        return False
+    magnitudes.index_copy_(0, slots, found[0])
+    indices.index_copy_(0, slots, found[1].to(torch.int64))
+    return True
 
 
 def _largest_on_cpu(bits: Tensor, plan: Plan, mask: int) -> tuple[Tensor, Tensor]:

@@ -128,9 +128,7 @@ def _compare_gpus(as_json: bool) -> int:
     found: dict[str, str] = {}
     for gpu in (device("cuda", i) for i in range(cuda.device_count())):
         try:
-            import hvdbridge.kernels.cuda as kernels
-
-            difference = differences(kernels, gpu)
+            difference = differences(gpu)
         except Exception as error:  # Triton and the compilers that it calls raise many types
             difference = f"{type(error).__name__}: {error}"
         found[f"{gpu} ({cuda.get_device_name(gpu)})"] = difference or AGREE

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,8 +20,15 @@ from hvdbridge.policy.bucket import Layout
 CONSTANTS = orthogonal.HIGH, orthogonal.LOW, orthogonal.TOLERANCE
 
 
-def differences(kernels: ModuleType | Any, device: torch.device) -> str:
-    """Name the cases in which ``kernels`` on ``device`` give other bits than the CPU; "" if none. Synchronizes."""
+def differences(device: torch.device, replaced: Mapping[str, Any] | None = None) -> str:
+    """Name the cases in which kernels on ``device`` give other bits than the CPU; "" if none. Synchronizes.
+
+    Args:
+        replaced: functions that take the place of kernels of these names.
+    """
+    from hvdbridge.kernels import cuda, cuda_flat, cuda_select
+
+    kernels = SimpleNamespace(**vars(cuda) | vars(cuda_flat) | vars(cuda_select) | dict(replaced or {}))
     rng = torch.Generator("cpu").manual_seed(0)
     checks = (_codes, _packing, _reaching, _shuffling, _orthonormal, _flat, _rows)
     failed = [name for check in checks for name in check(kernels, device, rng)]
@@ -70,21 +77,23 @@ def _packing(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterat
 
 
 def _reaching(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator[str]:
-    for numel in (1, 33, 9_000):  # the last size takes several programs
-        values = torch.randint(4, (numel,), generator=rng, dtype=torch.int32, device="cpu")
-        values -= (values == 3) * torch.iinfo(torch.int32).max  # sets the sign bit
-        magnitudes, size = values & 0x7FFFFFFF, (numel + 1) // 2
-        for limit in (1, 2, 4):
-            reached = torch.cat([(magnitudes > limit).nonzero(), (magnitudes == limit).nonzero()]).view(-1)[:size].int()
-            expected = torch.nn.functional.pad(reached, (0, size - len(reached)), value=-1)
-            positions = torch.full((size,), -1, dtype=torch.int32, device=device)
-            bound = torch.full((1,), limit, dtype=torch.int32, device=device)
-            unaligned = torch.cat([values[:1], values]).to(device)[1:]  # unaligned vectors have kernels of their own
-            from_unaligned = positions.clone()
-            kernels.threshold_positions(values.to(device), bound, positions)
-            kernels.threshold_positions(unaligned, bound, from_unaligned)
-            if not (torch.equal(positions.cpu(), expected) and torch.equal(from_unaligned, positions)):
-                yield f"{numel} that reach {limit}"
+    from hvdbridge.kernels.candidates import Blocks as Searched
+
+    sizes = [4, 36, 9_000, 20_000]  # the last two take several programs
+    capacities = [(size + 1) // 2 for size in sizes]
+    values = torch.randint(4, (sum(sizes) + 1,), generator=rng, dtype=torch.int32, device="cpu")
+    values -= (values == 3) * torch.iinfo(torch.int32).max  # sets the sign bit
+    for shift, limits in itertools.product((0, 1), ([1, 2, 4, 1], [2, 1, 1, 4])):  # unaligned parts have other kernels
+        starts = [shift + start for start in itertools.accumulate(sizes[:-1], initial=0)]
+        expected = []
+        for start, size, capacity, limit in zip(starts, sizes, capacities, limits, strict=True):
+            part = values[start : start + size] & 0x7FFFFFFF
+            reached = torch.cat([(part > limit).nonzero(), (part == limit).nonzero()]).view(-1)[:capacity] + start
+            expected.append(torch.nn.functional.pad(reached, (0, capacity - len(reached)), value=-1))
+        bounds = torch.tensor(limits, dtype=torch.int32, device=device)
+        found = Searched(starts, sizes, capacities, device).positions(kernels, values.to(device), bounds)
+        if found is None or not torch.equal(found.cpu(), torch.cat(expected).int()):
+            yield f"those that reach {limits}"
 
 
 def _shuffling(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator[str]:
@@ -111,20 +120,18 @@ def _orthonormal(kernels: Any, device: torch.device, rng: torch.Generator) -> It
 
 
 def _flat(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator[str]:
-    from hvdbridge.kernels import cuda_flat
-
     layout = Layout({"w": (3_000,), "none": (0,), "v": (1,), "u": (1_100,)})
     ends = layout.bounds(torch.device("cpu"))[1].to(device)
-    for dtype, faulty in itertools.product(cuda_flat.VALUES, ([], [2_999], [0, 3_000], [3_001, 4_100])):
+    for dtype, faulty in itertools.product(kernels.VALUES, ([], [2_999], [0, 3_000], [3_001, 4_100])):
         rows = torch.empty((5, layout.numel), dtype=torch.float32, device="cpu").normal_(generator=rng).to(dtype)
         update = rows[0].clone()
         update[faulty] = float("nan") if dtype == torch.float32 else float("inf")
-        flags = cuda_flat.finite(update.to(device), ends)
+        flags = kernels.finite(update.to(device), ends)
         finite = layout.finite(update)
         expected = torch.where(layout.spread(finite), rows[1], rows[2])
         out = rows[2].to(device, copy=True)
-        kept = None if flags is None else cuda_flat.keep(rows[1].to(device), out, ends, flags, out)
-        total = cuda_flat.sum_rows(rows.to(device), torch.empty(layout.numel, dtype=torch.float32, device=device))
+        kept = None if flags is None else kernels.keep(rows[1].to(device), out, ends, flags, out)
+        total = kernels.sum_rows(rows.to(device), torch.empty(layout.numel, dtype=torch.float32, device=device))
         same = flags is not None and flags.tolist() == [*finite.tolist(), finite.all().item()]
         same = same and kept is not None and torch.equal(kept.cpu(), expected)
         if not (same and total is not None and torch.equal(total.cpu(), sum_rows(rows))):
@@ -132,12 +139,10 @@ def _flat(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator[
 
 
 def _rows(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator[str]:
-    from hvdbridge.kernels import cuda_flat
-
     for length in (1, 5, 3_000):
         new, old = torch.empty((2, 4, 2, length), dtype=torch.float32, device="cpu").normal_(generator=rng)
         new[0], new[1, 0, -1] = 0.0, float("nan")
-        found = cuda_flat.normalized(new.to(device)), cuda_flat.restored(new.to(device), old.to(device))
+        found = kernels.normalized(new.to(device)), kernels.restored(new.to(device), old.to(device))
         for result, expected in zip(found, (low_rank.normalized(new), low_rank.restored(new, old)), strict=True):
             if result is None or not torch.equal(result.cpu().nan_to_num(7.0), expected.nan_to_num(7.0)):
                 yield f"rows of {length}"

@@ -16,7 +16,7 @@ from torch import Tensor
 import hvdbridge.kernels
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.execution.simulation import simulate
-from hvdbridge.kernels import cuda, fused, native, orthogonal, pack, select
+from hvdbridge.kernels import cuda, cuda_select, fused, native, orthogonal, pack, select
 from hvdbridge.kernels.codes import Linear
 from hvdbridge.kernels.quantise import Code
 from hvdbridge.kernels.signs import ScaledSign
@@ -44,7 +44,7 @@ def both(work: Any) -> tuple[Any, Any]:
 
 
 def test_the_bits_that_a_device_must_give() -> None:
-    assert gpu_kernels.differences(cuda, CPU) == ""
+    assert gpu_kernels.differences(CPU) == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -52,7 +52,7 @@ def test_whatever_the_user_has_for_a_default(dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            assert gpu_kernels.differences(cuda, CPU) == ""
+            assert gpu_kernels.differences(CPU) == ""
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -107,9 +107,7 @@ def search(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     plan = select.Plan.of(Layout({"before": (7,), "w": (x.numel() - 7,)}), {"before": 2, "w": count}, CPU)
     assert plan.large[0].sample_size
     bits, mask = select._bits(x)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(select, "KERNEL_MIN_SIZE", 0)
-        ours = select._largest(bits, plan, mask, cuda)[0]
+    ours = select._largest(bits, plan, mask, kernels=True)[0]
     theirs = select._largest_on_cpu(bits, plan, mask)
     rows = slice(plan.counts["before"], None)  # small parameters have no kernel
     assert torch.equal(ours[rows].sort().values, theirs[0][rows].sort().values)
@@ -122,6 +120,23 @@ def search(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def test_the_largest(seed: int, numel: int, count: int, special: float) -> None:
     """Without a look at what was found, and among equal ones the first: with ``special`` of 0.9 most are equal."""
     search(vector(seed, numel, special), count)
+
+
+@pytest.mark.parametrize("special", [0.0, 0.3])
+def test_the_largest_of_several_parameters(special: float) -> None:
+    """All are searched at once, between smaller ones and beside one that has no sample."""
+    sizes = {"a": 40_001, "b": 9, "c": 90_000, "d": 33_000, "e": 34_000}
+    counts = {"a": 400, "b": 3, "c": 900, "d": 20_000, "e": 1}
+    layout = Layout({name: (size,) for name, size in sizes.items()})
+    plan = select.Plan.of(layout, counts, CPU)
+    assert [part.sample_size > 0 for part in plan.large] == [True, True, False, True]
+    bits, mask = select._bits(vector(3, layout.numel, special))
+    found, expected = select._largest(bits, plan, mask, kernels=True), select._largest_on_cpu(bits, plan, mask)
+    for part in plan.large:
+        slots = slice(part.slot, part.slot + part.count)
+        if part.sample_size or not special:  # of equal ones torch.topk may select others
+            assert torch.equal(found[0][slots].sort().values, expected[0][slots].sort().values)
+        assert torch.equal(found[1][slots].sort().values, expected[1][slots].sort().values)
 
 
 def test_more_equal_ones_than_there_is_room_for() -> None:
@@ -140,35 +155,28 @@ def test_more_equal_ones_than_there_is_room_for() -> None:
 
 def test_a_policy_with_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank with a GPU sends of a large parameter is what one without would."""
-    monkeypatch.setattr(select, "KERNEL_MIN_SIZE", 0)
     grads = [{"w": vector(seed, 70_000, 0.0), "b": vector(seed, 5, 0.0)} for seed in range(2)]
     for spec in ("topk:ratio=0.01", "threshold:value=1.0", "dgc:ratio=0.01"):
         found = []
-        for way in (select._largest_on_cpu, lambda bits, plan, mask: select._largest(bits, plan, mask, cuda)):
+        for way in (select._largest_on_cpu, lambda bits, plan, mask: select._largest(bits, plan, mask, kernels=True)):
             with monkeypatch.context() as patch:
                 patch.setattr(select, "_largest_on_cpu", way)
                 found.append(simulate(spec, [{name: g.clone() for name, g in each.items()} for each in grads])[0])
         assert all(torch.equal(found[0][name], found[1][name]) for name in grads[0])
 
 
-def wrong(*names: str) -> Any:
-    class Wrong:
-        def __getattr__(self, attribute: str) -> Any:
-            return getattr(cuda, attribute) if attribute not in names else lambda *arguments, **options: torch.zeros(1)
-
-    return Wrong()
-
-
 @pytest.mark.parametrize(
     "named",
     [
-        {"encode": "Linear", "pack_codes": "3 bits", "threshold_positions": "33 that reach 2"},
-        {"decode": "ScaledSign", "unpack_codes": "3 bits", "shuffle": "a shuffle", "orthonormal": "4 columns"},
+        {"encode": "Linear", "pack_codes": "3 bits", "threshold_positions": "those that reach [1, 2, 4, 1]",
+         "finite": "flat torch.float32, 2 not finite", "keep": "flat torch.float16, 1 not finite"},
+        {"decode": "ScaledSign", "unpack_codes": "3 bits", "shuffle": "a shuffle", "orthonormal": "4 columns",
+         "sum_rows": "flat torch.bfloat16, 0 not finite", "normalized": "rows of 5", "restored": "rows of 1"},
     ],
 )  # fmt: skip
 def test_kernels_that_do_nothing_are_found_out(named: dict[str, str]) -> None:
     """Several at once, each of which is named by words of its own."""
-    found = gpu_kernels.differences(wrong(*named), CPU)
+    found = gpu_kernels.differences(CPU, dict.fromkeys(named, lambda *_, **__: torch.zeros(1)))
     assert [name for name, words in named.items() if words not in found] == []
 
 
@@ -198,7 +206,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(cuda, "_launch", launch)
+    for module in (cuda, cuda_select):
+        monkeypatch.setattr(module, "_launch", launch)
     monkeypatch.setattr(cuda, "_broken", set())
 
 
@@ -227,7 +236,5 @@ def test_a_kernel_that_does_not_compile_is_named_once(caplog: pytest.LogCaptureF
     x = vector(1, 40_000, 0.0)
     plan = select.Plan.of(Layout({"w": (40_000,)}), {"w": 400}, CPU)
     bits, mask = select._bits(x)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(select, "KERNEL_MIN_SIZE", 0)
-        ours = select._largest(bits, plan, mask, cuda)[0]
+    ours = select._largest(bits, plan, mask, kernels=True)[0]
     assert torch.equal(ours.sort().values, select._largest_on_cpu(bits, plan, mask)[0].sort().values)

@@ -37,6 +37,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import hvdbridge.kernels.cuda as cuda
 import hvdbridge.kernels.cuda_flat as cuda_flat
+import hvdbridge.kernels.cuda_select as cuda_select
 block = {"vector": "*fp32", "block_table": "*i64", "blocks": "i32"}
 rows = {"codes": "*u8", "code_stride": "i32", "scales": "*fp32", "scale_stride": "i32"}
 several = {"messages": "i32", "rows": "i32"}
@@ -73,12 +74,13 @@ kernels = {
     "_sum_rows": ({"vectors": "*fp16", "count": "i32", "length": "i32", "out": "*fp32"}, {"WIDTH": 1024}),
     "_pack_codes": ({"words": "*i64", "count": "i32", "out": "*u8"}, {"BITS": 5, "WORDS": 256}),
     "_threshold_bits": (
-        {"bits": "*i32", "count": "i32", "limit": "*i32", "bitmaps": "*i32", "counts": "*i32", "blocks": "i32"},
-        {"HEIGHT": cuda.HEIGHT},
+        {"bits": "*i32", "table": "*i64", "blocks": "i32", "limits": "*i32", "bitmaps": "*i32", "counts": "*i32"},
+        {"HEIGHT": cuda_select.HEIGHT, "ALIGNED": True},
     ),
     "_list": (
-        {"bitmaps": "*i32", "counts": "*i32", "ends": "*i32", "blocks": "i32", "positions": "*i32", "capacity": "i32"},
-        {"HEIGHT": cuda.HEIGHT},
+        {"bitmaps": "*i32", "table": "*i64", "blocks": "i32", "part_table": "*i64", "parts": "i32", "counts": "*i32",
+         "ends": "*i32", "positions": "*i32"},
+        {"HEIGHT": cuda_select.HEIGHT},
     ),
     "_shuffle": (
         {"owner": "*i64", "count": "i32", "sizes": "*i32", "first": "*i32", "pivots": "*i32", "salts": "*i32",
@@ -101,7 +103,7 @@ kernels = {
 }
 found = {}
 for name, (types, constants) in kernels.items():
-    kernel = getattr(cuda, name.split()[0], None) or getattr(cuda_flat, name)
+    kernel = next(vars(m)[name.split()[0]] for m in (cuda, cuda_flat, cuda_select) if name.split()[0] in vars(m))
     signature = {**types, **dict.fromkeys(constants, "constexpr")}
     fixed = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     made = triton.compile(ASTSource(kernel, signature, fixed), GPUTarget("cuda", int(sys.argv[1]), 32), cuda.AS_WRITTEN)

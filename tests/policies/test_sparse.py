@@ -181,7 +181,7 @@ def test_both_ways_to_search_agree(exact: bool) -> None:
     x[layout.offsets["p3"] + 11] = -math.inf
     bits, mask = select._bits(x)
     results = []
-    for indices, empty in (select._largest(bits, plan, mask, None), select._largest_on_cpu(bits, plan, mask)):
+    for indices, empty in (select._largest(bits, plan, mask), select._largest_on_cpu(bits, plan, mask)):
         chosen = torch.zeros(layout.numel, dtype=torch.bool)
         chosen[indices[~empty]] = True
         results.append(chosen)
