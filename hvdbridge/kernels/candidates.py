@@ -1,39 +1,99 @@
-"""The largest elements of a vector's large parameters, found on a GPU by sampled thresholds, for all at once.
+"""Sampled thresholds, by which the largest elements of large parameters are found; on a GPU for all of them at once.
 
-A sample of each parameter gives a threshold that slightly more elements reach than are wanted. One pass over memory
-lists these candidates, and the largest of them are exactly those that the CPU selects.
+A sample of a parameter gives a threshold that slightly more elements reach than are wanted. One pass over memory lists
+these candidates. On a GPU the largest of them are exactly those that the CPU selects.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hvdbridge.kernels.cuda_select import BLOCK
+from hvdbridge.kernels.random import generator
 
 Array = np.ndarray[Any, Any]
 
 
-class Part(Protocol):
-    """A parameter to search: a :class:`~hvdbridge.kernels.select.LargeParam`."""
+CHUNK = 131072
+"""Number of elements that the CPU searches at a time, so that they stay in its cache."""
+SAMPLE_HITS = 400
+"""Mean number of sampled elements that are among the k largest, if the parameter is large enough."""
+BLOCK = 8192
+"""Number of elements that a program of Triton's kernels compares."""
 
-    @property
-    def start(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def tail(self) -> int: ...
-    @property
-    def capacity(self) -> int: ...
-    def sample_positions(self) -> Array: ...
+
+@dataclass(frozen=True)
+class LargeParam:
+    """A parameter that is searched separately.
+
+    Attributes:
+        start: offset in the vector.
+        size: number of elements.
+        count: number of elements to select.
+        slot: their first slot in the message.
+        sample_size: number of elements of the sample; 0: none is taken.
+        tail: the ``tail``-th largest magnitude of the sample is the threshold for candidates.
+        capacity: maximum number of candidates, for devices where the host must not wait for their number.
+    """
+
+    start: int
+    size: int
+    count: int
+    slot: int
+    sample_size: int
+    tail: int
+    capacity: int
+
+    def sample_positions(self) -> Array:
+        """Positions of the sample, ascending: one in each of equal strata, so distinct. The same in every step."""
+        return _sample(self.size, self.sample_size)
+
+
+def large_param(start: int, size: int, count: int, slot: int, exact: bool) -> LargeParam:
+    """Choose the sample size, the threshold's rank in the sample, and the capacity for a large parameter.
+
+    The candidates are the elements that reach the ``tail``-th largest of the sample. The number of sampled elements
+    among the ``count`` largest is binomial with mean ``expected``. The candidates lack one of these only if that number
+    reaches ``tail``, which is 4.5 deviations and 4 above its mean (probability below 1e-5, and few are lacking then).
+    More than ``capacity`` elements exceed the threshold only if fewer than ``tail`` of as many were sampled, 6
+    deviations below their mean.
+    """
+    if not exact:
+        sampled = min(size // 32, math.ceil(SAMPLE_HITS * size / count))
+        expected = sampled * count / size
+        tail = math.ceil(expected + 4.5 * math.sqrt(expected) + 4)
+        if tail < sampled // 2:
+            hits = (3 + math.sqrt(tail + 9)) ** 2  # solves hits - 6 sqrt(hits) = tail
+            return LargeParam(start, size, count, slot, sampled, tail, min(size, math.ceil(hits * size / sampled)))
+    return LargeParam(start, size, count, slot, 0, 0, 0)
+
+
+@cache
+def _points(number: int) -> Array:
+    """Random points in :data:`CHUNK` strata of length 1. All parameters share these tables."""
+    uniform = torch.rand(CHUNK, generator=generator("sample", number), dtype=torch.float64, device="cpu")
+    points: Array = np.arange(number * CHUNK, (number + 1) * CHUNK) + uniform.numpy()
+    return points
+
+
+def _sample(size: int, count: int) -> Array:
+    return np.minimum((_strata(count) * (size / count)).astype(np.int64), size - 1)
+
+
+def _strata(count: int) -> Array:
+    """Return a random point in each of ``count`` strata of length 1, ascending."""
+    if count <= CHUNK:
+        return _points(0)[:count]
+    return np.concatenate([_points(number) for number in range(-(-count // CHUNK))])[:count]
 
 
 class Blocks:
@@ -68,7 +128,7 @@ class Blocks:
 class Search:
     """Tables to search ``parts`` of a vector on ``device``."""
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+    def __init__(self, parts: Sequence[LargeParam], device: torch.device) -> None:
         samples = [part.start + part.sample_positions() for part in parts]
         width = max(map(len, samples))
         padded = np.stack([np.pad(sample, (0, width - len(sample)), constant_values=-1) for sample in samples])

@@ -7,13 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hvdbridge.kernels.candidates import BLOCK
 from hvdbridge.kernels.cuda import _launch, _none_if_broken
 
-HEIGHT, WARPS = 256, 4
-"""Words of 32 elements that a program of :func:`threshold_positions` compares, and its warps. Programs of 32 words and
-one warp are slower, as the number of programs decides how long listing the positions takes."""
-BLOCK = 32 * HEIGHT
-"""Number of elements of a program's block."""
+HEIGHT, WARPS = BLOCK // 32, 4
+"""Words of 32 elements in a program's block, and its warps. Programs of 32 words and one warp are slower, as the number
+of programs decides how long listing the positions takes."""
 
 
 @triton.jit
@@ -98,7 +97,7 @@ def threshold_positions(
     Args:
         bits: bits of float32 numbers, int32 ``[n]``, contiguous.
         limits: int32 ``[parts]``, positive: the bits of a magnitude.
-        table: int64 ``[3, blocks]``: part, start and number of elements of each block, at most :data:`BLOCK`.
+        table: int64 ``[3, blocks]``: part, start and number of elements of each block, at most ``BLOCK``.
         part_table: int64 ``[4, parts]``: first and last block of each part, its offset in ``positions``, its capacity.
         positions: int32, all -1. Receives for each part the positions of larger elements, ascending, then those of
             equal elements, until its capacity is reached.

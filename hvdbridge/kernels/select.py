@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -25,19 +24,15 @@ from torch import Tensor
 
 from hvdbridge.deprecated import moved_names
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels.candidates import CHUNK, LargeParam, Search, large_param
 from hvdbridge.kernels.fused import on_cuda
 from hvdbridge.kernels.native import compiled
-from hvdbridge.kernels.random import generator
 from hvdbridge.policy.bucket import Layout
 
 Array = np.ndarray[Any, Any]
 
 MAX_ROW = 32768
 """Parameters of at most this many elements are searched together, as rows of a matrix; larger ones separately."""
-CHUNK = 131072
-"""Number of elements that the CPU searches at a time, so that they stay in its cache."""
-SAMPLE_HITS = 400
-"""Mean number of sampled elements that are among the k largest, if the parameter is large enough."""
 MAX_INDEX = 2**31 - 1
 """Largest int32."""
 
@@ -61,33 +56,6 @@ class RowGroup:
     counts: Tensor
     starts: Tensor
     first: Tensor
-
-
-@dataclass(frozen=True)
-class LargeParam:
-    """A parameter that is searched separately.
-
-    Attributes:
-        start: offset in the vector.
-        size: number of elements.
-        count: number of elements to select.
-        slot: their first slot in the message.
-        sample_size: number of elements of the sample; 0: none is taken.
-        tail: the ``tail``-th largest magnitude of the sample is the threshold for candidates.
-        capacity: maximum number of candidates, for devices where the host must not wait for their number.
-    """
-
-    start: int
-    size: int
-    count: int
-    slot: int
-    sample_size: int
-    tail: int
-    capacity: int
-
-    def sample_positions(self) -> Array:
-        """Positions of the sample, ascending: one in each of equal strata, so distinct. The same in every step."""
-        return _sample(self.size, self.sample_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +101,7 @@ def _plan(layout: Layout, counts: Sequence[int], device: torch.device, exact: bo
     for number, (name, count) in enumerate(zip(layout.names, counts, strict=True)):
         start, size = layout.offsets[name], layout.sizes[name]
         if size > MAX_ROW and count:
-            large.append(_large(start, size, count, slot, exact))
+            large.append(large_param(start, size, count, slot, exact))
         elif count:
             classes.setdefault((size - 1).bit_length(), []).append((number, start, size, count, slot))
         slot += count
@@ -148,44 +116,6 @@ def _plan(layout: Layout, counts: Sequence[int], device: torch.device, exact: bo
         row_counts, starts, first_slots = (torch.tensor([m[i] for m in members], device=device) for i in (3, 1, 4))
         rows.append(RowGroup(numbers, sizes, max(sizes), max_count, row_counts, starts, first_slots))
     return Plan(layout, dict(zip(layout.names, counts, strict=True)), slot, tuple(rows), tuple(large))
-
-
-def _large(start: int, size: int, count: int, slot: int, exact: bool) -> LargeParam:
-    """Choose the sample size, the threshold's rank in the sample, and the capacity for a large parameter.
-
-    The candidates are the elements that reach the ``tail``-th largest of the sample. The number of sampled elements
-    among the ``count`` largest is binomial with mean ``expected``. The candidates lack one of these only if that number
-    reaches ``tail``, which is 4.5 deviations and 4 above its mean (probability below 1e-5, and few are lacking then).
-    More than ``capacity`` elements exceed the threshold only if fewer than ``tail`` of as many were sampled, 6
-    deviations below their mean.
-    """
-    if not exact:
-        sampled = min(size // 32, math.ceil(SAMPLE_HITS * size / count))
-        expected = sampled * count / size
-        tail = math.ceil(expected + 4.5 * math.sqrt(expected) + 4)
-        if tail < sampled // 2:
-            hits = (3 + math.sqrt(tail + 9)) ** 2  # solves hits - 6 sqrt(hits) = tail
-            return LargeParam(start, size, count, slot, sampled, tail, min(size, math.ceil(hits * size / sampled)))
-    return LargeParam(start, size, count, slot, 0, 0, 0)
-
-
-@cache
-def _points(number: int) -> Array:
-    """Random points in :data:`CHUNK` strata of length 1. All parameters share these tables."""
-    uniform = torch.rand(CHUNK, generator=generator("sample", number), dtype=torch.float64, device="cpu")
-    points: Array = np.arange(number * CHUNK, (number + 1) * CHUNK) + uniform.numpy()
-    return points
-
-
-def _sample(size: int, count: int) -> Array:
-    return np.minimum((_strata(count) * (size / count)).astype(np.int64), size - 1)
-
-
-def _strata(count: int) -> Array:
-    """Return a random point in each of ``count`` strata of length 1, ascending."""
-    if count <= CHUNK:
-        return _points(0)[:count]
-    return np.concatenate([_points(number) for number in range(-(-count // CHUNK))])[:count]
 
 
 def check_indices(numel: int, what: str, remedy: str) -> None:
@@ -261,12 +191,12 @@ def _row_slots(plan: Plan) -> list[Tensor]:
 
 def _search_sampled(bits: Tensor, plan: Plan, mask: int, magnitudes: Tensor, indices: Tensor) -> bool:
     """Write the largest elements of the large parameters that have a sample. Returns False if no kernel compiles."""
-    from hvdbridge.kernels import candidates, cuda_select
+    from hvdbridge.kernels import cuda_select
 
-    def make() -> tuple[candidates.Search, Tensor]:
+    def make() -> tuple[Search, Tensor]:
         parts = [part for part in plan.large if part.sample_size]
         slots = np.concatenate([np.arange(part.slot, part.slot + part.count) for part in parts])
-        return candidates.Search(parts, bits.device), torch.from_numpy(slots).to(bits.device)
+        return Search(parts, bits.device), torch.from_numpy(slots).to(bits.device)
 
     search, slots = plan.layout.derive(("sampled", plan), make)
     if (found := search.largest(bits, mask, cuda_select)) is None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.execution.simulation import Simulation, simulate
-from hvdbridge.kernels import native, pack, select
+from hvdbridge.kernels import candidates, native, pack, select
 from hvdbridge.kernels.blocks import Blocks, Part, block_table
 from hvdbridge.kernels.codes import Float8, Linear, PowerOfTwo
 from hvdbridge.kernels.quantise import Code, decode, encode
@@ -422,7 +422,7 @@ def test_another_default_device(spec: str) -> None:
     found = []
     for device in ("cpu", "meta"):
         simulation = Simulation(spec, {"w": torch.zeros(90_000), "b": torch.zeros(5)}, 2)
-        select._points.cache_clear()
+        candidates._points.cache_clear()
         with torch.device(device):
             found.append(simulation.step([{n: each[n].clone() for n in each} for each in grads])[0])
     assert all(torch.equal(found[0][name], found[1][name]) for name in grads[0])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError, SpecError
 from hvdbridge.execution.simulation import Simulation, simulate
-from hvdbridge.kernels import select, shuffle
+from hvdbridge.kernels import candidates, select, shuffle
 from hvdbridge.kernels.select import Plan, count_of, largest
 from hvdbridge.kernels.shuffle import round_keys, shuffled
 from hvdbridge.policies import ErrorFeedback, RandomK, Threshold, TopK, from_spec
@@ -161,7 +161,7 @@ def test_a_sample_is_large_enough() -> None:
     fewer than the tail were sampled then."""
     for n in (40_000, 100_000, 1_000_000, 10_000_000):
         for ratio in (1e-4, 1e-3, 0.01, 0.05, 0.1):
-            part = select._large(0, n, count_of(ratio, n), 0, exact=False)
+            part = candidates.large_param(0, n, count_of(ratio, n), 0, exact=False)
             if part.sample_size:
                 m = part.sample_size
                 assert chance(range(part.tail, min(m, part.tail + 60) + 1), m, part.count / n) < 1e-5, (n, ratio)

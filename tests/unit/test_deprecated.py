@@ -199,7 +199,7 @@ def test_names_that_left_a_module() -> None:
         from hvdbridge.policies.sharded import FlatShards
     with pytest.warns(DeprecationWarning, match="kernels.shuffle.shuffled"):
         from hvdbridge.kernels.select import shuffled
-    with pytest.warns(DeprecationWarning, match="kernels.select.LargeParam"):
+    with pytest.warns(DeprecationWarning, match="kernels.candidates.LargeParam"):
         assert select.Large is select.LargeParam
     with pytest.warns(DeprecationWarning, match="kernels.select.ROUNDS is elsewhere"):
         assert select.ROUNDS == shuffle.ROUNDS
