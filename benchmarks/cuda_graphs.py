@@ -13,6 +13,7 @@ Rank 0 prints one JSON line per policy, with the number of graphs and the verdic
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -128,10 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tape", action="store_true", help="CPU tensors and the stand-in of tests/tape.py")
     arguments = parser.parse_args(argv)
     if arguments.tape:
-        from tape import as_on_a_device, install
-
-        as_on_a_device()
-        install()
+        tape = importlib.import_module("tape")
+        tape.as_on_a_device()
+        tape.install()
         torch.set_num_threads(1)
     elif not torch.cuda.is_available():
         print("benchmarks/cuda_graphs.py: torch sees no GPU here; --tape runs without one.", file=sys.stderr)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +27,9 @@ CHUNK = 131072
 """Number of elements that the CPU searches at a time, so that they stay in its cache."""
 SAMPLE_HITS = 400
 """Mean number of sampled elements that are among the k largest, if the parameter is large enough."""
+MOST_CANDIDATES = 1 / 16
+"""Share of a parameter's elements above which a GPU does not list candidates: sorting them would take longer than
+``torch.topk``, and tables of their number more memory."""
 BLOCK = 8192
 """Number of elements that a program of Triton's kernels compares."""
 
@@ -52,6 +55,11 @@ class LargeParam:
     sample_size: int
     tail: int
     capacity: int
+
+    @property
+    def listed(self) -> bool:
+        """True if a GPU lists candidates."""
+        return self.sample_size > 0 and self.capacity <= MOST_CANDIDATES * self.size
 
     def sample_positions(self) -> Array:
         """Positions of the sample, ascending: one in each of equal strata, so distinct. The same in every step."""
@@ -126,32 +134,29 @@ class Blocks:
 
 
 class Search:
-    """Tables to search ``parts`` of a vector on ``device``."""
+    """Tables to search parts of a vector on ``device``. ``parts``: in the order of the results."""
 
     def __init__(self, parts: Sequence[LargeParam], device: torch.device) -> None:
-        samples = [part.start + part.sample_positions() for part in parts]
-        width = max(map(len, samples))
-        padded = np.stack([np.pad(sample, (0, width - len(sample)), constant_values=-1) for sample in samples])
-        self.sample = torch.from_numpy(np.maximum(padded, 0).reshape(-1)).to(device)
-        self.padding = torch.from_numpy(padded < 0).to(device)
-        self.tails = torch.tensor([[part.tail - 1] for part in parts], dtype=torch.int64, device=device)
-        self.most = max(part.tail for part in parts)
-        capacities = [part.capacity for part in parts]
-        self.blocks = Blocks([part.start for part in parts], [part.size for part in parts], capacities, device)
+        # Samples of similar size are the rows of a matrix
+        self.parts = sorted(parts, key=lambda part: part.sample_size.bit_length())
+        self.samples = [
+            _Samples(list(rows), device) for _, rows in groupby(self.parts, lambda part: part.sample_size.bit_length())
+        ]
+        starts, sizes, capacities = ([getattr(p, name) for p in self.parts] for name in ("start", "size", "capacity"))
+        self.blocks = Blocks(starts, sizes, capacities, device)
         numbers = np.repeat(np.arange(1, len(parts) + 1, dtype=np.int64) << 32, capacities)
         self.numbers = torch.from_numpy(numbers).to(device)
         bases = accumulate(capacities, initial=0)
-        chosen = [np.arange(base, base + part.count) for base, part in zip(bases, parts, strict=False)]
-        self.chosen = torch.from_numpy(np.concatenate(chosen)).to(device)
+        chosen = [np.arange(base, base + part.count) for base, part in zip(bases, self.parts, strict=False)]
+        self.chosen = torch.from_numpy(np.concatenate(chosen).astype(np.int32)).to(device)
 
     def largest(self, bits: Tensor, mask: int, kernels: ModuleType) -> tuple[Tensor, Tensor] | None:
         """Return magnitudes and positions of the largest elements of each part, in turn; None: no kernel compiles.
 
         Of equal elements the first are selected. Where there are too few, magnitudes are 0.
         """
-        sample = bits.index_select(0, self.sample).bitwise_and_(mask).view(self.padding.shape)
-        tops = torch.topk(sample.masked_fill_(self.padding, 0), self.most, dim=1).values
-        positions = self.blocks.positions(kernels, bits, tops.gather(1, self.tails).clamp_(min=1).view(-1))
+        limits = [sample.limits(bits, mask) for sample in self.samples]
+        positions = self.blocks.positions(kernels, bits, limits[0] if len(limits) == 1 else torch.cat(limits))
         if positions is None:
             return None
         missing = positions < 0
@@ -160,3 +165,22 @@ class Search:
         # Sorted by part, then from the largest magnitude on, equal ones in their order
         order = torch.sort(self.numbers - magnitudes, stable=True).indices.index_select(0, self.chosen)
         return magnitudes.index_select(0, order), positions.index_select(0, order)
+
+
+class _Samples:
+    """The samples of some parts, as rows of a matrix."""
+
+    def __init__(self, parts: Sequence[LargeParam], device: torch.device) -> None:
+        samples = [part.start + part.sample_positions() for part in parts]
+        width = max(map(len, samples))
+        padded = np.stack([np.pad(sample, (0, width - len(sample)), constant_values=-1) for sample in samples])
+        self.positions = torch.from_numpy(np.maximum(padded, 0).reshape(-1).astype(np.int32)).to(device)
+        self.padding = torch.from_numpy(padded < 0).to(device)
+        self.tails = torch.tensor([[part.tail - 1] for part in parts], dtype=torch.int64, device=device)
+        self.most = max(part.tail for part in parts)
+
+    def limits(self, bits: Tensor, mask: int) -> Tensor:
+        """Return the bits of the smallest magnitude that a candidate of each part has, int32 ``[parts]``."""
+        sample = bits.index_select(0, self.positions).bitwise_and_(mask).view(self.padding.shape)
+        tops = torch.topk(sample.masked_fill_(self.padding, 0), self.most, dim=1).values
+        return tops.gather(1, self.tails).clamp_(min=1).view(-1)

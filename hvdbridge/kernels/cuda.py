@@ -317,7 +317,8 @@ def _none_if_broken(function: F) -> F:
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # Triton and the C compiler that it runs may raise anything
-            if "CUDA error" in str(error) or in_capture():  # the device is unusable, or takes no module now
+            # The device is unusable, is full, or takes no module now
+            if "CUDA error" in str(error) or "out of memory" in str(error) or in_capture():
                 raise
             if not any(name == function.__name__ for name, *_ in _broken):
                 report_unavailable(f"Triton's kernel {function.__name__}", "Triton and a C compiler", error)

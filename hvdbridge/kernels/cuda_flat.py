@@ -1,4 +1,7 @@
-"""CUDA's kernels for flat vectors of several parameters, in Triton, by the rules of :mod:`.cuda`."""
+"""CUDA's kernels for flat vectors of several parameters, in Triton, by the rules of :mod:`.cuda`.
+
+Kernels are specialized for lengths that are multiples of 16, since loads and stores are wide then.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def _owners(i, ends, parameters, STEPS: tl.constexpr):  # type: ignore[no-untype
     return low
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=("parameters",))
 def _finite(flat, count, ends, parameters, flags, STEPS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     x = tl.load(flat + i, mask=i < count, other=0.0).to(tl.float32)
@@ -39,7 +42,7 @@ def _finite(flat, count, ends, parameters, flags, STEPS: tl.constexpr, WIDTH: tl
         tl.store(flags + parameters, 0)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=("parameters",))
 def _keep(new, old, count, ends, parameters, flags, out, STEPS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     mask = i < count
@@ -50,7 +53,7 @@ def _keep(new, old, count, ends, parameters, flags, out, STEPS: tl.constexpr, WI
     tl.store(out + i, x, mask=mask)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=("count",))
 def _sum_rows(vectors, count, length, out, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     mask = i < length
@@ -60,6 +63,37 @@ def _sum_rows(vectors, count, length, out, WIDTH: tl.constexpr):  # type: ignore
         start += length
         total += tl.load(vectors + start + i, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + i, total, mask=mask)
+
+
+@triton.jit
+def _bfloat16(x):  # type: ignore[no-untyped-def]
+    # Half to even; Triton's interpreter truncates
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = tl.where(x != x, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+    return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit(do_not_specialize=("blocks",))
+def _move(  # type: ignore[no-untyped-def]
+    target, source, table, blocks, alpha, TO_ROWS: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr
+):
+    block = tl.program_id(0).to(tl.int64)
+    start, offset = tl.load(table + block), tl.load(table + blocks + block)
+    if TO_ROWS:
+        source += start
+        target += offset
+    else:
+        source += offset
+        target += start
+    i = tl.arange(0, WIDTH)
+    mask = i < tl.load(table + 2 * blocks + block)
+    x = tl.load(source + i, mask=mask, other=0.0).to(tl.float32) * alpha
+    if ADD:
+        x += tl.load(target + i, mask=mask, other=0.0).to(tl.float32)
+    if target.dtype.element_ty == tl.bfloat16:
+        tl.store(target + i, _bfloat16(x), mask=mask)
+    else:
+        tl.store(target + i, x, mask=mask)
 
 
 @triton.jit
@@ -124,6 +158,19 @@ def sum_rows(rows: Tensor, out: Tensor) -> Tensor:
     length = out.numel()
     _launch(_sum_rows, triton.cdiv(length, WIDTH), rows, len(rows), length, out, WIDTH=WIDTH)
     return out
+
+
+@_none_if_broken
+def move(target: Tensor, source: Tensor, table: Tensor, to_rows: bool, alpha: float = 1.0, add: bool = False) -> bool:
+    """Write ``alpha`` times the blocks of ``source`` to ``target``, or add them. Computes in float32.
+
+    Args:
+        table: int64 ``[3, blocks]``: each block's start in a vector, its start in rows, and its size, at most 1024.
+        to_rows: ``source`` is the vector and ``target`` the rows; else the reverse.
+    """
+    blocks = table.shape[1]
+    _launch(_move, blocks, target, source, table, blocks, alpha, TO_ROWS=to_rows, ADD=add, WIDTH=WIDTH)
+    return True
 
 
 @_none_if_broken

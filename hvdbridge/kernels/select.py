@@ -155,15 +155,16 @@ def largest(flat: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         indices, empty = _largest_on_cpu(bits, plan, mask)
     else:
         fits = bits.is_cuda and bits.dtype == torch.int32 and bits.is_contiguous()
-        sampled = any(part.sample_size for part in plan.large)
-        indices, empty = _largest(bits, plan, mask, bool(fits and sampled and on_cuda(bits.device)))
+        listed = any(part.listed for part in plan.large)
+        indices, empty = _largest(bits, plan, mask, bool(fits and listed and on_cuda(bits.device)))
     return indices, flat.index_select(0, indices).masked_fill_(empty, 0)
 
 
 def _largest(bits: Tensor, plan: Plan, mask: int, kernels: bool = False) -> tuple[Tensor, Tensor]:
     """Return indices, and which slots are empty, both ``[plan.total]``, without a device-to-host synchronization.
 
-    Large parameters with a sample are searched by Triton's kernels, if ``kernels``; all others by ``torch.topk``.
+    Large parameters that are :attr:`~.LargeParam.listed` are searched by Triton's kernels, if ``kernels``; all others
+    by ``torch.topk``.
     """
     # The slot after the message's last receives the columns beyond a row's count.
     indices = torch.empty(plan.total + 1, dtype=torch.int64, device=bits.device)
@@ -173,9 +174,9 @@ def _largest(bits: Tensor, plan: Plan, mask: int, kernels: bool = False) -> tupl
         top = torch.topk(rows, group.k, dim=1)
         magnitudes[slots] = top.values
         indices[slots] = top.indices.add_(group.starts[:, None])
-    sampled = kernels and _search_sampled(bits, plan, mask, magnitudes, indices)
+    done = kernels and _search_listed(bits, plan, mask, magnitudes, indices)
     for part in plan.large:
-        if not (sampled and part.sample_size):
+        if not (done and part.listed):
             own_slots, values = slice(part.slot, part.slot + part.count), bits[part.start : part.start + part.size]
             torch.topk(values & mask, part.count, sorted=False, out=(magnitudes[own_slots], indices[own_slots]))
             indices[own_slots] += part.start
@@ -189,20 +190,20 @@ def _row_slots(plan: Plan) -> list[Tensor]:
     return [torch.where(i < g.counts[:, None], g.first[:, None] + i, plan.total) for g, i in columns]
 
 
-def _search_sampled(bits: Tensor, plan: Plan, mask: int, magnitudes: Tensor, indices: Tensor) -> bool:
-    """Write the largest elements of the large parameters that have a sample. Returns False if no kernel compiles."""
+def _search_listed(bits: Tensor, plan: Plan, mask: int, magnitudes: Tensor, indices: Tensor) -> bool:
+    """Write the largest elements of the large parameters that are listed. Returns False if no kernel compiles."""
     from hvdbridge.kernels import cuda_select
 
-    def make() -> tuple[Search, Tensor]:
-        parts = [part for part in plan.large if part.sample_size]
-        slots = np.concatenate([np.arange(part.slot, part.slot + part.count) for part in parts])
-        return Search(parts, bits.device), torch.from_numpy(slots).to(bits.device)
-
-    search, slots = plan.layout.derive(("sampled", plan), make)
+    parts = [part for part in plan.large if part.listed]
+    if not parts:
+        return False
+    search = plan.layout.derive(("listed", plan), lambda: Search(parts, bits.device))
     if (found := search.largest(bits, mask, cuda_select)) is None:
         return False
-    magnitudes.index_copy_(0, slots, found[0])
-    indices.index_copy_(0, slots, found[1].to(torch.int64))
+    counts = [part.count for part in search.parts]
+    for target, values in ((magnitudes, found[0]), (indices, found[1].to(torch.int64))):
+        slots = [target[part.slot : part.slot + part.count] for part in search.parts]
+        torch._foreach_copy_(slots, list(values.split(counts)))
     return True
 
 

@@ -193,12 +193,15 @@ class _Messages:
         """
         blocks, messages = self._blocks, out[: self.nbytes(code)].view(self._blocks.rows, -1)
         scales, packed = self._split(code, messages)
-        if (kernels := self._kernels(code, flat)) is not None:
+        x = flat if flat.device.type == "cpu" or flat.itemsize > 4 else flat.to(torch.float32)
+        if (kernels := self._kernels(code, x)) is not None:
             codes = packed
             if code.bits == 1 and not isinstance(kernels, NativeKernels):  # Triton sets bits of aligned words
                 codes = torch.zeros((blocks.rows, -(-blocks.length // 32)), dtype=torch.int32, device=flat.device)
             messages.zero_()
-            if kernels.encode(code.fields, flat, blocks, codes, scales, keep_rest, seed):
+            if kernels.encode(code.fields, x, blocks, codes, scales, keep_rest, seed):
+                if keep_rest and x is not flat:
+                    flat.copy_(x)
                 if codes is not packed:
                     packed.copy_(codes.view(torch.uint8)[:, : packed.shape[1]])
                 return messages

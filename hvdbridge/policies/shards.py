@@ -15,6 +15,7 @@ from hvdbridge.kernels.fused import on_flat
 from hvdbridge.kernels.runs import SHORT, Runs
 from hvdbridge.policy.bucket import BLOCK, Bucket, Layout
 from hvdbridge.policy.buffer_pool import BufferPool
+from hvdbridge.policy.capture import refuse_in_capture
 
 NO_POOL = BufferPool()
 """A pool without memory: it allocates every buffer."""
@@ -170,6 +171,7 @@ class BlockShards(Shards):
         for sizes, used in zip(self._split_sizes, filled, strict=True):
             sizes.append(self.length - used)
         self._shortest = min(filled)
+        self._tables: dict[tuple[int | None, torch.device], Tensor] = {}
 
     @cached_property
     def _runs(self) -> list[Runs]:
@@ -202,6 +204,36 @@ class BlockShards(Shards):
                 shard_views.append(shard_view)
         return vector_views, shard_views
 
+    def _move(
+        self, flat: Tensor, rows: Tensor, to_rows: bool, rank: int | None = None, alpha: float = 1.0, add: bool = False
+    ) -> bool:
+        """Copy or add by one kernel, as :func:`hvdbridge.kernels.cuda_flat.move`; return False if there is none.
+
+        For torch each strided group is an operation of its own.
+
+        Args:
+            rows: all shards, or that of ``rank`` alone.
+        """
+        kernels = on_flat(flat, rows)
+        if kernels is None or (flat.dtype != torch.float32 and abs(alpha) != 1.0):
+            return False
+        if (rank, flat.device) not in self._tables:
+            self._tables[rank, flat.device] = torch.tensor(self._blocks(rank), dtype=torch.int64, device=flat.device)
+        target, source = (rows, flat) if to_rows else (flat, rows)
+        return kernels.move(target, source, self._tables[rank, flat.device], to_rows, alpha, add) is not None
+
+    def _blocks(self, rank: int | None) -> list[list[int]]:
+        """Return the start in the vector, the start in the rows, and the size of each block, of all ranks or of one."""
+        refuse_in_capture("a table of blocks, which no flow before it has made")
+        columns: list[list[int]] = [[], [], []]
+        for start, count, width, owner, offset in self.groups:
+            if rank in (None, owner):
+                row = owner * self.length if rank is None else 0
+                columns[0] += range(start, start + count * self.size * BLOCK, self.size * BLOCK)
+                columns[1] += range(row + offset, row + offset + count * BLOCK, BLOCK)
+                columns[2] += [width] * count
+        return columns
+
     def pack(self, flat: Tensor, wire: torch.dtype, power: float = 1.0, pool: BufferPool = NO_POOL) -> Tensor:
         rows = pool.take(self.size * self.length, wire, flat.device).view(self.size, self.length)
         if self._use_runs(flat):
@@ -210,6 +242,8 @@ class BlockShards(Shards):
                 row.copy_(shard if power == 1.0 else shard.mul_(power))
             return rows
         rows[:, self._shortest :].zero_()  # in one operation, also where data follow
+        if self._move(flat, rows, True, alpha=power):
+            return rows
         vector_views, shard_views = self._view_pairs(flat, rows)
         if power != 1.0:
             for view, shard_view in zip(vector_views, shard_views, strict=True):
@@ -224,6 +258,8 @@ class BlockShards(Shards):
         shard[self.length - self._split_sizes[rank][-1] :].zero_()
         if self._use_runs(flat):
             return self._runs[rank].to(flat, shard)
+        if self._move(flat, shard, True, rank):
+            return shard
         vector_views, shard_views = self._view_pairs(flat, shard.unsqueeze(0), rank)
         if shard_views:
             torch._foreach_copy_(shard_views, vector_views)
@@ -234,6 +270,8 @@ class BlockShards(Shards):
         if self._use_runs(flat):
             shard.add_(self.owned(flat, rank))
             return
+        if self._move(flat, shard, True, rank, add=True):
+            return
         vector_views, shard_views = self._view_pairs(flat, shard.unsqueeze(0), rank)
         if shard_views:
             torch._foreach_add_(shard_views, vector_views)
@@ -242,6 +280,8 @@ class BlockShards(Shards):
         """Add ``shard``, ``[length]``, to the elements of ``flat`` that ``rank`` owns."""
         if self._use_runs(flat):
             self._runs[rank].back(flat, self.owned(flat, rank).add_(shard))
+            return
+        if self._move(flat, shard, False, rank, add=True):
             return
         vector_views, shard_views = self._view_pairs(flat, shard.unsqueeze(0), rank)
         if vector_views:
@@ -252,12 +292,8 @@ class BlockShards(Shards):
         if self._use_runs(flat):
             for rank, row in enumerate(rows):
                 self._runs[rank].back(flat, self.owned(flat, rank).sub_(row, alpha=1 / power))
-        elif self.groups:
-            on_host = flat.device.type == "cpu"
-            vector_views, shard_views = self._view_pairs(flat, rows if on_host else rows.to(flat.dtype))
-            if not on_host:  # of equal types, one kernel adds all pairs
-                torch._foreach_add_(vector_views, shard_views, alpha=-1 / power)
-                return
+        elif self.groups and not self._move(flat, rows, False, alpha=-1 / power, add=True):
+            vector_views, shard_views = self._view_pairs(flat, rows)
             for view, sent in zip(vector_views, shard_views, strict=True):
                 add(view, sent, -1 / power)
 
@@ -266,7 +302,7 @@ class BlockShards(Shards):
         if self._use_runs(flat):
             for runs, row in zip(self._runs, rows, strict=True):
                 runs.back(flat, row.to(dtype))
-        elif self.groups:
+        elif self.groups and not self._move(flat, rows, False):
             vector_views, shard_views = self._view_pairs(flat, rows)
             torch._foreach_copy_(vector_views, shard_views)
         return flat

@@ -76,7 +76,8 @@ class TopK(WithFeedback):
         select: ``"exact"`` compares all elements. ``"sampled"`` (faster) compares about 1.2 k to 3 k candidates above a
             threshold from a sample of the parameter. It chooses the same elements, except that with a probability
             below 1e-5 it chooses slightly fewer than k. Parameters of up to 32768 elements are always compared
-            completely; on CUDA also those of fewer than 2**24 elements, those of float64, and all without Triton.
+            completely; on CUDA also those with candidates for more than a 16th, those of float64, and all without
+            Triton.
         ef: error feedback.
     """
 

@@ -202,8 +202,7 @@ class AfterStep:
                 return None
             bucket = replace(bucket, ranks=replace(bucket.ranks, weights=None))
         result = yield from finish(aggregator.policy.after_step(bucket, aggregator.store.part(layout)))
-        aggregator.store.merge(layout, result.state, result.update)
-        return result.update
+        return aggregator.store.merge(layout, result.state, result.update)
 
     @torch.no_grad()
     def _write_parameters(self) -> None:

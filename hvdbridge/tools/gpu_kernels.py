@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from hvdbridge.kernels import orthogonal, pack, select, shuffle, signs
+from hvdbridge.kernels import candidates, orthogonal, pack, select, shuffle, signs
 from hvdbridge.kernels.blocks import Blocks, Part
 from hvdbridge.kernels.codes import Linear
 from hvdbridge.kernels.quantise import decode, encode
 from hvdbridge.policies import low_rank
-from hvdbridge.policies.shards import sum_rows
+from hvdbridge.policies.shards import BlockShards, sum_rows
 from hvdbridge.policy.bucket import Layout
 
 CONSTANTS = orthogonal.HIGH, orthogonal.LOW, orthogonal.TOLERANCE
@@ -30,7 +30,7 @@ def differences(device: torch.device, replaced: Mapping[str, Any] | None = None)
 
     kernels = SimpleNamespace(**vars(cuda) | vars(cuda_flat) | vars(cuda_select) | dict(replaced or {}))
     rng = torch.Generator("cpu").manual_seed(0)
-    checks = (_codes, _packing, _reaching, _shuffling, _orthonormal, _flat, _rows)
+    checks = (_codes, _packing, _reaching, _shuffling, _orthonormal, _flat, _rows, _moving, _searching)
     failed = [name for check in checks for name in check(kernels, device, rng)]
     return f"other bits than the CPU's: {', '.join(failed)}" if failed else ""
 
@@ -53,8 +53,24 @@ def _codes(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator
         if code.bits == 1:
             words = torch.zeros((1, -(-numel // 32)), dtype=torch.int32, device=device)
             kernels.encode(code.fields, x.to(device), device_blocks, words, got_scales, False, 0)
+            got_bytes = torch.zeros((1, 4 * blocks.count), dtype=torch.uint8, device=device)
+            kernels.encode(code.fields, x.to(device), device_blocks, words.zero_(), got_bytes, False, 0)
+            same = same and torch.equal(got_bytes.cpu()[0], scales.view(torch.uint8))
             packed = words.view(torch.uint8)[0, : code.wire_bytes(numel)]
             same = same and torch.equal(packed.cpu(), code.to_wire(codes)) and torch.equal(got_scales.cpu()[0], scales)
+        message = torch.zeros((1, 3 + 4 * blocks.count + numel), dtype=torch.uint8, device=device)
+        scale_bytes, code_bytes = message[:, 3 : 3 + 4 * blocks.count], message[:, 3 + 4 * blocks.count :]  # unaligned
+        if code.bits in (1, 8):
+            if code.bits == 8:
+                kernels.encode(code.fields, x.to(device), device_blocks, code_bytes, scale_bytes, False, 0)
+            else:
+                scale_bytes.copy_(scales.view(torch.uint8))
+                code_bytes[:, : code.wire_bytes(numel)] = code.to_wire(codes).to(device)
+            out = torch.empty(numel, dtype=torch.float32, device=device)
+            kernels.decode(code.fields, code_bytes, scale_bytes, device_blocks, out, 0)
+            expected = decode(code, codes.unsqueeze(0), scales.unsqueeze(0), blocks)
+            same = same and torch.equal(scale_bytes.cpu()[0], scales.view(torch.uint8))
+            same = same and torch.equal(out.cpu(), expected)
         two_codes, two_scales = got_codes.expand(2, -1).contiguous(), got_scales.expand(2, -1).contiguous()
         for add in (None, 1, -1):
             expected = decode(code, two_codes.cpu(), two_scales.cpu(), blocks, x.clone(), add)
@@ -130,6 +146,7 @@ def _flat(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator[
         finite = layout.finite(update)
         expected = torch.where(layout.spread(finite), rows[1], rows[2])
         out = rows[2].to(device, copy=True)
+        flags = flags if flags is None else flags.view(torch.bool)
         kept = None if flags is None else kernels.keep(rows[1].to(device), out, ends, flags, out)
         total = kernels.sum_rows(rows.to(device), torch.empty(layout.numel, dtype=torch.float32, device=device))
         same = flags is not None and flags.tolist() == [*finite.tolist(), finite.all().item()]
@@ -146,3 +163,40 @@ def _rows(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator[
         for result, expected in zip(found, (low_rank.normalized(new), low_rank.restored(new, old)), strict=True):
             if result is None or not torch.equal(result.cpu().nan_to_num(7.0), expected.nan_to_num(7.0)):
                 yield f"rows of {length}"
+
+
+def _moving(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator[str]:
+    layout = Layout({"a": (5_000,), "b": (3,), "c": (2_048,)})
+    shards = BlockShards(layout, layout.blocks, 2)
+    for rank, wire in itertools.product((None, 1), kernels.VALUES):
+        flat = torch.empty(layout.numel, dtype=torch.float32, device="cpu").normal_(generator=rng)
+        table = torch.tensor(shards._blocks(rank), dtype=torch.int64, device=device)
+        whole = shards.pack(flat, wire, 0.5)
+        expected = whole if rank is None else shards.owned(flat, rank).mul_(0.5).to(wire)
+        rows = torch.zeros(expected.shape, dtype=wire, device=device)
+        same = kernels.move(rows, flat.to(device), table, True, 0.5) and torch.equal(rows.cpu(), expected)
+        back = flat.to(device, copy=True)
+        same = same and kernels.move(back, rows, table, False, -2.0, True)
+        rest = flat.clone()
+        if rank is None:
+            shards.subtract(rest, whole, 0.5)
+        else:
+            shards.add_owned(rest, rank, expected.to(torch.float32).mul_(-2.0))
+        if not (same and torch.equal(back.cpu(), rest)):
+            yield f"blocks of {rank} as {wire}"
+
+
+def _searching(kernels: Any, device: torch.device, rng: torch.Generator) -> Iterator[str]:
+    sizes, counts = {"a": 60_001, "b": 90_000, "c": 34_000}, {"a": 400, "b": 900, "c": 1}
+    layout = Layout({name: (size,) for name, size in sizes.items()})
+    plan = select.Plan.of(layout, counts, torch.device("cpu"))
+    x = torch.empty(layout.numel, dtype=torch.float32, device="cpu").normal_(generator=rng)
+    bits, mask = select._bits(x)
+    expected = [select._largest_on_cpu(bits, plan, mask)[0][p.slot : p.slot + p.count] for p in plan.large]
+    search = candidates.Search(plan.large, device)
+    found = search.largest(bits.to(device), mask, kernels)
+    parts = [] if found is None else found[1].cpu().split([part.count for part in search.parts])
+    by_start = {part.start: indices.sort().values for part, indices in zip(search.parts, parts, strict=False)}
+    for part, indices in zip(plan.large, expected, strict=True):
+        if part.start not in by_start or not torch.equal(by_start[part.start].long(), indices.sort().values):
+            yield f"the largest {part.count} of {part.size}"

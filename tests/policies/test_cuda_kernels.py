@@ -52,6 +52,10 @@ kernels = {
         {**block, **rows, "codes": "*i32"},
         {"KEEP_REST": True, "BYTES": False, "WIDTH": 1024, "HALVINGS": 10, "PACK": True},
     ),
+    "_linear_encode messages": (
+        {**block, "levels": "fp32", **rows, "scales": "*u8"},
+        {"OFFSET": 0, "MASK": 255, "KEEP_REST": True, "BYTES": True, "WIDTH": 1024},
+    ),
     "_decode messages": (
         {**block, **several, **rows, "scales": "*u8"},
         {"SIGNS": True, "OFFSET": 0, "ADD": 0, "BYTES": True, "WIDTH": 1024},
@@ -65,9 +69,13 @@ kernels = {
         {"STEPS": 7, "WIDTH": 1024},
     ),
     "_keep": (
-        {"new": "*fp32", "old": "*fp32", "count": "i32", "ends": "*i64", "parameters": "i32", "flags": "*u8",
+        {"new": "*fp32", "old": "*fp32", "count": "i32", "ends": "*i64", "parameters": "i32", "flags": "*i1",
          "out": "*fp32"},
         {"STEPS": 7, "WIDTH": 1024},
+    ),
+    "_move": (
+        {"target": "*fp16", "source": "*fp32", "table": "*i64", "blocks": "i32", "alpha": "fp32"},
+        {"TO_ROWS": True, "ADD": True, "WIDTH": 1024},
     ),
     "_normalize": ({"rows": "*fp32", "length": "i32", "factor": "fp32", "out": "*fp32"}, {"WIDTH": 1024}),
     "_restore": ({"new": "*fp32", "old": "*fp32", "length": "i32", "out": "*fp32"}, {"WIDTH": 1024}),
@@ -76,6 +84,10 @@ kernels = {
     "_threshold_bits": (
         {"bits": "*i32", "table": "*i64", "blocks": "i32", "limits": "*i32", "bitmaps": "*i32", "counts": "*i32"},
         {"HEIGHT": cuda_select.HEIGHT, "ALIGNED": True},
+    ),
+    "_threshold_bits unaligned": (
+        {"bits": "*i32", "table": "*i64", "blocks": "i32", "limits": "*i32", "bitmaps": "*i32", "counts": "*i32"},
+        {"HEIGHT": cuda_select.HEIGHT, "ALIGNED": False},
     ),
     "_list": (
         {"bitmaps": "*i32", "table": "*i64", "blocks": "i32", "part_table": "*i64", "parts": "i32", "counts": "*i32",
@@ -123,7 +135,7 @@ def test_they_compile_for_a_gpu_without_one(architecture: int, tmp_path: Path) -
         assert counts["bytes"] > 0, name
         assert counts["fma.rn.f32"] == counts["fma.rn.f64"] == counts["div.full.f32"] == counts["div.approx"] == 0, name
     assert {name for name, counts in found.items() if counts["div.rn.f32"]} == {
-        "_linear_encode", "_sign_encode", "_sign_encode messages", "_normalize"
+        "_linear_encode", "_linear_encode messages", "_sign_encode", "_sign_encode messages", "_normalize"
     }  # fmt: skip
     assert found["_gram_schmidt"]["sqrt.rn.f64"] > 0
     assert found["_gram_schmidt"]["div.rn.f64"] > 0
