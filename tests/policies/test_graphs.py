@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hvdbridge.errors import StepError, Unsupported
 from hvdbridge.execution.graphs import FlowGraphs, run_in_users_graph
-from hvdbridge.execution.scheduler import Traffic
+from hvdbridge.execution.scheduler import ThreadScheduler, Traffic
 from hvdbridge.execution.simulation import Simulation
 from hvdbridge.execution.state_store import leaves
 from hvdbridge.execution.trace import bits
@@ -25,6 +25,8 @@ from hvdbridge.policy.base import Aggregated, Early, Flow, Policy, State, advanc
 from hvdbridge.policy.bucket import Bucket, Layout, Views, scale
 from hvdbridge.policy.collectives import AllReduce, Collective, relay
 from hvdbridge.reduction.aggregator import copy_if_needed
+from hvdbridge.training.runtime import session
+from hvdbridge.training.synchronizer import GradientSynchronizer
 from policies.policies import CASES, SHAPES, Case
 
 SIZE = 3
@@ -394,7 +396,7 @@ def test_the_bits_of_a_number_on_the_device_are_those_on_the_host() -> None:
 
 
 class UsersGraphSimulation(GraphSimulation):
-    """A simulation of a user who captures the third step, and replays it in later ones."""
+    """A simulation whose third step is captured, as by ``torch.cuda.graph``; later steps replay it."""
 
     tapes: dict[int, Tape]
 
@@ -436,3 +438,18 @@ def test_a_step_that_a_users_graph_would_not_repeat_is_refused(policy: Any, reas
     simulation.step(gradients(1, 2))
     with pytest.raises(Unsupported, match=f"cannot capture a step with this policy: .*{reason}"):
         simulation.step(gradients(2, 2))
+
+
+def test_after_a_refused_capture_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with session("torch", rank=0, size=1):
+        model = torch.nn.Linear(3, 1)
+        sync = GradientSynchronizer(model, policy="ef(bf16)", weighted=False)
+        sync.model(torch.ones(2, 3)).sum().backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(ThreadScheduler, "in_users_graph", True)
+            with pytest.raises(Unsupported, match="it runs on the host"):
+                sync.model(torch.ones(2, 3)).sum().backward()
+        model.zero_grad()
+        sync.model(torch.ones(2, 3)).sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.tolist() == [[2.0] * 3]
