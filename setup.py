@@ -35,7 +35,7 @@ class Wheel(bdist_wheel):
     """Name the platform of a wheel that contains compiled kernels."""
 
     def get_tag(self):
-        compiled = any(Path(self.bdist_dir, KERNELS).glob("native*.so"))
+        compiled = any(Path(self.bdist_dir, KERNELS).glob("libnative*.so"))
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_") if compiled else "any"
         return "py3", "none", platform
 

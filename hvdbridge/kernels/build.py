@@ -39,4 +39,5 @@ def run(command: list[str], output: Path) -> None:
 def prebuild(folder: Path) -> None:
     """Compile a library for each of :data:`LEVELS`. Its name contains the extensions, for ``native._prebuilt``."""
     for level in LEVELS:
-        run(command(*(f"-m{name}" for name in level)), folder / f"{'-'.join(('native', *level))}.so")
+        name = "-".join(("libnative", *level))  # Python would import native.so in place of native.py
+        run(command(*(f"-m{extension}" for extension in level)), folder / f"{name}.so")

@@ -153,7 +153,7 @@ def library(cache: Path) -> ctypes.CDLL:
 def _prebuilt(folder: Path) -> Path | None:
     """Return the library in ``folder`` with the most instruction-set extensions that this processor has, or None."""
     flags = set(_processor().split())
-    supported = [path for path in folder.glob("native*.so") if flags.issuperset(path.stem.split("-")[1:])]
+    supported = [path for path in folder.glob("libnative*.so") if flags.issuperset(path.stem.split("-")[1:])]
     return max(supported, key=lambda path: len(path.stem.split("-")), default=None)
 
 

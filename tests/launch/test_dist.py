@@ -25,18 +25,18 @@ import hashlib, json, os, sys, torch
 import hvdbridge as hb
 from hvdbridge.kernels import native
 
-torch.manual_seed(0)
 hb.init()
 found = dict(rank=hb.rank(), size=hb.size(), package=hb.__file__, path=sys.path, digests={})
 for policy in ("int8", "onebit", "topk:ratio=0.1", "qsgd"):
+    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.Tanh(), torch.nn.Linear(300, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = hb.GradientSynchronizer(model, optimizer, policy=policy)
+    sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+    model, optimizer = sync.model, sync.optimizer
     for step in range(3):
         optimizer.zero_grad()
         draw = torch.Generator().manual_seed(step * hb.size() + hb.rank())
-        sync.model(torch.randn(16, 64, generator=draw)).square().mean().backward()
-        sync.step()
+        model(torch.randn(16, 64, generator=draw)).square().mean().backward()
+        optimizer.step()
     state = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     found["digests"][policy] = hashlib.sha256(state).hexdigest()
 loaded = native._load()
@@ -123,9 +123,9 @@ def test_wheel(installed: Installed) -> None:
 
 def test_doctor(installed: Installed) -> None:
     found = json.loads(installed.run("hvdbridge", "doctor", "--json"))
-    kernels = Path(found["kernels"]["file"])
-    assert kernels.is_relative_to(installed.environment), found["kernels"]
-    assert kernels.name.startswith("native")
+    kernels = Path(found["facts"]["kernels"]["file"])
+    assert kernels.is_relative_to(installed.environment), found["facts"]["kernels"]
+    assert kernels.name.startswith("libnative")
 
 
 def test_two_ranks(installed: Installed) -> None:

@@ -419,7 +419,7 @@ def test_libraries_of_a_wheel(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> N
             forget()
             loaded = native._load()
             assert loaded is not None
-            assert Path(loaded._name) == fresh / f"{'-'.join(['native', *level])}.so"
+            assert Path(loaded._name) == fresh / f"{'-'.join(['libnative', *level])}.so"
             for seed, (code, width, special) in enumerate(itertools.product(CODES, (16, 1024), (0.0, 0.01))):
                 same_codes(both, seed, code, width, 5_003, special)
                 same_messages(both, seed, code, width, 3, [1000, 1025, 4096], special, keep_rest=bool(seed % 2))
