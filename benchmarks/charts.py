@@ -105,7 +105,8 @@ def slow_link(rows: Table, plt: Any) -> Any:
         for y, (value, row) in enumerate(zip(values, rows, strict=True)):
             axes.annotate(f"{value:,.0f} ms, {numbers(row[speed])[0]:g}×", (value, y), (3, 0), va="center",
                           textcoords="offset points", fontsize=8)  # fmt: skip
-        axes.set(title=step.removesuffix(": step, ms"), xlim=(0, 1.75 * max(values)), xlabel="step, ms (×: speed of fp16 hook)")
+        axes.set(title=step.removesuffix(": step, ms"), xlabel="step time, ms, and × fp16 hook")
+        axes.set(xlim=(0, 1.75 * max(values)))
         axes.locator_params(axis="x", nbins=3)
     panels[0].invert_yaxis()
     return figure

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from hvdbridge.tools.bench.transport import Network
 
 RANKS = (2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 100_000)
-# Those that change a training recipe least come first (docs/explanation/convergence.md): a recommendation takes the first
-# of the fast ones. onebit fails behind SGD with momentum unless its rate is lowered; replicas drift under local_sgd.
+# Those that change a training recipe least come first, because a recommendation takes the first of the fast ones.
+# onebit fails behind SGD with momentum unless its rate is lowered; under local_sgd replicas drift (convergence.md).
 POLICIES = [
     "mean", "bf16", "int8", "int4", "powersgd:rank=4", "topk:ratio=0.01", "onebit", "local_sgd:every=8",
 ]  # fmt: skip
