@@ -76,7 +76,7 @@ types: $(STAMP)  ## mypy --strict
 parity: $(STAMP)  ## ResNet18, bit-equal to DistributedDataParallel on every backend
 	@$(BIN)/python benchmarks/parity.py
 
-convergence: $(STAMP)  ## what every policy does to the loss, written to docs/policies.md
+convergence: $(STAMP)  ## what every policy does to the loss, written to docs/explanation/convergence.md
 	@$(BIN)/python benchmarks/convergence.py
 
 bench: $(STAMP)  ## step times against each backend's native way
