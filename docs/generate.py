@@ -23,7 +23,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +57,23 @@ class Example:
         spec: the policy, with example options where it needs some.
         formula: bytes that a rank sends, of N ranks for n elements in float32: an expression of Python, and the names
             that ``names`` explains. "0" without communication. With ``at_most`` it is an upper bound.
-        names: meaning of each further name in the formula -> its value for :data:`MODEL`.
+        names: further names in the formula -> their meaning, and their value for :data:`MODEL`: a number, or an
+            expression.
         step: the first step that is counted.
         period: number of steps whose average is taken.
-        nodes: number of ranks per node; None: one node.
+        nodes: there are several nodes, of ``sqrt(N)`` ranks each. False: one node.
     """
 
     spec: str
     formula: str
-    names: dict[str, tuple[str, float]]
+    names: dict[str, tuple[str, float | str]]
     at_most: bool = False
     step: int = 0
     period: int = 1
-    local_size: int | None = None
+    nodes: bool = False
+
+    def local_size(self, size: int) -> int | None:
+        return math.isqrt(size) if self.nodes else None
 
 
 def kept(ratio: float) -> int:
@@ -77,6 +81,7 @@ def kept(ratio: float) -> int:
 
 
 RING = "* (N - 1) / N"
+NODE = ("ranks per node, in the examples sqrt(N)", "sqrt(N)")
 K = "number of elements that are sent, the sum of `ceil(ratio * numel)` over parameters"
 P = "number of parameters"
 FAMILIES = {
@@ -95,7 +100,7 @@ FAMILIES = {
             "qsgd", f"2 * (b / 8 + 4 / block) * n {RING}",
             {"b": ("bits per element", 4), "block": ("the option", 512)},
         ),
-        "natural": Example("natural", f"2 * 9 / 8 * n {RING}", {}),
+        "natural": Example("natural", f"9 / 4 * n {RING}", {}),
         "terngrad": Example(
             "terngrad", f"(2 / 8 + ceil(log2(2 * N + 1)) / 8) * n {RING} + 4 * p * (N - 1)", {"p": (P, len(MODEL))}
         ),
@@ -145,13 +150,12 @@ FAMILIES = {
         "local_sgd": Example("local_sgd:every=8", f"8 * n {RING} / every", {"every": ("the option", 8)}, period=8),
         "post_local_sgd": Example(
             "post_local_sgd:start=0,every=8", f"8 * n {RING} / every + 8 * n * (L - 1) / L",
-            {"every": ("the option", 8), "L": ("ranks per node (here 4)", 4)}, step=8, period=8, local_size=4,
+            {"every": ("the option", 8), "L": NODE}, step=8, period=8, nodes=True,
         ),
-        "diloco": Example("diloco:every=100", f"8 * n {RING} / every", {"every": ("the option", 100)}, period=100),
+        "diloco": Example("diloco:every=20", f"8 * n {RING} / every", {"every": ("the option", 20)}, period=20),
         "hierarchical": Example(
-            "hierarchical(bf16)", "8 * n * (L - 1) / L + 4 * n / L * (K - 1) / K + a",
-            {"L": ("ranks per node (here 4)", 4), "K": ("nodes, N / L", math.nan),
-             "a": ("answers that ranks of a node give each other", math.nan)}, local_size=4,
+            "hierarchical(bf16)", "12 * n * (L - 1) / L + 4 * n / L * (K - 1) / K",
+            {"L": NODE, "K": ("number of nodes, N / L", "N / L")}, nodes=True,
         ),
     },
     "Wrappers": {
@@ -213,6 +217,8 @@ In the formulas N is the number of ranks, n the number of elements in float32, a
 those that one rank sends in a step, as `hb.policies.bytes_per_step` counts them. The examples have a weight matrix of
 1024 x 1024 elements and a bias of 1024, so n = {NUMEL:,}. State is what `policy.init` makes for these parameters.
 
+With every policy, a rank of weight 0 contributes nothing, not even its NaN.
+
 The table has bytes relative to `mean` with as many ranks, and state in bytes per parameter.
 """
 
@@ -233,20 +239,28 @@ class Facts:
         """Return the average bytes of a step, and check the formula."""
         e = self.example
         steps = range(e.step, e.step + e.period)
-        sent = sum(bytes_per_step(self.policy, MODEL, size, step, None, e.local_size) for step in steps) / e.period
-        names = {name: value for name, (_, value) in e.names.items()}
-        if "K" in names:
-            names["K"] = size / names["L"]
-            names["a"] = sent - self.formula_value(size, names | {"a": 0})
-        expected = self.formula_value(size, names)
+        local_size = e.local_size(size)
+        sent = sum(bytes_per_step(self.policy, MODEL, size, step, None, local_size) for step in steps) / e.period
+        expected = self.formula_value(size)
         low, high = (1 / 1.5 if e.at_most else 1 - TOLERANCE), 1 + TOLERANCE
         right = low * expected <= sent <= high * expected
         assert right, f"{self.name}: {e.formula} gives {expected:,.0f} bytes at N = {size}; a rank sends {sent:,.0f}"
         return sent
 
-    def formula_value(self, size: int, names: dict[str, float]) -> float:
-        functions = {"ceil": math.ceil, "log2": math.log2, "sqrt": math.sqrt}
-        return float(eval(self.example.formula, {"n": NUMEL, "N": size, **functions, **names}))
+    def formula_value(self, size: int) -> float:
+        known = {"n": NUMEL, "N": size, "ceil": math.ceil, "log2": math.log2, "sqrt": math.sqrt}
+        for name, (_, value) in self.example.names.items():
+            known[name] = eval(value, known) if isinstance(value, str) else value
+        return float(eval(self.example.formula, known))
+
+    def between_nodes(self, size: int) -> float:
+        """Return those bytes of :meth:`bytes_sent` that leave the node, at most."""
+        e, sent = self.example, 0
+        for step in range(e.step, e.step + e.period):
+            events = dry_run(self.policy, MODEL, size, step, 1e6, e.local_size(size))
+            asked = [event for event in events if isinstance(event, Asked) and event.request.group != "node"]
+            sent += sum(event.request.bytes_sent(event.size) for event in asked)
+        return sent / e.period
 
     def share(self, size: int) -> float:
         """Return the bytes relative to the mean's, in percent."""
@@ -266,7 +280,9 @@ class Facts:
     def example_text(self) -> str:
         texts = []
         for size in RANKS:
-            texts.append(f"{self.bytes_sent(size):,.0f} bytes with N = {size} ({self.share(size):.3g} % of `mean`)")
+            outside = f", {self.between_nodes(size):,.0f} of them between nodes" if self.example.nodes else ""
+            text = f"{self.bytes_sent(size):,.0f} bytes with N = {size}{outside}"
+            texts.append(f"{text} ({self.share(size):.3g} % of `mean`)")
         return ", ".join(texts)
 
     # -- state, rounds, weights, ranks
@@ -290,27 +306,36 @@ class Facts:
         texts = [f"`{path}`, {size / NUMEL:.3g} bytes per parameter, {place}" for path, size, place in self.leaves()]
         return "; ".join(texts) or "none"
 
+    def asked(self, step: int) -> list[str]:
+        """Return the collectives of a step with one bucket, with the groups of ranks."""
+        events = dry_run(self.policy, MODEL, 16, step, 1e6, self.example.local_size(16))
+        return [f"{type(e.request).__name__} ({e.request.group})" for e in events if isinstance(e, Asked)]
+
     @property
     def rounds_text(self) -> str:
-        asked = [event for event in dry_run(self.policy, MODEL, 16, self.example.step, 1e6, self.example.local_size)
-                 if isinstance(event, Asked)]  # fmt: skip
-        kinds = ", ".join(f"{type(event.request).__name__} ({event.request.group})" for event in asked)
-        found = f"{len(asked)} in a step with one bucket{f': {kinds}' if kinds else ''}"
-        if acts_after_step(self.policy):
-            return "those of `inner`, after the optimizer's step" if self.example.period > 1 else f"{found}"
-        if self.policy.rounds is None:
-            return f"{found}. Buckets run one after another"
-        assert len(asked) <= self.policy.rounds, self.name
-        return f"at most {self.policy.rounds} per bucket; several buckets may be in flight. {sentence(found)}"
+        first = self.example.step
+        due = next((step for step in range(first, first + 200) if self.policy.due(step)), first)
+        asked = self.asked(due)
+        text = ", ".join(asked) or "none"
+        if acts_after_step(self.policy) and self.example.period > 1:
+            others = ", ".join(self.asked(due + 1)) or "none"
+            return f"{text} in a step after which parameters are averaged; {others} in others"
+        if not asked or acts_after_step(self.policy):
+            return text
+        assert self.policy.rounds is None or len(asked) <= self.policy.rounds, self.name
+        together = "one bucket after another" if self.policy.rounds is None else "several buckets at a time"
+        return f"{text}; {together}"
 
     @property
     def scope_text(self) -> str:
-        if acts_after_step(self.policy):
-            return "after the optimizer's step, on the parameters"
         by_bucket = self.policy.scope == "bucket"
-        return "during backward, bucket by bucket" if by_bucket else "after backward, on all gradients"
+        during = "during backward, bucket by bucket" if by_bucket else "after backward, on all gradients"
+        if not acts_after_step(self.policy):
+            return during
+        after = "after the optimizer's step, on the parameters"
+        return after if self.name != "post_local_sgd" else f"{during}; and {after}"
 
-    @property
+    @cached_property
     def weights(self) -> str:
         """Try weights: whether unequal ones are honoured, and whether weight 0 excludes a rank's NaN."""
         spec = {"krum": "krum:f=1", "multi_krum": "multi_krum:f=1"}.get(self.name, self.example.spec)
@@ -329,11 +354,11 @@ class Facts:
     @property
     def weights_text(self) -> str:
         texts = {
-            "refused": "unequal positive weights raise `WeightError`",
+            "refused": "equal ones only: unequal positive weights raise `WeightError`",
             "honoured": "any",
-            "ignored": "without effect, except for weight 0",
+            "ignored": "no effect, except for weight 0",
         }
-        return f"{texts[self.weights]}; a rank of weight 0 contributes nothing, not even its NaN"
+        return texts[self.weights]
 
     @property
     def ranks_text(self) -> str:
@@ -560,7 +585,10 @@ SPECS = [
     "partition(*.bias=mean, <4096=mean, embedding.*=bf16, rest=powersgd(rank=4))",
     "partition(1d=mean, float16=mean, 'odd,name'=mean, rest=bf16)",
 ]
-WRONG = ["tokp:ratio=0.01", "topk:ration=0.01", "topk:ratio=2", "powersgd(rank=4", "ef(topk:ratio=0.01,ef=false)", "ef(median)"]
+WRONG = [
+    "tokp:ratio=0.01", "topk:ration=0.01", "topk:ratio=2", "powersgd(rank=4", "ef(topk:ratio=0.01,ef=false)",
+    "ef(median)",
+]  # fmt: skip
 
 
 def spec_grammar() -> str:

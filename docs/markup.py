@@ -10,6 +10,10 @@ from collections.abc import Callable
 
 ROLE = re.compile(r":(?:class|func|meth|attr|mod|data|exc):`([^`]+)`", re.DOTALL)
 LITERAL = re.compile(r"(?<!`)``(?!`)(.+?)``(?!`)", re.DOTALL)
+SEVERAL = re.compile(
+    r"^(?P<indent> +)(?P<names>\*{0,2}\w+(?:, \*{0,2}\w+)+): (?P<text>.*\n?(?:(?P=indent) +.*\n?)*)",
+    re.MULTILINE,
+)
 BLOCK = re.compile(r"^(?P<indent> *)(?P<lead>[^\n]*?)::\n\n(?P<text>(?:(?P=indent) +[^\n]*\n|\n)+)", re.MULTILINE)
 
 
@@ -24,6 +28,9 @@ def markdown(text: str, link: Callable[[str], str | None] = lambda target: None)
     """
 
     def role(match: re.Match[str]) -> str:
+        title, _, named = match[1].partition(" <")
+        if named:
+            return f"`{title}`"
         target = match[1].lstrip("~.!")
         short = target.rpartition(".")[2] if match[1].startswith("~") else target.removeprefix("hvdbridge.")
         address = link(target)
@@ -47,3 +54,17 @@ def markdown(text: str, link: Callable[[str], str | None] = lambda target: None)
 
     text = BLOCK.sub(block, text + "\n").rstrip("\n") + "\n" * text.endswith("\n")
     return LITERAL.sub(r"`\1`", ROLE.sub(role, text))
+
+
+def one_by_one(text: str) -> str:
+    """Give each of several parameters that share an entry (``rank, size: ...``) an entry of its own.
+
+    >>> one_by_one("Args:" + chr(10) + "    a, b: numbers.")
+    'Args:\\n    a: numbers.\\n    b: numbers.'
+    """
+
+    def entries(match: re.Match[str]) -> str:
+        texts = (f"{match['indent']}{name}: {match['text']}" for name in match["names"].split(", "))
+        return "\n".join(text.rstrip("\n") for text in texts) + "\n" * match["text"].endswith("\n")
+
+    return SEVERAL.sub(entries, text)

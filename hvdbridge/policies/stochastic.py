@@ -55,7 +55,7 @@ class Qsgd(Policy):
         An eighth of the bytes is needed, unbiased and without state.
 
     Attributes:
-        levels: s, from 1 to 127; or
+        levels: number s of levels, from 1 to 127. Give ``levels`` or ``bits``.
         bits: bits per element, 2 to 8, for ``s = 2**(bits - 1) - 1``. If neither is given: 4 bits, s = 7.
         norm: ``"max"``, as in the paper's experiments, or ``"l2"``, as in its theorem: the variance is at most
             ``min(d / s**2, sqrt(d) / s) |v|**2``, d the block's length. That bound is small only if s is about sqrt(d):

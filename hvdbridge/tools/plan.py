@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--gbits", type=float, help="rate of the network between nodes, Gbit/s; not with --from")
     option("--latency-us", type=float, help="latency of a message between nodes (default: 25); not with --from")
     option("--local-gbits", type=float, help="rate inside a node, Gbit/s (default: FILE's, or that between nodes)")
-    option("--local-latency-us", type=float, help="latency of a message inside a node (default: 5); needs --local-gbits")
+    option("--local-latency-us", type=float, help="latency inside a node (default: 5); needs --local-gbits")
     text = "time of a step without synchronization on the planned machines; scales policies, too (default: measured)"
     option("--compute-ms", type=float, help=text)
     option("--samples", type=int, help="images or tokens per step and rank")
