@@ -85,7 +85,7 @@ bench: $(STAMP)  ## step times against each backend's native way
 
 # Warnings are errors: links, anchors, docstrings, pages without a place in the navigation
 docs: $(DOCS_STAMP)  ## the site, in build/docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/docs/index.html"
 
 $(DOCS_STAMP): $(STAMP)
