@@ -39,11 +39,16 @@ def text_of(node: ast.expr) -> str:
 
 
 @cache
-def templates() -> tuple[str, ...]:
-    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "hvdbridge").rglob("*.py"))]
-    expressions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr)]
-    texts = {text_of(node) for node in expressions} - {PLACEHOLDER}
-    return tuple(sorted(texts, key=len))
+def expressions() -> list[tuple[Path, ast.expr]]:
+    """Return all expressions of the source, each with its file."""
+    files = sorted((ROOT / "hvdbridge").rglob("*.py"))
+    return [(f, node) for f in files for node in ast.walk(ast.parse(f.read_text())) if isinstance(node, ast.expr)]
+
+
+@cache
+def templates() -> frozenset[str]:
+    """Return the texts of the source that a message may be."""
+    return frozenset(text for _, node in expressions() if " " in (text := text_of(node)))
 
 
 def occurs(quote: str, template: str) -> bool:
@@ -84,13 +89,11 @@ def test_each_message_that_a_page_quotes_is_in_the_source() -> None:
 
 def raised(name: str) -> Iterator[tuple[str, str]]:
     """Yield place and text of each error of class ``name`` that the source makes."""
-    for path in sorted((ROOT / "hvdbridge").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and node.args:
-                function = node.func
-                called = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
-                if called == name:
-                    yield f"{path.relative_to(ROOT)}:{node.lineno}", text_of(node.args[0])
+    for path, node in expressions():
+        if isinstance(node, ast.Call) and node.args:
+            called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            if called == name:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", text_of(node.args[0])
 
 
 @pytest.mark.parametrize("name", COMPLETE)
