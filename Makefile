@@ -51,7 +51,7 @@ quick: $(STAMP)  ## before each commit: the quick tests of units and policies, o
 	@OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist worksteal -m "not slow" hvdbridge tests/unit tests/policies
 	@$(PYTEST) tests/launch/test_cells.py -k test_four_ranks
 
-test-recipes: $(STAMP)  ## the recipes of docs/migrate.md, with Lightning, Accelerate and Ray (hundreds of MB)
+test-recipes: $(STAMP)  ## the recipes of docs/how-to/frameworks.md, with Lightning, Accelerate, transformers and Ray (hundreds of MB)
 	@$(PIP) -e '.[recipes]'
 	@$(PYTEST) -m recipes tests/launch
 
