@@ -18,7 +18,8 @@ def test_communicator(backend: str, size: int, name: str) -> None:
     check(backend, size, name)
 
 
-@pytest.mark.parametrize("name", [name for name in suite_names() if name != "test_no_copy"])  # it reduces nothing itself
+# The example reduces nothing in place itself
+@pytest.mark.parametrize("name", [name for name in suite_names() if name != "test_no_copy"])
 def test_the_backend_of_the_examples(name: str) -> None:
     check("mesh", 3, name)
 
