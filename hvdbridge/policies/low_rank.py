@@ -76,6 +76,14 @@ class PowerSGD(WithFeedback):
     The error feedback subtracts what was decoded of this rank's own gradient, as algorithm 2 of the paper does;
     PyTorch's subtracts the aggregated update. On one rank both are equal.
 
+    Source:
+        Vogels, Karimireddy and Jaggi, *PowerSGD: practical low-rank gradient compression for distributed optimization*,
+        2019, algorithms 1 and 2; ``alternate``: Zhang et al., *ACP-SGD*, 2023, algorithm 2.
+
+    When to choose:
+        The model has wide weight matrices (transformers). All messages are all-reduces, so any number of ranks suits
+        it.
+
     Attributes:
         rank: number of columns of P and Q.
         min_rate: a matrix is compressed if its compression rate ``n m / ((n + m) r)`` is above this.

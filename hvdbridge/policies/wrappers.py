@@ -43,6 +43,13 @@ class ErrorFeedback(Policy):
     State: ``residual`` (e), the size of the parameters in float32 (float64 for float64), local to the rank.
     On the wire: the bytes of ``inner``.
 
+    Source:
+        Seide et al., *1-bit stochastic gradient descent*, 2014, section 2; Karimireddy et al., *Error feedback fixes
+        SignSGD*, 2019, algorithm 2.
+
+    When to choose:
+        An additive policy without a residual of its own loses too much.
+
     Attributes:
         inner: an additive policy: its update is the sum over ranks of what each rank sent.
 
@@ -85,6 +92,9 @@ class Warmup(Policy):
     they differ between ranks, replicas drift further under ``then=mean`` while these momenta decay.
 
     State: that of both policies, for the whole training.
+
+    When to choose:
+        A lossy policy needs a dense start, when gradients change fastest. A tenth of the training is usual.
 
     Attributes:
         then: the policy from step ``steps`` on.
@@ -148,6 +158,12 @@ class Clip(Policy):
     Aggregation needs the whole gradient, so nothing is sent during backward. State, weights and bytes on the wire are
     those of ``inner``.
 
+    Source:
+        Pascanu et al., *On the difficulty of training recurrent neural networks*, 2013, section 3.2.
+
+    When to choose:
+        Single ranks have exploding gradients.
+
     Attributes:
         inner: the policy that aggregates the clipped gradients.
         norm: largest L2 norm, in units of the gradients as they arrive (multiplied by a GradScaler's scale).
@@ -185,6 +201,9 @@ class Partition(Policy):
 
     The parameters of a bucket that share a rule form a bucket of their own. State: that of each policy, keyed by the
     text of its rule. Weights and bytes on the wire are those of the policies.
+
+    When to choose:
+        Parameters need different policies: small ones are sent whole and matrices compressed, for example.
 
     Attributes:
         rules: pairs of a rule and a policy, in order; the constructor also takes a mapping.
