@@ -281,7 +281,7 @@ class GradientSynchronizer(Controls):
         """Finish the work that the policy has postponed. Collective; without such work it has no effect.
 
         Call it at the end of training, and before collectives of your own if one rank may have skipped an optimizer's
-        step. It finishes the average of ``local_sgd`` and ``diloco`` if one is due after the last step; between averages
+        step. It finishes the average of ``local_sgd`` and ``diloco`` if one is due; between averages
         replicas stay different. It copies the aggregate that ``delayed`` holds to ``p.grad``.
 
         Returns:
