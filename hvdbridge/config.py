@@ -22,6 +22,8 @@ LONGEST_SECONDS = 24 * 3600.0
 """Maximum of ``hb.patience``. It is also the time limit of libraries whose limits cannot be changed at run time."""
 
 BACKENDS = ("auto", "torch", "horovod", "mpi")
+registered_backends: dict[str, str] = {}
+"""Backends that :func:`hvdbridge.backends.registry.register` has added: name -> module."""
 KERNELS = ("auto", "native", "torch")
 GRAPHS = ("auto", "off")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -149,7 +151,8 @@ def _text(name: str, text: str) -> str:
 
 
 def _choice(name: str, text: str) -> str:
-    known = {"BACKEND": BACKENDS, "KERNELS": KERNELS, "GRAPHS": GRAPHS, "LOG_LEVEL": LOG_LEVELS}[name]
+    backends = (*BACKENDS, *registered_backends)
+    known = {"BACKEND": backends, "KERNELS": KERNELS, "GRAPHS": GRAPHS, "LOG_LEVEL": LOG_LEVELS}[name]
     value = text.upper() if name == "LOG_LEVEL" else text.lower()
     if value not in known:
         raise ConfigurationError(f"{PREFIX}{name}={text} is not known. {nearest(value, known)}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar
@@ -306,6 +306,18 @@ def parameters_of(policy: Policy, key: str, params: Mapping[str, Tensor]) -> Map
     return {name: p for name, p in params.items() if policy.rule_of(name, p.shape, p.dtype) == key}
 
 
+def unmatched_patterns(policy: Policy, names: Iterable[str]) -> list[str]:
+    """Return the name patterns of all :class:`Partition` in ``policy`` that match none of ``names``.
+
+    >>> unmatched_patterns(Partition({"*.bias": MEAN, "<1024": MEAN, "0.*": MEAN}), ["0.weight"])
+    ['*.bias']
+    """
+    names = list(names)
+    rules = [rule for rule, _ in policy.rules] if isinstance(policy, Partition) else []
+    unmatched = [rule for rule in rules if is_pattern(rule) and not any(fnmatchcase(name, rule) for name in names)]
+    return unmatched + [rule for inner in policy.inners().values() for rule in unmatched_patterns(inner, names)]
+
+
 @own_member_first(warn=False)
 def statistics(policy: Policy, params: Mapping[str, Tensor], state: State) -> dict[str, float]:
     """Return this rank's statistics of ``policy`` for ``sync.stats()``, by name.
@@ -361,8 +373,18 @@ def skip(bucket: Bucket, state: State) -> Flow:
 
 
 Matcher = Callable[[str, torch.Size, torch.dtype], bool]
-_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "": operator.eq}
+_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_SIZE = re.compile(r"(<=?|>=?)([0-9]+)(d?)|([0-9]+)d")
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def is_pattern(rule: str) -> bool:
+    """Return whether the text of a rule is a pattern of names, and neither a dtype nor a comparison of sizes.
+
+    >>> is_pattern("*.bias"), is_pattern("0"), is_pattern("1d"), is_pattern("<1024"), is_pattern("bfloat16")
+    (True, True, False, False, False)
+    """
+    return rule not in _DTYPES and _SIZE.fullmatch(rule) is None
 
 
 def _matcher(rule: str) -> Matcher:
@@ -373,12 +395,12 @@ def _matcher(rule: str) -> Matcher:
     """
     if rule in _DTYPES:
         return lambda name, shape, dtype: dtype is getattr(torch, rule)
-    match = re.fullmatch(r"(<=?|>=?|)([0-9]+)(d?)", rule)
+    match = _SIZE.fullmatch(rule)
     if match is None:
         if not rule or rule[0] in "<>":
             raise ConfigurationError(f"Partition: rule {rule!r} compares with nothing; write <1024, >=1024, 1d or >=2d")
         return lambda name, shape, dtype: fnmatchcase(name, rule)
+    if match[4]:
+        return lambda name, shape, dtype: len(shape) == int(match[4])
     compare, limit, of_dims = _COMPARE[match[1]], int(match[2]), bool(match[3])
-    if not match[1] and not of_dims:  # a number alone is a name
-        return lambda name, shape, dtype: fnmatchcase(name, rule)
     return lambda name, shape, dtype: compare(len(shape) if of_dims else shape.numel(), limit)
