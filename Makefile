@@ -15,7 +15,7 @@ PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-ch
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test computes waits quick test-recipes test-versions lint types parity convergence bench docs ci clean
+.PHONY: help install demo test computes waits quick test-recipes test-versions lint types parity convergence bench docs dist ci clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -91,6 +91,15 @@ docs: $(DOCS_STAMP)  ## the site, in build/docs
 $(DOCS_STAMP): $(STAMP)
 	@$(PIP) -e '.[docs]'
 	@touch $@
+
+# build makes the wheel from the sdist, in an environment of its own; auditwheel names the oldest glibc that it works with
+dist: $(STAMP)  ## the sdist and the wheel with compiled kernels, checked, in dist/
+	@$(PIP) -e '.[dist]'
+	@rm -rf dist build/dist
+	@$(BIN)/python -m build -o build/dist > /dev/null
+	@$(BIN)/auditwheel repair -w dist build/dist/*.whl
+	@mv build/dist/*.tar.gz dist
+	@$(BIN)/twine check --strict dist/*
 
 ci: lint types docs test  ## what must pass before a change is handed in
 

@@ -1,4 +1,4 @@
-"""The CPU's kernels in C (native.c), compiled by this machine's compiler at first use and cached on disk.
+"""The CPU's kernels in C (native.c). A wheel contains them; elsewhere each node compiles them once and keeps them.
 
 Rules:
 
@@ -7,34 +7,39 @@ Rules:
 2. Codes and packing call these kernels through :mod:`.fused`, which also has the kernels for GPUs.
 3. With ``HVDBRIDGE_KERNELS=torch`` no compiler runs. With ``native`` a failure to compile is an error; with ``auto``,
    the default, it is a warning.
+4. One process of a node compiles, under a lock, and the others wait. Nodes share neither the result nor the lock,
+   because network file systems may not support locks and their nodes' processors differ.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
 import platform
-import shlex
-import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hvdbridge.config import Config
+from hvdbridge.config import Config, own_directory
 from hvdbridge.errors import ConfigurationError
+from hvdbridge.kernels import build
 
-SOURCE = Path(__file__).with_name("native.c")
-# Without trapping math and errno, rounding is one instruction. Neither option changes a result.
-FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+WAIT_SECONDS = 90.0
+"""Time limit for a process that waits until another one of its node has compiled; :mod:`.build` allows that 60 s."""
+NODE_FILE_SYSTEMS = {
+    0xEF53: "ext4", 0x58465342: "xfs", 0x9123683E: "btrfs", 0x2FC12FC1: "zfs", 0xF2F52010: "f2fs",
+    0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x794C7630: "overlay",
+}  # fmt: skip
+"""File systems that belong to one node, by the number that Linux's ``statfs`` returns."""
 P, I32, I64, U32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 F32 = ctypes.c_float
 LINEAR, TERNARY, SIGN, FLOAT8, POWER = range(5)
@@ -123,37 +128,73 @@ def report_unavailable(name: str, remedy: str, error: Exception) -> None:
     )  # fmt: skip
 
 
-def library(folder: Path) -> ctypes.CDLL:
-    """Load native.c from ``folder/kernels``, after compiling it unless an earlier process did.
-
-    The compiled file is moved there atomically, so several processes may compile at once.
+def library(cache: Path) -> ctypes.CDLL:
+    """Load the wheel's kernels, or those in ``cache``, after compiling them unless another process of this node did.
 
     Raises:
         OSError, subprocess.SubprocessError: there is no compiler, or it fails (``stderr`` has its output).
     """
-    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    command = [*compiler, *FLAGS, native, "-x", "c", str(SOURCE), "-lm"]
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), *command, _processor()]).encode()).hexdigest()[:16]
-    target = folder / "kernels" / f"native-{key}.so"
-    if target.exists():
-        return ctypes.CDLL(str(target))
-    with tempfile.TemporaryDirectory(prefix="hvdbridge-") as directory:
-        built, started = Path(directory) / target.name, time.perf_counter()
-        subprocess.run([*command, "-o", str(built)], check=True, capture_output=True, text=True, timeout=60)
-        logger.info("native.c took %.1f s to compile", time.perf_counter() - started)
-        loaded = ctypes.CDLL(str(built))
-        with suppress(OSError):  # the folder may not be writable; then each process compiles
-            target.parent.mkdir(parents=True, exist_ok=True)
-            handle, partial = tempfile.mkstemp(prefix=f"{target.name}.", dir=target.parent)
-            os.close(handle)
-            shutil.copy(built, partial)
-            os.replace(partial, target)
-    return loaded
+    if prebuilt := _prebuilt(build.SOURCE.parent):
+        return ctypes.CDLL(str(prebuilt))
+    command = build.command(build.THIS_PROCESSOR)
+    key = hashlib.sha256("\0".join([build.SOURCE.read_text(), *command, _processor()]).encode()).hexdigest()[:16]
+    target = _node_folder(cache) / f"native-{key}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_suffix(".lock")):
+            if not target.exists():
+                partial, started = target.with_suffix(".partial"), time.perf_counter()
+                build.run(command, partial)
+                os.replace(partial, target)  # a process that does not wait sees the complete file or none
+                logger.info("native.c took %.1f s to compile", time.perf_counter() - started)
+    return ctypes.CDLL(str(target))
+
+
+def _prebuilt(folder: Path) -> Path | None:
+    """Return the library in ``folder`` with the most instruction-set extensions that this processor has, or None."""
+    flags = set(_processor().split())
+    supported = [path for path in folder.glob("libnative*.so") if flags.issuperset(path.stem.split("-")[1:])]
+    return max(supported, key=lambda path: len(path.stem.split("-")), default=None)
+
+
+def _node_folder(cache: Path) -> Path:
+    """Return where this node keeps compiled kernels: below ``cache``, or else below the temporary directory.
+
+    It is the temporary directory if ``cache`` cannot be written, or may be on a file system that nodes share.
+    """
+    existing = next(path for path in (cache, *cache.parents) if os.path.exists(path))
+    usable = os.access(existing, os.W_OK | os.X_OK) and _file_system(existing) in NODE_FILE_SYSTEMS
+    return (cache if usable else own_directory()) / "kernels"
+
+
+def _file_system(path: Path) -> int:
+    """Return the file system's number in Linux's ``struct statfs``; another number on other systems."""
+    statfs = (ctypes.c_long * 512)()  # larger than any system's struct
+    return statfs[0] if ctypes.CDLL(None).statfs(os.fsencode(path), statfs) == 0 else 0
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path``. The system releases the lock of a process that ends.
+
+    Raises:
+        TimeoutError: another process has held it for :data:`WAIT_SECONDS`.
+    """
+    deadline = time.monotonic() + WAIT_SECONDS
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process has held {path} for {WAIT_SECONDS:g} s") from None
+                time.sleep(0.05)
+        yield
 
 
 def _processor() -> str:
-    """Describe this processor, as machines with different processors may share the cache folder."""
+    """Describe this processor. On Linux the words include the extensions of its instruction set."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

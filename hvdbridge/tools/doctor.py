@@ -308,7 +308,7 @@ def _cache(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
     nearest = next(path for path in (config.cache, *config.cache.parents) if path.exists())
     text, remedy = str(config.cache), ""
     if not os.access(nearest, os.W_OK | os.X_OK):
-        text += " cannot be written: each process compiles the kernels anew"
+        text += " cannot be written: install-horovod cannot keep its wheel there"
         remedy = "HVDBRIDGE_CACHE=<a directory of your own>"
     yield Finding("cache", text, remedy)
 
@@ -441,7 +441,9 @@ def _kernels_text(kernels: Any) -> str:
     if kernels.failure:
         without = "an error" if kernels.setting == "native" else "torch's operations, several times slower"
         return f"{without}: no C compiler that works ({kernels.failure})"
-    return "torch's operations (HVDBRIDGE_KERNELS=torch)" if kernels.setting == "torch" else "C, for this processor"
+    if kernels.setting == "torch":
+        return "torch's operations (HVDBRIDGE_KERNELS=torch)"
+    return f"C, for this processor\n{kernels.file}"
 
 
 def _launcher_text(launcher: Launcher) -> str:

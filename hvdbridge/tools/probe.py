@@ -59,10 +59,10 @@ import subprocess
 from hvdbridge.config import Config
 from hvdbridge.kernels.native import library
 config = Config.from_environment()
-answer = dict(setting=config.kernels, failure="")
+answer = dict(setting=config.kernels, failure="", file="")
 if config.kernels != "torch":
     try:
-        library(config.cache)
+        answer["file"] = library(config.cache)._name
     except (OSError, subprocess.SubprocessError) as error:
         answer["failure"] = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
 """

@@ -6,10 +6,15 @@ import ctypes
 import itertools
 import logging
 import math
+import os
 import platform
 import random
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +27,7 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError
 from hvdbridge.execution.simulation import Simulation, simulate
-from hvdbridge.kernels import candidates, native, pack, select
+from hvdbridge.kernels import build, candidates, native, pack, select
 from hvdbridge.kernels.blocks import Blocks, Part, block_table
 from hvdbridge.kernels.codes import Float8, Linear, PowerOfTwo
 from hvdbridge.kernels.quantise import Code, decode, encode
@@ -322,7 +327,7 @@ def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pyt
     with caplog.at_level(logging.INFO, "hvdbridge"):
         assert isinstance(native._load(), ctypes.CDLL)
     assert re.search(r"native\.c took [\d.]+ s to compile", caplog.text)
-    (made,) = (fresh / "cache" / "kernels").iterdir()
+    (made,) = (fresh / "cache" / "kernels").glob("*.so")
     before = made.stat().st_mtime_ns
     forget()
     monkeypatch.setattr(native.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
@@ -333,6 +338,99 @@ def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pyt
 def test_a_cache_that_cannot_be_written(fresh: Path) -> None:
     (fresh / "cache").write_text("a file")
     assert isinstance(native._load(), ctypes.CDLL)
+
+
+COUNTING = """#!/bin/sh
+echo compiled >> "{log}"
+sleep 1
+exec cc "$@"
+"""
+LOADING = """
+from hvdbridge.kernels import native
+print("ready", flush=True)
+input()
+print(native._load()._name)
+"""
+
+
+@pytest.mark.slow
+def test_one_process_compiles(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several that begin at once with an empty cache; all load the same file."""
+    compiler, log = fresh / "cc", fresh / "log"
+    compiler.write_text(COUNTING.format(log=log))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    pipe = subprocess.PIPE
+    ranks = [subprocess.Popen([sys.executable, "-c", LOADING], stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
+    with ExitStack() as stack:
+        for rank in ranks:
+            stack.enter_context(rank)
+            stack.callback(rank.kill)
+        for rank in ranks:
+            assert rank.stdout
+            assert rank.stdout.readline() == "ready\n"
+        for rank in ranks:
+            assert rank.stdin
+            rank.stdin.write("now\n")
+            rank.stdin.flush()
+        loaded = {rank.communicate(timeout=60)[0] for rank in ranks}
+    assert log.read_text().splitlines() == ["compiled"]
+    assert loaded == {f"{path}\n" for path in (fresh / "cache" / "kernels").glob("*.so")}
+
+
+def test_waiting_for_the_compiler_has_a_limit(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Another process of the node compiles without end: a warning names the lock, and torch's operations replace C."""
+    native.library(fresh / "cache")
+    (made,) = (fresh / "cache" / "kernels").glob("*.so")
+    made.unlink()
+    monkeypatch.setattr(native, "WAIT_SECONDS", 0.2)
+    with native._locked(made.with_suffix(".lock")):
+        assert native._load() is None
+    assert f"TimeoutError: another process has held {made.with_suffix('.lock')} for 0.2 s" in caplog.text
+    assert not made.exists()
+    forget()
+    assert isinstance(native._load(), ctypes.CDLL)
+
+
+def test_kernels_of_a_node_are_not_kept_where_nodes_share_files(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network file system can be mounted here. procfs is another one that is not known to belong to one node."""
+    temporary = fresh / "temporary"
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    elsewhere = temporary / f"hvdbridge-{os.getuid()}" / "kernels"
+    assert native._node_folder(Path("/proc/1/cache")) == elsewhere
+    assert native._node_folder(Path("/dev/shm/cache")) == Path("/dev/shm/cache/kernels")
+    assert native._node_folder(fresh / "cache") == fresh / "cache" / "kernels"
+    monkeypatch.setattr(native, "NODE_FILE_SYSTEMS", {})  # as if the cache were shared
+    assert isinstance(native._load(), ctypes.CDLL)
+    assert len(list(elsewhere.glob("*.so"))) == 1
+    assert not (fresh / "cache").exists()
+
+
+@pytest.mark.slow
+def test_libraries_of_a_wheel(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor gets the library of its instruction set, and each library gives the bits of torch's operations."""
+    build.prebuild(fresh)
+    flags = set(native._processor().split())
+    monkeypatch.setattr(build, "SOURCE", fresh / "native.c")
+    monkeypatch.setattr(build, "run", lambda *_: pytest.fail("compiled"))
+    for level in build.LEVELS:
+        monkeypatch.setattr(native, "_processor", lambda level=level: f"flags : sse2 {' '.join(reversed(level))} avx9")
+        if flags.issuperset(level):
+            forget()
+            loaded = native._load()
+            assert loaded is not None
+            assert Path(loaded._name) == fresh / f"{'-'.join(['libnative', *level])}.so"
+            for seed, (code, width, special) in enumerate(itertools.product(CODES, (16, 1024), (0.0, 0.01))):
+                same_codes(both, seed, code, width, 5_003, special)
+                same_messages(both, seed, code, width, 3, [1000, 1025, 4096], special, keep_rest=bool(seed % 2))
+            for count in (1, 900):
+                x = vector(count, 50_021, 0.0)
+                plan = select.Plan.of(Layout({"w": (x.numel(),)}), {"w": count}, x.device)
+                assert all(map(torch.equal, *both(lambda x=x, plan=plan: select.largest(x, plan))))
+            for width in range(1, 8):
+                codes = torch.arange(8 * 1001).to(torch.uint8) & (1 << width) - 1
+                packed, other = both(lambda width=width, codes=codes: pack.pack(codes, width))
+                assert torch.equal(packed, other)
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])

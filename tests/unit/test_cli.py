@@ -41,7 +41,7 @@ EVERYTHING = Facts(
     torch=TORCH,
     horovod=SimpleNamespace(version="0.28.1", location="/env/horovod", gloo=True, mpi=False, nccl=False),
     mpi=SimpleNamespace(mpi4py="4.1.2", implementation="MPICH Version: 5.0.2"),
-    kernels=SimpleNamespace(setting="auto", failure=""),
+    kernels=SimpleNamespace(setting="auto", failure="", file="native.so"),
     launchers={
         "torchrun": Launcher("/env/bin/torchrun"),
         "horovodrun": Launcher("/env/bin/horovodrun"),

@@ -1,0 +1,157 @@
+"""The source distribution and its wheel, installed in an environment that lacks the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+GENERATED = (".*", "build", "dist", "*.egg-info", "__pycache__", "shared")
+JOB = """
+import hashlib, json, os, sys, torch
+import hvdbridge as hb
+from hvdbridge.kernels import native
+
+hb.init()
+found = dict(rank=hb.rank(), size=hb.size(), package=hb.__file__, path=sys.path, digests={})
+for policy in ("int8", "onebit", "topk:ratio=0.1", "qsgd"):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.Tanh(), torch.nn.Linear(300, 8))
+    sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+    model, optimizer = sync.model, sync.optimizer
+    for step in range(3):
+        optimizer.zero_grad()
+        draw = torch.Generator().manual_seed(step * hb.size() + hb.rank())
+        model(torch.randn(16, 64, generator=draw)).square().mean().backward()
+        optimizer.step()
+    state = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    found["digests"][policy] = hashlib.sha256(state).hexdigest()
+loaded = native._load()
+found["kernels"] = loaded and loaded._name
+print("found " + json.dumps(found), flush=True)
+hb.shutdown()
+"""
+
+
+def build(kind: str, tree: Path, out: Path, **env: str) -> tuple[Path, str]:
+    """Call setuptools as pip and build do, by the interface of PEP 517, without isolation and thus offline."""
+    out.mkdir(exist_ok=True)
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(out)!r}))"
+    made = subprocess.run(
+        [sys.executable, "-c", code], cwd=tree, env=os.environ | env, text=True, timeout=240,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stdout
+    return out / made.stdout.split()[-1], made.stdout
+
+
+@dataclass
+class Installed:
+    """An environment with the wheel, and an empty directory."""
+
+    sdist: Path
+    tree: Path
+    wheel: Path
+    environment: Path
+    empty: Path
+
+    def run(self, *command: str, **env: str) -> str:
+        """Run a command of the environment in the empty directory, without a compiler. Return its standard output."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HVDBRIDGE_"))}
+        fixed = {"PATH": f"{self.environment}/bin:/usr/bin:/bin", "CC": "/bin/false", "HVDBRIDGE_CACHE": "cache",
+                 "OMP_NUM_THREADS": "1"}  # fmt: skip
+        done = subprocess.run(
+            command, cwd=self.empty, env=kept | fixed | env, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("dist")
+    shutil.copytree(ROOT, folder / "checkout", ignore=shutil.ignore_patterns(*GENERATED))
+    sdist, _ = build("sdist", folder / "checkout", folder / "out")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    tree = folder / sdist.name.removesuffix(".tar.gz")
+    wheel, _ = build("wheel", tree, folder / "out")
+    environment, empty = folder / "environment", folder / "empty"
+    venv.create(environment)
+    empty.mkdir()
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True, timeout=120)
+    # Torch and what it needs come from this environment. Python does not process .pth files of a folder that is named
+    # in one, so that an editable installation of hvdbridge there stays out.
+    packages = next(environment.glob("lib/python*/site-packages"))
+    (packages / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
+    return Installed(sdist, tree, wheel, environment, empty)
+
+
+def test_source_distribution(installed: Installed) -> None:
+    """It contains what the package, its tests and its documentation are made of."""
+    sources = ("hvdbridge", "tests", "examples", "benchmarks", "docs")
+    wanted = {path.relative_to(ROOT) for folder in sources for path in (ROOT / folder).rglob("*.*") if path.is_file()}
+    wanted = {path for path in wanted if "__pycache__" not in path.parts and path.suffix != ".so"}
+    wanted |= {Path(name) for name in ("LICENSE", "README.md", "CHANGELOG.md", "Makefile", "conftest.py")}
+    assert not [str(path) for path in sorted(wanted) if not (installed.tree / path).exists()]
+
+
+def test_wheel(installed: Installed) -> None:
+    """It is for this platform and any Python, and contains each file of the package and the license."""
+    assert installed.wheel.name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl")
+    names = set(zipfile.ZipFile(installed.wheel).namelist())
+    package = [path for path in (ROOT / "hvdbridge").rglob("*.*") if path.suffix in (".py", ".pyi", ".typed", ".c")]
+    assert names.issuperset(str(path.relative_to(ROOT)) for path in package)
+    assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
+    if platform.machine() == "x86_64":
+        assert sum(name.endswith(".so") for name in names) == 4
+
+
+def test_doctor(installed: Installed) -> None:
+    found = json.loads(installed.run("hvdbridge", "doctor", "--json"))
+    kernels = Path(found["facts"]["kernels"]["file"])
+    assert kernels.is_relative_to(installed.environment), found["facts"]["kernels"]
+    assert kernels.name.startswith("libnative")
+
+
+def test_two_ranks(installed: Installed) -> None:
+    """A job by torchrun uses the wheel's modules and its kernels, which give the bits of torch's operations."""
+    (installed.empty / "job.py").write_text(JOB)
+    found = {}
+    for kernels in ("native", "torch"):
+        torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "job.py"]
+        lines = installed.run(*torchrun, HVDBRIDGE_KERNELS=kernels, HVDBRIDGE_BACKEND="torch").splitlines()
+        found[kernels] = [json.loads(line.removeprefix("found ")) for line in lines if line.startswith("found ")]
+        assert sorted((rank["rank"], rank["size"]) for rank in found[kernels]) == [(0, 2), (1, 2)]
+    for rank in found["native"] + found["torch"]:
+        assert Path(rank["package"]).is_relative_to(installed.environment)
+        assert str(ROOT) not in rank["path"]
+        assert rank["digests"] == found["native"][0]["digests"]
+    assert len(set(found["native"][0]["digests"].values())) == 4, "each policy trains in its own way"
+    for rank in found["native"]:
+        assert Path(rank["kernels"]).is_relative_to(installed.environment)
+    assert {rank["kernels"] for rank in found["torch"]} == {None}
+    assert not (installed.empty / "cache" / "kernels").exists()
+
+
+def test_wheel_without_a_compiler(installed: Installed, tmp_path: Path) -> None:
+    """It is for any platform; its kernels are compiled at first use."""
+    shutil.rmtree(installed.tree / "build")
+    wheel, output = build("wheel", installed.tree, tmp_path / "out", CC="/nowhere/cc")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert "each node compiles it at first use: [Errno 2] No such file or directory: '/nowhere/cc'" in output
