@@ -211,7 +211,8 @@ def _check_files(page: Path, found: list[Block]) -> None:
             except SyntaxError as error:
                 raise PageError(f"{where}: {block.title} does not compile: {error}") from error
             stem = rf"\b{re.escape(Path(block.title).stem)}\b"
-            if not any(later.runs and re.search(stem, later.text) for later in found[i + 1 :]):
+            code = (later.text for later in found[i + 1 :] if later.language in RUN)
+            if not any(re.search(stem, text) for text in code):
                 raise PageError(f"{where}: no later block runs or imports {block.title}")
 
 
