@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec, label
-from hvdbridge.policies.dense import share_of_sum
+from hvdbridge.policies.dense import Sum, share_of_sum
 from hvdbridge.policies.wrappers import unmatched_patterns
 from hvdbridge.policy.base import Aggregated, Early, Flow, Foreign, Policy, State, acts_after_step
 from hvdbridge.policy.bucket import Bucket, Layout, scale
@@ -130,6 +130,8 @@ class PolicyCompression:
             self.decompress(*self.compress(probe, _UnknownStep()))
         except _StepRead:
             raise self._unsupported("it depends on the number of the step, which Horovod does not pass") from None
+        if _has_sum(self.policy):
+            raise self._unsupported("Horovod divides that sum by the number of ranks, so it would be the mean")
 
     def __repr__(self) -> str:
         return f"to_horovod_compression({label(self.policy)!r})"
@@ -164,6 +166,10 @@ class PolicyCompression:
         )
 
 
+def _has_sum(policy: Policy) -> bool:
+    return isinstance(policy, Sum) or any(map(_has_sum, policy.inners().values()))
+
+
 def _resume(flow: Any, tensor: Tensor | None) -> Any:
     """Send ``tensor`` to the flow, and return its next request, or its result if it ends."""
     try:
@@ -178,7 +184,7 @@ def to_horovod_compression(policy: str | Policy) -> PolicyCompression:
 
     Raises:
         Unsupported: the policy keeps state, needs all gradients of a step at once, depends on the number of the step or
-            on parameters' names, acts after the optimizer's step, or has other collectives than one all-reduce of sums.
+            on parameters' names, acts after the optimizer's step, is a ``sum``, or has other collectives than one all-reduce of sums.
         SpecError: the spec string is invalid.
 
     >>> half = to_horovod_compression("mean")
