@@ -184,7 +184,8 @@ def to_horovod_compression(policy: str | Policy) -> PolicyCompression:
 
     Raises:
         Unsupported: the policy keeps state, needs all gradients of a step at once, depends on the number of the step or
-            on parameters' names, acts after the optimizer's step, is a ``sum``, or has other collectives than one all-reduce of sums.
+            on parameters' names, acts after the optimizer's step, is ``sum`` (Horovod divides), or has other
+            collectives than one all-reduce of sums.
         SpecError: the spec string is invalid.
 
     >>> half = to_horovod_compression("mean")
