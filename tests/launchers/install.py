@@ -1,4 +1,4 @@
-"""Install what ``make test-launchers`` starts: Slurm and Open MPI 4.1 of Debian, wheels of Open MPI 5 and Intel MPI.
+"""Install what ``make test-launchers`` starts: Debian's Slurm, Open MPI 4.1 and nft, wheels of Open MPI 5, Intel MPI.
 
 Debian's packages need root and apt-get; without them their tests are skipped. Their services are neither started nor
 enabled. Each wheel gets an environment below ``build/launchers``, which sees the packages of this one.
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "launchers"
 PACKAGES = {
     "slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge", "ip": "iproute2",
-    "mpirun.openmpi": "openmpi-bin",
+    "mpirun.openmpi": "openmpi-bin", "nft": "nftables",
 }  # fmt: skip
 """A program of each of Debian's packages."""
 MORE = ("libpmix-dev", "slurm-wlm-basic-plugins")  # Slurm opens libpmix.so, a link of the -dev package
