@@ -9,22 +9,22 @@ machine has. A job has the environment of ``jobs.environment``.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jobs
-import psutil
+from launchers.shell import environment, shell
 
 from benchmarks.hosts import Hosts, hosts
 
@@ -52,7 +52,6 @@ SchedulerType=sched/builtin
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 ReturnToService=2
-KillWait=3
 MailProg=/bin/true
 NodeName={names} CPUs={cpus} RealMemory=1000
 PartitionName=all Nodes=ALL Default=YES MaxTime=10 State=UP
@@ -70,72 +69,43 @@ class Slurm:
     Attributes:
         hosts: its hosts; commands run on the first one.
         folder: configuration, logs and state.
-        extra: environment variables of all commands.
     """
 
     hosts: Hosts
     folder: Path
-    extra: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def enter(self) -> list[str]:
+        """The command that runs a shell command on the first host."""
+        return [str(self.hosts.folder / "ssh"), self.hosts.addresses[0]]
 
     def environment(self, backend: str | None, **more: str) -> dict[str, str]:
-        path = f"{jobs.BIN}{os.pathsep}{os.environ['PATH']}"
-        # All hosts share one kernel. MPICH's UCX would detect that and bypass the network.
+        # All hosts share one kernel. MPICH's UCX would detect that and bypass the network. Launchers find our ssh.
+        path = f"{self.hosts.folder}{os.pathsep}{jobs.BIN}{os.pathsep}{os.environ['PATH']}"
         fixed = {"UCX_TLS": "tcp,self", "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
-        return jobs.environment(backend) | fixed | self.extra | more
-
-    def popen(self, command: str, env: dict[str, str], host: int = 0, **options: Any) -> subprocess.Popen[str]:
-        """Start a shell command on a host."""
-        enter = [str(self.hosts.folder / "ssh"), self.hosts.addresses[host], command]
-        return subprocess.Popen(enter, env=env, text=True, start_new_session=True, **options)
+        return environment(backend, **fixed, **more)
 
     def run(
-        self, command: str, backend: str | None = None, size: int = 0, timeout: float = 60.0, **env: str
+        self, command: str, backend: str | None = None, size: int = 0, timeout: float = 90.0, **env: str
     ) -> jobs.Job:
-        """Run a shell command on the first host. Its ranks, ``size`` of them, may leave records."""
-        with tempfile.TemporaryDirectory(prefix="hvdbridge-slurm-") as out:
-            environ = self.environment(backend, **({"TMPDIR": out, "JOB_RECORDS": out} | env))
-            log, started = Path(out) / "log", time.monotonic()
-            with log.open("w") as stream:
-                process = self.popen(
-                    command, environ, cwd=out, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
-                )
-            try:
-                status = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                status = -1
-            seconds = time.monotonic() - started
-            if status == -1:
-                self.command("scancel", "--full", "--user=root")
-                process.terminate()
-                time.sleep(1)
-            left = self.wait_for_end(out)
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-            output = log.read_text(errors="replace")
-            for extra in sorted(Path(out).glob("*.out")):
-                output += extra.read_text(errors="replace")
-            assert not left, f"processes that the job left: {left}\n{output[-6000:]}"
-            files = [Path(out) / f"{rank}.json" for rank in range(size)]
-            records = [json.loads(file.read_text()) if file.exists() else None for file in files]
-            return jobs.Job(status, seconds, output, records)
+        """Run a shell command on the first host, and cancel all jobs if it takes too long."""
+        variables = self.environment(backend) | env
+        return shell(
+            command, backend, size, timeout, env=variables, enter=self.enter,
+            cancel=lambda: self.command("scancel --full --user=root"),
+        )  # fmt: skip
 
-    def command(self, *words: str) -> str:
+    def batch(self, lines: str, options: str, backend: str | None = None, size: int = 0, **env: str) -> jobs.Job:
+        """Run a batch script, and wait for it."""
+        script = f"#!/bin/bash\n{lines}\n"
+        return self.run(f"printf %s {shlex.quote(script)} | sbatch --wait -o %j.out {options}", backend, size, **env)
+
+    def command(self, command: str) -> str:
         """Run a command of Slurm on the first host, and return its output."""
-        enter = [str(self.hosts.folder / "ssh"), self.hosts.addresses[0], " ".join(words)]
-        environ = self.environment(None)
-        done = subprocess.run(enter, env=environ, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            [*self.enter, command], env=self.environment(None), capture_output=True, text=True, timeout=30, check=False
+        )
         return done.stdout + done.stderr
-
-    def wait_for_end(self, records: str, seconds: float = 10.0) -> list[str]:
-        """Wait until no process of the job with this folder of records is left, and return those that are."""
-        deadline = time.monotonic() + seconds
-        while (left := jobs._of_job(records)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for process in left:
-            with suppress(psutil.Error):
-                process.kill()
-        return [" ".join(process.info["cmdline"] or ()) for process in left]
 
 
 @contextmanager
@@ -165,8 +135,10 @@ def cluster(count: int = 2, conf: str = "") -> Iterator[Slurm]:
             daemons.append(_munged(folder))
             env = slurm.environment(None)
             quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            daemons.append(slurm.popen("exec slurmctld -D -c", env, **quiet))
-            daemons += [slurm.popen("exec slurmd -D", env, host, **quiet) for host in range(count)]
+            lines = ["exec slurmctld -D -c", *["exec slurmd -D"] * count]
+            for address, line in zip([addresses[0], *addresses], lines, strict=True):
+                enter = [str(simulated.folder / "ssh"), address, line]
+                daemons.append(subprocess.Popen(enter, env=env, start_new_session=True, **quiet))
             _wait_for_nodes(slurm, count, daemons)
             yield slurm
         finally:
@@ -180,7 +152,7 @@ def cluster(count: int = 2, conf: str = "") -> Iterator[Slurm]:
                     daemon.wait()
 
 
-def _munged(folder: Path) -> subprocess.Popen[str]:
+def _munged(folder: Path) -> subprocess.Popen[bytes]:
     """Start munged with a key of its own, and wait for its socket."""
     own = folder / "munge"
     own.mkdir(mode=0o700)
@@ -191,7 +163,7 @@ def _munged(folder: Path) -> subprocess.Popen[str]:
     daemon = subprocess.Popen(
         ["munged", "--foreground", "--force", f"--socket={socket}", f"--key-file={key}", f"--pid-file={own}/pid",
          f"--log-file={own}/log", f"--seed-file={own}/seed"],
-        text=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     deadline = time.monotonic() + START_SECONDS
     while not socket.exists():
@@ -203,9 +175,9 @@ def _munged(folder: Path) -> subprocess.Popen[str]:
     return daemon
 
 
-def _wait_for_nodes(slurm: Slurm, count: int, daemons: Sequence[subprocess.Popen[str]]) -> None:
+def _wait_for_nodes(slurm: Slurm, count: int, daemons: Sequence[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while slurm.command("sinfo", "--noheader", "--Node", "--format=%T").split() != ["idle"] * count:
+    while slurm.command("sinfo --noheader --Node --format=%T").split() != ["idle"] * count:
         if any(daemon.poll() is not None for daemon in daemons) or time.monotonic() > deadline:
             logs = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(slurm.folder.glob("*.log")))
             raise NoCluster(f"Slurm does not start:\n{logs}")
