@@ -146,7 +146,7 @@ def hosts(count: int, mbits: float | None = None, delay_ms: float = 0.0) -> Iter
             for device in ("lo", "net0"):
                 sh("ip", "-n", name, "link", "set", device, "up")
         ssh = folder / "ssh"
-        ssh.write_text(SSH.format(python=sys.executable, hosts=dict(zip(addresses, names, strict=True))))
+        ssh.write_text(SSH.format(python=sys.executable, hosts=dict(zip((*addresses, *names), names * 2, strict=True))))
         ssh.chmod(0o755)
         cluster = Hosts(names, addresses, folder)
         if mbits is not None:

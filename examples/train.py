@@ -22,8 +22,9 @@ Two nodes of two ranks::
     srun -N 2 --ntasks-per-node 2 python examples/train.py
     # no launcher: one line per rank, with MASTER_ADDR=node1 WORLD_SIZE=4 and RANK=0 to 3
 
-Each command runs on each backend: put ``HVDBRIDGE_BACKEND=torch`` (or ``horovod``, ``mpi``) before it. On two ranks
-the final parameters are equal, bit for bit, under all launchers and on all backends.
+Each command runs on each backend: put ``HVDBRIDGE_BACKEND=torch`` (or ``horovod``, ``mpi``) before it. ``mpi`` under
+torchrun, horovodrun and without a launcher needs MPICH or Intel MPI (docs/how-to/several-hosts.md). On two ranks the
+final parameters are equal, bit for bit, under all launchers and on all backends.
 """
 
 from __future__ import annotations

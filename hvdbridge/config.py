@@ -1,4 +1,8 @@
-"""Parser of the ``HVDBRIDGE_*`` environment variables, and the frozen :class:`Config` that it returns."""
+"""The ``HVDBRIDGE_*`` environment variables, their parser, and the frozen :class:`Config` that it returns.
+
+:data:`VARIABLES` is the one list of the variables, with their defaults and meanings. ``hvdbridge doctor --variables``
+prints it, and the page ``docs/reference/environment.md`` is generated from it.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ LONGEST_SECONDS = 24 * 3600.0
 """Maximum of ``hb.patience``. It is also the time limit of libraries whose limits cannot be changed at run time."""
 
 BACKENDS = ("auto", "torch", "horovod", "mpi")
+registered_backends: dict[str, str] = {}
+"""Backends that :func:`hvdbridge.backends.registry.register` has added: name -> module."""
 KERNELS = ("auto", "native", "torch")
 GRAPHS = ("auto", "off")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -27,24 +33,36 @@ HOST = "SERVICE_HOST"
 
 
 @dataclass(frozen=True)
+class Variable:
+    """An environment variable.
+
+    Attributes:
+        parse: returns the value of a text, and raises ConfigurationError. It gets the variable's name, without
+            ``HVDBRIDGE_``, and the text.
+        default: the value if the variable is not set, in words.
+        values: the valid values, in words.
+        meaning: the effect, in Markdown.
+        field: the field of :class:`Config` that it sets; empty: the name in lower case.
+    """
+
+    parse: Callable[[str, str], object]
+    default: str
+    values: str
+    meaning: str
+    field: str = ""
+
+
+@dataclass(frozen=True)
 class Config:
     """Options that environment variables set. Arguments in code take precedence.
 
+    Each variable of :data:`VARIABLES` sets the field of its name in lower case, and START_SECONDS sets ``start``.
+
     Attributes:
-        backend: ``auto``, ``torch``, ``horovod`` or ``mpi`` (``HVDBRIDGE_BACKEND``).
-        policy: a policy spec string (``HVDBRIDGE_POLICY``).
-        bucket_mb: size of gradient buckets in MiB, or "auto" (``HVDBRIDGE_BUCKET_MB``); None: the policy's default.
-        debug: compare the signature of each collective across ranks before it starts (``HVDBRIDGE_DEBUG``).
-        log_level: level of the ``hvdbridge`` logger (``HVDBRIDGE_LOG_LEVEL``).
-        cache: directory for built wheels and kernels (``HVDBRIDGE_CACHE``).
-        timeout_seconds: a collective that takes longer fails on all ranks (``HVDBRIDGE_TIMEOUT_SECONDS``).
-        start: time limit of start-up, and of each synchronizer's first step (``HVDBRIDGE_START_SECONDS``); None:
-            timeout_seconds.
-        stall_seconds: time after which missing ranks are reported (``HVDBRIDGE_STALL_SECONDS``).
-        kernels: implementation of the codecs: ``auto``, ``native`` or ``torch`` (``HVDBRIDGE_KERNELS``).
-        graphs: run policies' flows as CUDA graphs where possible: ``auto`` or ``off`` (``HVDBRIDGE_GRAPHS``).
-        ports: ports on which hvdbridge and MPI listen (``HVDBRIDGE_PORTS=25000-25999``); None: any free port.
-        iface: network interface for traffic between hosts (``HVDBRIDGE_IFACE``); None: one that all hosts can reach.
+        cache: directory for built wheels and kernels, with the user's home directory in place of ``~``.
+        start: the value of ``HVDBRIDGE_START_SECONDS``; None: not set. Use :attr:`start_seconds`.
+        bucket_mb: size of buckets in MiB, or "auto"; None: the policy's default.
+        ports: the range of ``HVDBRIDGE_PORTS``; None: any free port.
         injected: variables that Kubernetes has set, which are ignored.
     """
 
@@ -78,10 +96,10 @@ class Config:
         injected = {name for name in given if (match := INJECTED.fullmatch(name)) and match["service"] + HOST in given}
         values: dict[str, Any] = {"cache": _cache(given.pop("CACHE", None), env.get("XDG_CACHE_HOME"))}
         for name, text in given.items():
-            if name in PARSERS:
-                values["start" if name == "START_SECONDS" else name.lower()] = PARSERS[name](name, text)
+            if variable := VARIABLES.get(name):
+                values[variable.field or name.lower()] = variable.parse(name, text)
             elif name not in injected and not name.startswith("INTERNAL_"):  # set by another process of hvdbridge
-                raise ConfigurationError(f"Unknown environment variable {PREFIX}{name}. {nearest(name, KNOWN)}")
+                raise ConfigurationError(f"Unknown environment variable {PREFIX}{name}. {nearest(name, [*VARIABLES])}")
         return cls(injected=tuple(sorted(PREFIX + name for name in injected)), **values)
 
     @property
@@ -133,7 +151,8 @@ def _text(name: str, text: str) -> str:
 
 
 def _choice(name: str, text: str) -> str:
-    known = {"BACKEND": BACKENDS, "KERNELS": KERNELS, "GRAPHS": GRAPHS, "LOG_LEVEL": LOG_LEVELS}[name]
+    backends = (*BACKENDS, *registered_backends)
+    known = {"BACKEND": backends, "KERNELS": KERNELS, "GRAPHS": GRAPHS, "LOG_LEVEL": LOG_LEVELS}[name]
     value = text.upper() if name == "LOG_LEVEL" else text.lower()
     if value not in known:
         raise ConfigurationError(f"{PREFIX}{name}={text} is not known. {nearest(value, known)}")
@@ -169,9 +188,65 @@ def _ports(name: str, text: str) -> range:
 
 
 FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-PARSERS: dict[str, Callable[[str, str], object]] = {
-    "BACKEND": _choice, "POLICY": _text, "BUCKET_MB": _bucket_mb, "DEBUG": _flag, "LOG_LEVEL": _choice,
-    "TIMEOUT_SECONDS": _positive, "START_SECONDS": _positive, "STALL_SECONDS": _positive, "KERNELS": _choice,
-    "GRAPHS": _choice, "PORTS": _ports, "IFACE": _text,
+VARIABLES = {
+    "BACKEND": Variable(
+        _choice, "`auto`", "`auto`, `torch`, `horovod`, `mpi`",
+        "The library that carries the collectives. `auto` takes Horovod under horovodrun, MPI under mpiexec and where "
+        "srun starts MPI, if it is installed, and torch otherwise. The argument of `hb.init(backend=...)` takes "
+        "precedence.",
+    ),
+    "POLICY": Variable(
+        _text, "`mean`", "a policy spec",
+        "The policy of a `GradientSynchronizer` that is made without the argument `policy`.",
+    ),
+    "BUCKET_MB": Variable(
+        _bucket_mb, "25, 10, 5 or 100", "a number of MiB, or `auto`",
+        "Size of a gradient bucket. By default it is 25, and 10 for policies that compute between their collectives "
+        "and for most policies on several nodes. On several nodes it is 5 for most policies that send a byte or more "
+        "per element. Over NCCL it is 100 in place of 10. With `auto`, a `GradientSynchronizer` measures several sizes "
+        "when it is made.",
+    ),
+    "TIMEOUT_SECONDS": Variable(
+        _positive, "300", "a number of seconds",
+        "Time limit of a collective. One that takes longer fails on all ranks. `with hb.patience(3600):` extends the "
+        "limit around work that one rank does alone.",
+    ),
+    "START_SECONDS": Variable(
+        _positive, "`HVDBRIDGE_TIMEOUT_SECONDS`", "a number of seconds",
+        "Time limit of the start, and of a synchronizer until the end of its first step.", field="start",
+    ),
+    "STALL_SECONDS": Variable(
+        _positive, "30", "a number of seconds",
+        "Time after which a waiting rank reports the missing ranks and the collective that it waits for.",
+    ),
+    "DEBUG": Variable(
+        _flag, "0", "0 or 1", "With 1, ranks compare the signature of each collective before it starts."
+    ),
+    "LOG_LEVEL": Variable(
+        _choice, "`WARNING`", "`DEBUG`, `INFO`, `WARNING`, `ERROR`, `CRITICAL`", "Level of the logger `hvdbridge`."
+    ),
+    "KERNELS": Variable(
+        _choice, "`auto`", "`auto`, `native`, `torch`",
+        "Implementation of the compression. `native` requires compiled kernels (C on CPUs, Triton on CUDA). `torch` "
+        "uses torch's operations, with the same bits. `auto` uses compiled kernels where they work, and otherwise "
+        "torch's operations with a warning.",
+    ),
+    "GRAPHS": Variable(
+        _choice, "`off`", "`off`, `auto`",
+        "With `auto`, each bucket's flow runs as a CUDA graph under NCCL. This is in development: it was tested on "
+        "CPUs with a substitute for graphs, and never on a GPU. `torchrun --nproc-per-node N "
+        "benchmarks/cuda_graphs.py` compares training with and without graphs.",
+    ),
+    "PORTS": Variable(
+        _ports, "any", "a range such as `25000-25999`", "Ports on which hvdbridge and MPI listen."
+    ),
+    "IFACE": Variable(
+        _text, "one that all hosts reach", "the name of an interface", "Network interface for traffic between hosts."
+    ),
+    "CACHE": Variable(
+        _text, "`~/.cache/hvdbridge`", "a directory",
+        "Directory of built wheels and kernels. `XDG_CACHE_HOME` replaces `~/.cache`. A user without a home directory "
+        "has it below the temporary directory.",
+    ),
 }  # fmt: skip
-KNOWN = ("CACHE", *PARSERS)
+"""Name without ``HVDBRIDGE_`` -> the variable."""

@@ -37,7 +37,7 @@ class SpecError(ConfigurationError):
 
 
 class NotInitialized(HvdbridgeError):
-    """``hb.init()`` was not called, or the session was shut down."""
+    """``hb.init()`` was not called, or the session was shut down. Without a session the message has no rank to name."""
 
 
 class BackendUnavailable(HvdbridgeError):

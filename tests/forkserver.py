@@ -255,6 +255,7 @@ def prepare(request: dict[str, Any], files: list[int], python: Path) -> CodeType
             assert not ctypes.CDLL(None).setns(file, 0), name
         os.close(file)
     os.chdir(request["cwd"])
+    sys.modules["multiprocessing.process"].ORIGINAL_DIR = request["cwd"]  # where `spawn` looks for the script
     copies = [fcntl.fcntl(file, fcntl.F_DUPFD, max(request["files"]) + 1) for file in files]
     for file in files:
         os.close(file)

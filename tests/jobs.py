@@ -123,7 +123,7 @@ def run(
             ranks = [environ | rank for rank in bare(size)]
             status, left = forkserver.run(folder(), argv, ranks, log, timeout)
         else:
-            status, left = _launch(command(launcher, size, argv, real), environ, log, timeout)
+            status, left = launch(command(launcher, size, argv, real), environ, log, timeout)
         seconds = time.monotonic() - started
         _end(out)
         output = log.read_text(errors="replace") if log.exists() else ""
@@ -152,10 +152,17 @@ def once(launcher: str | None, backend: str | None, size: int, argv: Sequence[st
     return result
 
 
-def _launch(argv: Sequence[str], env: Mapping[str, str], log: Path, timeout: float) -> tuple[int | None, list[str]]:
+def launch(
+    argv: Sequence[str], env: Mapping[str, str], log: Path, timeout: float, cwd: Path | None = None
+) -> tuple[int | None, list[str]]:
+    """Run one command with its output in ``log``; then kill the processes with the same ``JOB_RECORDS``.
+
+    Returns:
+        The exit status, None after ``timeout`` seconds; and the processes that a successful command left behind.
+    """
     with log.open("w") as output:
         process = subprocess.Popen(
-            argv, env=env,
+            argv, env=env, cwd=cwd,
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     limit = forkserver.Limit(timeout)

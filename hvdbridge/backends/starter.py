@@ -51,7 +51,7 @@ class Starter(ABC):
     """Starts one library, or uses it as it is if the user has started it.
 
     Class attributes:
-        name: name of the backend, as in :data:`hvdbridge.config.BACKENDS`.
+        name: name of the backend, as in :data:`hvdbridge.config.BACKENDS` or as it was registered.
     """
 
     name: ClassVar[str]

@@ -24,7 +24,7 @@ import torch
 from hvdbridge.backends import registry
 from hvdbridge.backends.mpi.starter import incompatibility, launcher_starts_mpi
 from hvdbridge.backends.starter import RendezvousInfo, Starter
-from hvdbridge.config import BACKENDS, Config
+from hvdbridge.config import Config
 from hvdbridge.errors import BackendUnavailable, ConfigurationError, RendezvousError
 from hvdbridge.startup import channels, launchers, network
 from hvdbridge.startup.channels import Channel, ObjectChannel
@@ -108,7 +108,7 @@ def choose(backend: str, world: World) -> tuple[str, bool]:
     """
     if backend != "auto":
         return backend, starter(backend).running() is not None
-    for name in BACKENDS[1:]:  # without "auto"
+    for name in registry.in_order():
         rank_and_size = starter(name).running()
         # A library with another rank or size is ignored: an imported package may have initialized it.
         if rank_and_size is not None and (world.launcher == "none" or rank_and_size == (world.rank, world.size)):

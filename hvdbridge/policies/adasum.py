@@ -80,7 +80,8 @@ class Adasum(Policy):
     """Adasum of the gradients, per parameter (Maleki 2020, "Scaling Distributed Training with Adaptive Summation").
 
     ``a + b := (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``, applied in a binary tree over the ranks. The length of the
-    result lies between that of one gradient and that of their sum, so one learning rate suits any number of ranks.
+    result lies between that of one gradient and that of their sum. The paper therefore keeps one learning rate for any
+    number of ranks.
 
     Any number of ranks is allowed. At powers of two the tree is Horovod's, which refuses other numbers. A rank without
     a partner at some level passes its gradient up unchanged, so three ranks give ``(g0 + g1) + g2``. Permuting the
@@ -91,6 +92,12 @@ class Adasum(Policy):
 
     On the wire: ``2 (N-1)/N`` of the gradient in its own type (all-to-all, all-gather) and, for each three levels of
     the tree, one all-reduce of at most 36 doubles per parameter for every 8 ranks.
+
+    Source:
+        Maleki et al., *Scaling distributed training with adaptive summation*, 2020.
+
+    When to choose:
+        Training moves to more ranks, and the learning rate should stay as it is.
     """
 
     unequal_weights = False
@@ -112,6 +119,13 @@ class AdasumDelta(Policy):
     State: ``start``, the parameters after the last step, in their own type and equal on all ranks: one copy of the
     model. Weights and bytes on the wire are those of :class:`Adasum`, in float32 (float64 for float64 parameters). A
     rank of weight 0 contributes no change and receives the same parameters as the other ranks.
+
+    Source:
+        Maleki et al., *Scaling distributed training with adaptive summation*, 2020; Horovod's optimizer with
+        ``op=hvd.Adasum``.
+
+    When to choose:
+        The purpose is that of ``adasum``, and the optimizer scales its steps, as Adam does.
     """
 
     slots: ClassVar[Mapping[str, Slot]] = {"start": Slot(anchor=True)}

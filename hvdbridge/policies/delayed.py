@@ -34,6 +34,12 @@ class Delayed(Policy):
     State: ``held``, the last aggregate, the size of the gradients, equal on all ranks. Memory: also a copy of the
     gradients in flight. Weights and bytes on the wire are those of ``inner``.
 
+    Source:
+        Ho et al., *More effective distributed ML via a stale synchronous parallel parameter server*, 2013, section 3.
+
+    When to choose:
+        Communication takes up to a whole step, and updates may be one step old.
+
     Attributes:
         inner: the policy that aggregates the gradients.
 

@@ -36,6 +36,12 @@ class Mean(Policy):
     The mean is one all-reduce per bucket and has the bits of plain DDP. State: none. Weights: any.
     On the wire: ``2 (N-1)/N`` of the gradient, in its own type.
 
+    Source:
+        PyTorch's DistributedDataParallel computes the same mean.
+
+    When to choose:
+        The network is fast, or nothing was measured yet. The mean loses nothing and has nothing to tune.
+
     Attributes:
         exact: add in rank order in float32 (float64 for float64), by an all-to-all and an all-gather (:mod:`.sharded`).
             As many bytes are sent. The bits depend neither on the backend nor on bucket boundaries.
@@ -76,6 +82,12 @@ class Sum(Policy):
     Weights are multipliers relative to their mean, ``sum_r (N w_r / sum(w)) g_r``; equal weights give the plain sum.
     State: none. Not additive: :class:`~.wrappers.ErrorFeedback` needs an update that is a mean, and the sum is N times
     the mean. On the wire: ``2 (N-1)/N`` of the gradient, in its own type.
+
+    Source:
+        Horovod's ``op=hvd.Sum``.
+
+    When to choose:
+        The code and its learning rate were written for the sum over ranks.
     """
 
     rounds = 1
@@ -126,6 +138,9 @@ class Noop(Policy):
 
     Replicas drift apart from the first step on; the logger ``hvdbridge`` warns of this once per process. A rank of
     weight 0 gets zeros. State: none.
+
+    When to choose:
+        A benchmark measures a step without communication. Do not train with it.
     """
 
     replicas = "drift"
@@ -254,6 +269,12 @@ class Fp16(_Half):
 
     State and weights are those of ``inner``. On the wire: half of the bytes that ``inner`` sends in float32.
 
+    Source:
+        PyTorch's communication hook ``fp16_compress_hook``.
+
+    When to choose:
+        Half of the bytes suffice, bfloat16 rounds too coarsely, and gradients and their sums stay below 65504.
+
     Attributes:
         inner: the policy whose payloads are cast.
     """
@@ -268,8 +289,17 @@ class Fp16(_Half):
 class Bf16(_Half):
     """bfloat16 on the wire: 8 bits of significand and the range of float32, so nothing needs scaling.
 
-    ``bf16`` is the weighted mean; ``bf16(inner)`` casts the float32 payloads of any policy. State, weights, bytes and
-    attributes are those of :class:`Fp16`.
+    ``bf16`` is the weighted mean; ``bf16(inner)`` casts the float32 payloads of any policy. State, weights and
+    bytes are those of :class:`Fp16`.
+
+    Source:
+        PyTorch's communication hook ``bf16_compress_hook``.
+
+    When to choose:
+        Half of the bytes suffice. The range is that of float32 and there is no state, so try it before other policies.
+
+    Attributes:
+        inner: the policy whose payloads are cast.
     """
 
     wire = torch.bfloat16

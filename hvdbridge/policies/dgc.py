@@ -46,6 +46,12 @@ class Dgc(Policy):
     Memory: the old and the new state of each bucket in flight, and the messages of all N ranks, which are longer during
     the warm-up. With ``clip`` all parameters form one bucket.
 
+    Source:
+        Lin et al., *Deep gradient compression*, 2018, sections 3.2 and 3.3.
+
+    When to choose:
+        The model is trained by SGD with momentum, ranks are few, and the network is slow.
+
     Attributes:
         ratio: share of the elements that are sent after the warm-up.
         momentum: coefficient of the momentum, which replaces the optimizer's.

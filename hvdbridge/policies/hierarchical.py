@@ -44,6 +44,9 @@ class Hierarchical(Policy):
     On the wire, with K nodes of L ranks: one rank sends ``2 (L-1)/L`` of the gradient within its node, and between
     nodes 1/L of what the inner policy sends among K ranks. Nodes may be of unequal size.
 
+    When to choose:
+        Links within a node are fast, and links between nodes are slow.
+
     Attributes:
         inner: the policy across nodes.
 

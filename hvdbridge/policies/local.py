@@ -75,6 +75,12 @@ class LocalSgd(_Local):
     State: ``anchor``, the size of the parameters in float32 (float64 for float64), equal on all ranks; none with
     ``inner=mean``. On the wire: the bytes of ``inner``, once every ``every`` steps.
 
+    Source:
+        Stich, *Local SGD converges fast and communicates little*, 2019, algorithm 1.
+
+    When to choose:
+        Latency or bandwidth limits the step, and ranks may take several steps alone.
+
     Attributes:
         every: number of local steps between two averages; the first average follows step ``every - 1``.
         inner: the policy that averages the parameters or their differences from the anchor.
@@ -113,11 +119,18 @@ class PostLocalSgd(LocalSgd):
     If ``inner`` is not ``mean``, the first anchor is the parameters after step start - 1. State: as
     :class:`LocalSgd`.
 
+    Source:
+        Lin et al., *Don't use large mini-batches, use local SGD*, 2020, section 3.
+
+    When to choose:
+        The purpose is that of ``local_sgd``, and training needs the mean of all gradients at its start.
+
     Attributes:
         start: number of steps in which gradients are averaged over all ranks.
         group: the ranks over which gradients are averaged afterwards: those of a ``node`` (PyTorch's ``subgroup``),
             ``none``, or ``world``.
-        every, inner: as in :class:`LocalSgd`.
+        every: number of local steps between two averages over all ranks.
+        inner: the policy that averages the parameters or their differences from the anchor, as in :class:`LocalSgd`.
 
     Raises:
         Unsupported: ``group="node"``, and it is not known which ranks share a node.
@@ -157,9 +170,16 @@ class DiLoCo(_Local):
     or those after another policy's phase (:class:`~.wrappers.Warmup`). Load the same model weights on every rank.
     On the wire: the bytes of ``inner``, once every ``every`` steps.
 
+    Source:
+        Douillard et al., *DiLoCo: distributed low-communication training of language models*, 2023, algorithm 1.
+
+    When to choose:
+        Sites communicate over distant links, and can afford a round now and then.
+
     Attributes:
         every: number of local steps between two outer steps; the first outer step follows step ``every - 1``.
-        lr, momentum: learning rate and momentum of the outer optimizer.
+        lr: learning rate of the outer optimizer.
+        momentum: momentum of the outer optimizer.
         inner: the policy that averages the differences ``a - theta_r``.
     """
 

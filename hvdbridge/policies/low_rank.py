@@ -76,6 +76,14 @@ class PowerSGD(WithFeedback):
     The error feedback subtracts what was decoded of this rank's own gradient, as algorithm 2 of the paper does;
     PyTorch's subtracts the aggregated update. On one rank both are equal.
 
+    Source:
+        Vogels, Karimireddy and Jaggi, *PowerSGD: practical low-rank gradient compression for distributed optimization*,
+        2019, algorithms 1 and 2; ``alternate``: Zhang et al., *ACP-SGD*, 2023, algorithm 2.
+
+    When to choose:
+        The model has wide weight matrices (transformers). All messages are all-reduces, so any number of ranks suits
+        it.
+
     Attributes:
         rank: number of columns of P and Q.
         min_rate: a matrix is compressed if its compression rate ``n m / ((n + m) r)`` is above this.
@@ -83,8 +91,8 @@ class PowerSGD(WithFeedback):
         epsilon: added to the length by which each column of P is divided.
         alternate: compute P in even steps and Q in odd steps, each against the orthonormalised other factor of the
             previous step (ACP-SGD, Zhang 2023, algorithm 2). This halves bytes and arithmetic. Needs ``warm_start``.
-        batched: treat the whole bucket as one square matrix, padded with zeros: faster and less accurate. The result
-            depends on bucket boundaries. State from other boundaries is a valid start. No error is kept for the
+        batched: treat the whole bucket as one square matrix, padded with zeros: fewer products, and less accurate. The
+            result depends on bucket boundaries. State from other boundaries is a valid start. No error is kept for the
             padding. If any element of a factor is not finite, all parameters keep their old factor.
         seed: seed of the first Q (of every Q without ``warm_start``).
         ef: error feedback.

@@ -43,12 +43,18 @@ class OkTopK(WithFeedback):
 
     State: with ``ef`` the residual, the size of the parameters in float32 (float64 for float64), local to the rank.
     Weights: any. On the wire: about ``k/N + 2 sqrt(k/N)`` pairs of a value and an int32 index to each owner, and
-    ``k/N`` pairs from each owner to all ranks. The total is below ``8 (2 k + 2 sqrt(k N)) (N-1)/N`` bytes per rank;
-    ``topk`` sends ``8 k (N-1)``.
+    ``k/N`` pairs from each owner to all ranks. The total is about ``8 (2 k + 2 sqrt(k N)) (N-1)/N`` bytes per rank,
+    numbers of pairs being rounded up; ``topk`` sends ``8 k (N-1)``.
 
     Differences from the paper: each step determines new thresholds from a sample (the paper reuses them for some
     steps). Elements are assigned to owners by a hash (the paper moves region boundaries and balances sums). Each owner
     returns its own k/N largest sums (the paper: those above one global threshold). Messages have a fixed capacity.
+
+    Source:
+        Li and Hoefler, *Near-optimal sparse allreduce for distributed deep learning*, 2022.
+
+    When to choose:
+        ``topk`` would suit the network, and there are more than about ten ranks.
 
     Attributes:
         ratio: share of the elements that a rank sends, and share of the elements that are updated.

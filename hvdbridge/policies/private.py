@@ -56,6 +56,12 @@ class DifferentiallyPrivate(Policy):
     State: none. On the wire: an all-reduce of the gradient, in its own type. Aggregation needs the whole gradient, so
     nothing is sent during backward. Memory: temporarily noise of the size of the whole gradient.
 
+    Source:
+        McMahan et al., *Learning differentially private recurrent language models*, 2018, algorithm 1.
+
+    When to choose:
+        The updates must not disclose what one rank contributed.
+
     Attributes:
         norm: largest L2 norm of a rank's gradient, over all parameters together.
         noise: noise multiplier: standard deviation of the sum's noise divided by ``norm``. 0: clip only.

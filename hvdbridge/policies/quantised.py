@@ -54,6 +54,13 @@ class Int8(_Quantised):
     The error of an element is at most half a step, ``max|block| / 254``, in either stage (a step if stochastic).
     On the wire: 8 bits per element and 4 bytes per block, 1.004 bytes per element at the default.
 
+    Source:
+        Dettmers, *8-bit approximations for parallelism in deep learning*, 2016; scales per block as in Dettmers et al.,
+        *8-bit optimizers via block-wise quantization*, 2022, section 2.1.
+
+    When to choose:
+        A quarter of the bytes is needed, and memory for a residual is not available.
+
     Attributes:
         block: number of elements that share a scale; a power of two from 16 to 1024.
         rounding: to the nearest, or stochastic and so unbiased.
@@ -77,6 +84,13 @@ class Int4(_Quantised):
 
     The error of an element is at most half a step, ``max|block| / 14``, in either stage (a step if stochastic).
     On the wire: 4 bits per element and 4 bytes per block, 0.52 bytes per element at the default.
+
+    Source:
+        Dettmers et al., *8-bit optimizers via block-wise quantization*, 2022, section 2.1, with 4 bits; error feedback
+        as in Seide et al., *1-bit stochastic gradient descent*, 2014, section 2.
+
+    When to choose:
+        An eighth of the bytes is needed, and each rank has memory for a residual.
 
     Attributes:
         block: number of elements that share a scale; a power of two from 16 to 1024. Blocks are shorter than with 8
@@ -102,6 +116,12 @@ class Fp8(_Quantised):
     ``e4m3``: 3 bits of fraction, so the error is at most 2**-4 of an element, down to 2**-15 of the block's largest.
     Below that, steps are even. ``e5m2``: 2 bits, 2**-3, down to 2**-30. (Twice the error if stochastic.)
     On the wire: 8 bits per element and 4 bytes per block, 1.004 bytes per element at the default.
+
+    Source:
+        Micikevicius et al., *FP8 formats for deep learning*, 2022, table 1.
+
+    When to choose:
+        A quarter of the bytes is needed, and small elements of a block need more precision than large ones.
 
     Attributes:
         format: The paper uses ``e5m2`` for gradients, for its range, with one scale per tensor. One scale per block

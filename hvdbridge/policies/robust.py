@@ -95,6 +95,12 @@ class Median(_Elementwise):
 
     State: none. On the wire: ``2 (N-1)/N`` of the gradient, in its own type.
 
+    Source:
+        Yin et al., *Byzantine-robust distributed learning: towards optimal statistical rates*, 2018, definition 1.
+
+    When to choose:
+        Fewer than half of the ranks may be faulty or hostile, and their number is not known.
+
     Attributes:
         f: number of faulty ranks to tolerate; needs N > 2 f, and any f ranks must have less than half of the weight.
             None: as many as possible.
@@ -118,6 +124,12 @@ class TrimmedMean(_Elementwise):
     honest ranks. Each NaN or inf is left out, and counts as one of the f values on both sides.
 
     State: none. On the wire: ``2 (N-1)/N`` of the gradient, in its own type.
+
+    Source:
+        Yin et al., *Byzantine-robust distributed learning: towards optimal statistical rates*, 2018, definition 2.
+
+    When to choose:
+        At most ``f`` ranks may be faulty or hostile.
 
     Attributes:
         f: number of faulty ranks to tolerate.
@@ -187,6 +199,13 @@ class MultiKrum(_Whole):
     State: none. On the wire: ``2 (N-1)/N`` of the gradient, in its own type, and an all-reduce of N (N+1)/2 doubles.
     Aggregation needs the whole gradient, so nothing is sent during backward.
 
+    Source:
+        Blanchard et al., *Machine learning with adversaries: Byzantine tolerant gradient descent*, 2017; largest ``m``:
+        El Mhamdi et al., *The hidden vulnerability of distributed learning in Byzantium*, 2018.
+
+    When to choose:
+        Up to ``f`` ranks may be hostile, whole gradients must be kept or left out, and ``krum`` is too noisy.
+
     Attributes:
         f: number of faulty ranks to tolerate.
         m: number of gradients in the mean, at most N - f. None: N - f - 2, the largest m with a proof (El Mhamdi 2018).
@@ -229,6 +248,19 @@ class Krum(MultiKrum):
     """The one gradient with the lowest Krum score (Blanchard 2017): :class:`MultiKrum` with ``m=1``.
 
     The score of a gradient is the sum of the squared distances to its N - f - 2 nearest other gradients.
+
+    Source:
+        Blanchard et al., *Machine learning with adversaries: Byzantine tolerant gradient descent*, 2017.
+
+    When to choose:
+        Up to ``f`` ranks may be hostile, and the update must be the gradient of one rank.
+
+    Attributes:
+        f: number of faulty ranks to tolerate.
+        m: always 1.
+
+    Raises:
+        ConfigurationError: fewer than 2 f + 3 ranks have a positive weight.
     """
 
     m: int | None = option(1, at_least=1, at_most=1)
@@ -249,6 +281,12 @@ class GeometricMedian(_Whole):
     State: none. On the wire: ``2 (N-1)/N`` of the gradient, in its own type, and an all-reduce of N (N+1)/2 doubles.
     All v are combinations of the gradients, so iterations need no communication. Aggregation needs the whole gradient,
     so nothing is sent during backward.
+
+    Source:
+        Pillutla et al., *Robust aggregation for federated learning*, 2019.
+
+    When to choose:
+        Fewer than half of the ranks may be faulty or hostile, and the result must stay close to the mean where none is.
 
     Attributes:
         f: number of faulty ranks to tolerate; needs N > 2 f, and any f ranks must have less than half of the weight.
@@ -294,6 +332,12 @@ class ClippedMean(_Whole):
     State: ``centre``, the previous update, the size of the parameters in float32 (float64 for float64), equal on all
     ranks. On the wire: ``2 (N-1)/N`` of the gradient, in its own type, and one all-reduce of (N+1)(N+2)/2 doubles for
     any number of iterations. Aggregation needs the whole gradient, so nothing is sent during backward.
+
+    Source:
+        Karimireddy et al., *Learning from history for Byzantine robust optimization*, 2021.
+
+    When to choose:
+        Hostile ranks may send values within the spread of the honest ones.
 
     Attributes:
         f: number of faulty ranks to tolerate; needs N > 2 f, and any f ranks must have less than half of the weight.

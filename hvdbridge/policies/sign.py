@@ -54,6 +54,12 @@ class Sign(Policy):
     Weights are votes. The policy is not additive, so error feedback does not apply; use :class:`EfSign` for that.
     On the wire: 1 bit per element and 1 per parameter, in each of an all-to-all and an all-gather.
 
+    Source:
+        Bernstein et al., *signSGD: compressed optimisation for non-convex problems*, 2018, algorithms 2 and 3.
+
+    When to choose:
+        One bit per element is needed without a residual. The optimizer is plain SGD with a small rate of its own.
+
     Attributes:
         scale: magnitude of all elements of the update.
         momentum: coefficient of the momentum; 0: none.
@@ -129,6 +135,13 @@ class EfSign(WithFeedback):
     bits per element. With ``exact``, in one all-gather, so N - 1 bits per element: the same at 2 ranks, and no less
     than a dense float32 all-reduce at 64.
 
+    Source:
+        Karimireddy et al., *Error feedback fixes SignSGD*, 2019, algorithm 1; Zheng et al., *Communication-efficient
+        distributed blockwise momentum SGD with error-feedback*, 2019, section 4.2 and algorithm 2.
+
+    When to choose:
+        One bit per element is needed, and memory for the second residual of ``onebit`` is not available.
+
     Attributes:
         block: number of elements that share a scale; a power of two from 16 to 1024.
         exact: every rank receives every rank's signs.
@@ -185,6 +198,13 @@ class OneBit(WithFeedback):
     blocks get other owners, and the servers' errors become part of the residuals.
 
     On the wire: 1 bit per element and 4 bytes per block, in each of an all-to-all and an all-gather.
+
+    Source:
+        Tang et al., *DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
+        compression*, 2019, algorithm 1.
+
+    When to choose:
+        One bit per element is needed at any number of ranks, and each rank has memory for two residuals.
 
     Attributes:
         block: number of elements that share a scale; a power of two from 16 to 1024.

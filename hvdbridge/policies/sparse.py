@@ -71,6 +71,13 @@ class TopK(WithFeedback):
     Weights: any. On the wire: one all-gather of k values (float32, or float64) and k int32 indices, so ``8 k (N-1)``
     bytes per rank, growing with N. Both form one integer message, which ``fp16(topk)`` does not cast.
 
+    Source:
+        Aji and Heafield, *Sparse communication for distributed gradient descent*, 2017; Stich et al., *Sparsified SGD
+        with memory*, 2018, definition 2.1.
+
+    When to choose:
+        Ranks are few and the network is slow, or gradients are sparse by nature (embeddings).
+
     Attributes:
         ratio: share of the elements that are sent.
         select: ``"exact"`` compares all elements. ``"sampled"`` (faster) compares about 1.2 k to 3 k candidates above a
@@ -104,6 +111,12 @@ class Threshold(WithFeedback):
     State: with ``ef`` the residual, as in :class:`TopK`. Weights: any. On the wire: as ``topk`` of the same ratio,
     however many elements reach the value.
 
+    Source:
+        Strom, *Scalable distributed DNN training using commodity GPU cloud computing*, 2015.
+
+    When to choose:
+        A magnitude is known below which elements do not matter.
+
     Attributes:
         value: smallest magnitude that is sent, in units of the gradient; it is not rescaled with a loss scale.
         ratio: capacity of a message, as a share of the elements.
@@ -134,6 +147,14 @@ class RandomK(WithFeedback):
 
     State: with ``ef`` the residual, as in :class:`TopK`. Weights: any. On the wire: one all-reduce of k values, without
     indices.
+
+    Source:
+        Stich et al., *Sparsified SGD with memory*, 2018, definition 2.1; Wangni et al., *Gradient sparsification for
+        communication-efficient distributed optimization*, 2018.
+
+    When to choose:
+        The choice of elements must cost little, at any number of ranks, and the optimizer has no momentum or a low
+        rate.
 
     Attributes:
         ratio: share of the elements that are sent.

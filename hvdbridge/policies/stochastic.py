@@ -47,8 +47,15 @@ class Qsgd(Policy):
     On the wire: ``ceil(log2(2 s + 1))`` bits per element, and 4 bytes per block; 0.51 bytes per element at the
     default. (The paper's Elias code is shorter, but its length depends on the data.)
 
+    Source:
+        Alistarh et al., *QSGD: communication-efficient SGD via gradient quantization and encoding*, 2017, sections 3.1
+        and 4.
+
+    When to choose:
+        An eighth of the bytes is needed, unbiased and without state.
+
     Attributes:
-        levels: s, from 1 to 127; or
+        levels: number s of levels, from 1 to 127. Give ``levels`` or ``bits``.
         bits: bits per element, 2 to 8, for ``s = 2**(bits - 1) - 1``. If neither is given: 4 bits, s = 7.
         norm: ``"max"``, as in the paper's experiments, or ``"l2"``, as in its theorem: the variance is at most
             ``min(d / s**2, sqrt(d) / s) |v|**2``, d the block's length. That bound is small only if s is about sqrt(d):
@@ -92,6 +99,12 @@ class Natural(Policy):
     On the wire: 9 bits per element, 1.125 bytes: float32's exponent as a byte, and eight signs in a byte. So the range
     is that of float32; elements below 2**-126 become that or zero. (Above 2**127 there is no upper neighbor, so these
     are rounded down.)
+
+    Source:
+        Horváth et al., *Natural compression for distributed deep learning*, 2019, section 2.
+
+    When to choose:
+        Gradients may have any range, and the policy must be unbiased and without state.
     """
 
     additive = True
@@ -112,6 +125,13 @@ class TernGrad(Policy):
 
     On the wire: 4 bytes per parameter to each other rank (``s``, in an all-gather before the rest), 2 bits per
     element to the owners, and ``ceil(log2(2 N + 1))`` bits back: 3 at 2 ranks, 4 at 4, 5 at 8.
+
+    Source:
+        Wen et al., *TernGrad: ternary gradients to reduce communication in distributed deep learning*, 2017, sections
+        3.1, 3.3 and 3.4.
+
+    When to choose:
+        Many ranks average out the rounding errors, and the policy must have no state.
 
     Attributes:
         clip: Elements beyond this number of deviations of their parameter's gradient are clipped before s is computed

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar
@@ -42,6 +42,13 @@ class ErrorFeedback(Policy):
 
     State: ``residual`` (e), the size of the parameters in float32 (float64 for float64), local to the rank.
     On the wire: the bytes of ``inner``.
+
+    Source:
+        Seide et al., *1-bit stochastic gradient descent*, 2014, section 2; Karimireddy et al., *Error feedback fixes
+        SignSGD*, 2019, algorithm 2.
+
+    When to choose:
+        An additive policy without a residual of its own loses too much.
 
     Attributes:
         inner: an additive policy: its update is the sum over ranks of what each rank sent.
@@ -85,6 +92,9 @@ class Warmup(Policy):
     they differ between ranks, replicas drift further under ``then=mean`` while these momenta decay.
 
     State: that of both policies, for the whole training.
+
+    When to choose:
+        A lossy policy needs a dense start, when gradients change fastest. A tenth of the training is usual.
 
     Attributes:
         then: the policy from step ``steps`` on.
@@ -148,6 +158,12 @@ class Clip(Policy):
     Aggregation needs the whole gradient, so nothing is sent during backward. State, weights and bytes on the wire are
     those of ``inner``.
 
+    Source:
+        Pascanu et al., *On the difficulty of training recurrent neural networks*, 2013, section 3.2.
+
+    When to choose:
+        Single ranks have exploding gradients.
+
     Attributes:
         inner: the policy that aggregates the clipped gradients.
         norm: largest L2 norm, in units of the gradients as they arrive (multiplied by a GradScaler's scale).
@@ -185,6 +201,9 @@ class Partition(Policy):
 
     The parameters of a bucket that share a rule form a bucket of their own. State: that of each policy, keyed by the
     text of its rule. Weights and bytes on the wire are those of the policies.
+
+    When to choose:
+        Parameters need different policies: small ones are sent whole and matrices compressed, for example.
 
     Attributes:
         rules: pairs of a rule and a policy, in order; the constructor also takes a mapping.
@@ -287,6 +306,18 @@ def parameters_of(policy: Policy, key: str, params: Mapping[str, Tensor]) -> Map
     return {name: p for name, p in params.items() if policy.rule_of(name, p.shape, p.dtype) == key}
 
 
+def unmatched_patterns(policy: Policy, names: Iterable[str]) -> list[str]:
+    """Return the name patterns of all :class:`Partition` in ``policy`` that match none of ``names``.
+
+    >>> unmatched_patterns(Partition({"*.bias": MEAN, "<1024": MEAN, "0.*": MEAN}), ["0.weight"])
+    ['*.bias']
+    """
+    names = list(names)
+    rules = [rule for rule, _ in policy.rules] if isinstance(policy, Partition) else []
+    unmatched = [rule for rule in rules if is_pattern(rule) and not any(fnmatchcase(name, rule) for name in names)]
+    return unmatched + [rule for inner in policy.inners().values() for rule in unmatched_patterns(inner, names)]
+
+
 @own_member_first(warn=False)
 def statistics(policy: Policy, params: Mapping[str, Tensor], state: State) -> dict[str, float]:
     """Return this rank's statistics of ``policy`` for ``sync.stats()``, by name.
@@ -342,8 +373,18 @@ def skip(bucket: Bucket, state: State) -> Flow:
 
 
 Matcher = Callable[[str, torch.Size, torch.dtype], bool]
-_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "": operator.eq}
+_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_SIZE = re.compile(r"(<=?|>=?)([0-9]+)(d?)|([0-9]+)d")
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def is_pattern(rule: str) -> bool:
+    """Return whether the text of a rule is a pattern of names, and neither a dtype nor a comparison of sizes.
+
+    >>> is_pattern("*.bias"), is_pattern("0"), is_pattern("1d"), is_pattern("<1024"), is_pattern("bfloat16")
+    (True, True, False, False, False)
+    """
+    return rule not in _DTYPES and _SIZE.fullmatch(rule) is None
 
 
 def _matcher(rule: str) -> Matcher:
@@ -354,12 +395,12 @@ def _matcher(rule: str) -> Matcher:
     """
     if rule in _DTYPES:
         return lambda name, shape, dtype: dtype is getattr(torch, rule)
-    match = re.fullmatch(r"(<=?|>=?|)([0-9]+)(d?)", rule)
+    match = _SIZE.fullmatch(rule)
     if match is None:
         if not rule or rule[0] in "<>":
             raise ConfigurationError(f"Partition: rule {rule!r} compares with nothing; write <1024, >=1024, 1d or >=2d")
         return lambda name, shape, dtype: fnmatchcase(name, rule)
+    if match[4]:
+        return lambda name, shape, dtype: len(shape) == int(match[4])
     compare, limit, of_dims = _COMPARE[match[1]], int(match[2]), bool(match[3])
-    if not match[1] and not of_dims:  # a number alone is a name
-        return lambda name, shape, dtype: fnmatchcase(name, rule)
     return lambda name, shape, dtype: compare(len(shape) if of_dims else shape.numel(), limit)

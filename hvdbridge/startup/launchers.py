@@ -136,7 +136,7 @@ class Srun(Launcher):
             raise RendezvousError(
                 f"this is one process in a terminal of step {env.get('SLURM_JOB_ID')}.{step} (srun --pty), which has "
                 f"{world.size} tasks: the others will not come. Start ranks in it by srun --overlap -n {world.size}, "
-                "torchrun or mpiexec; for one process set RANK=0 WORLD_SIZE=1"
+                "torchrun or SLURM_OVERLAP=1 mpiexec; for one process set RANK=0 WORLD_SIZE=1"
             )
         if world and 0 <= world.node_rank < len(counts):
             return replace(world, local_size=counts[world.node_rank])

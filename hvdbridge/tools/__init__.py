@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 
 from hvdbridge.errors import HvdbridgeError
@@ -22,20 +22,25 @@ COMMANDS = {
 }
 
 
+def parser_of(names: Collection[str]) -> argparse.ArgumentParser:
+    """Return the command's parser. Of the subcommands only those of ``names`` have their options."""
+    about = "One training script, any backend, any launcher."
+    parser = argparse.ArgumentParser(prog="hvdbridge", description=about)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=f"{name}: {summary}.")
+        if name in names:
+            import_module(module).add_arguments(command)
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status.
 
     An :class:`.HvdbridgeError` becomes one message on stderr and status 2.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    about = "One training script, any backend, any launcher."
-    parser = argparse.ArgumentParser(prog="hvdbridge", description=about)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=f"{name}: {summary}.")
-        if name in words[:1]:
-            import_module(module).add_arguments(command)
-    arguments = parser.parse_args(words)
+    arguments = parser_of(words[:1]).parse_args(words)
     try:
         return int(import_module(COMMANDS[arguments.command][0]).run(arguments))
     except HvdbridgeError as error:

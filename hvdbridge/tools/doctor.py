@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hvdbridge.config import HOST, PREFIX, Config
+from hvdbridge.config import HOST, PREFIX, VARIABLES, Config
 from hvdbridge.errors import ConfigurationError, HvdbridgeError
 from hvdbridge.startup import channels, launchers, network
 from hvdbridge.startup.world import usable_cores
@@ -101,10 +102,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``hvdbridge doctor``."""
     parser.add_argument("--json", action="store_true", help="the same as JSON on stdout, and nothing else")
     parser.add_argument("--gpu", action="store_true", help="compare the compression kernels of each GPU with the CPU")
+    parser.add_argument("--variables", action="store_true", help="list the environment variables and their meanings")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report and return 0 if the torch backend works; with ``--gpu``, compare the GPUs' kernels instead."""
+    """Print the report and return 0 if the torch backend works; with ``--gpu``, compare the GPUs' kernels instead.
+
+    With ``--variables``, print :data:`hvdbridge.config.VARIABLES` and return 0.
+    """
+    if arguments.variables:
+        return _list_variables(arguments.json)
     if arguments.gpu:
         return _compare_gpus(arguments.json)
     facts = examine()
@@ -114,6 +121,22 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         report(facts, table, Console(highlight=False, markup=False))
     return int(_why_not_torch(facts) is not None)
+
+
+def _list_variables(as_json: bool) -> int:
+    """Print each environment variable, its values, default and meaning."""
+    rows = {
+        f"{PREFIX}{name}": {"default": v.default, "values": v.values, "meaning": v.meaning}
+        for name, v in VARIABLES.items()
+    }
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    for name, row in rows.items():
+        text = "\n".join([f"{row['values']} (default: {row['default']})", row["meaning"]]).replace("`", "")
+        print(name, *(textwrap.fill(line, 100, initial_indent="    ", subsequent_indent="    ")
+                      for line in text.splitlines()), sep="\n")  # fmt: skip
+    return 0
 
 
 AGREE = "all kernels give the bits of the CPU"

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from hvdbridge.tools.bench.transport import Network
 
 RANKS = (2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 100_000)
-# In the order of how much of a training recipe they may change, least first; see docs/policies.md.
+# Those that change a training recipe least come first, because a recommendation takes the first of the fast ones.
+# onebit fails behind SGD with momentum unless its rate is lowered; under local_sgd replicas drift (convergence.md).
 POLICIES = [
-    "mean", "bf16", "int8", "int4", "topk:ratio=0.01", "onebit", "powersgd:rank=4", "local_sgd:every=8",
+    "mean", "bf16", "int8", "int4", "powersgd:rank=4", "topk:ratio=0.01", "onebit", "local_sgd:every=8",
 ]  # fmt: skip
 LEAST = {
     "local_size": None, "gbits": None, "local_gbits": None, "compute_ms": None, "bucket_mb": None, "cores": None,
@@ -50,26 +51,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = __doc__
     option = parser.add_argument
-    option("--model", help="as in hvdbridge bench (default: FILE's, if it has one, else bert-base)")
-    option("--policies", nargs="+", metavar="SPEC", help=f"default: {' '.join(POLICIES)}")
-    option("--ranks", nargs="+", type=int, default=list(RANKS), metavar="N")
+    option("--model", help="model, as in hvdbridge bench (default: FILE's, if it has one, else bert-base)")
+    option("--policies", nargs="+", metavar="SPEC", help=f"policies to compare (default: {' '.join(POLICIES)})")
+    option("--ranks", nargs="+", type=int, default=list(RANKS), metavar="N", help="numbers of ranks")
     option("--local-size", type=int, help="ranks per node (default: 1, or as in FILE)")
-    option("--from", type=Path, dest="source", metavar="FILE", help="what hvdbridge bench --json wrote")
-    option("--gbits", type=float, help="the network's rate between nodes, Gbit/s")
-    option("--latency-us", type=float, help="of one message (default: 25)")
-    option("--local-gbits", type=float, help="inside a node (default: as in FILE, or as between them)")
-    option("--local-latency-us", type=float, help="(default: 5)")
-    text = "a step without synchronization, on the machines planned for; policies are scaled by it (default: measured)"
+    option("--from", type=Path, dest="source", metavar="FILE", help="a file that hvdbridge bench --json wrote")
+    option("--gbits", type=float, help="rate of the network between nodes, Gbit/s; not with --from")
+    option("--latency-us", type=float, help="latency of a message between nodes (default: 25); not with --from")
+    option("--local-gbits", type=float, help="rate inside a node, Gbit/s (default: FILE's, or that between nodes)")
+    option("--local-latency-us", type=float, help="latency inside a node (default: 5); needs --local-gbits")
+    text = "time of a step without synchronization on the planned machines; scales policies, too (default: measured)"
     option("--compute-ms", type=float, help=text)
     option("--samples", type=int, help="images or tokens per step and rank")
-    option("--bucket-mb", type=float, help="(default: FILE's if its run was given one, else the policy's)")
+    option("--bucket-mb", type=float, help="size in MiB (default: FILE's if its run was given one, else the policy's)")
     text = (
         "cores per rank (default: as --from says, else those of this machine for each of its ranks; with "
         "--compute-ms at least as many as computing keeps busy)"
     )
     option("--cores", type=float, help=text)
     option("--json", type=Path, metavar="FILE", help="write all figures")
-    option("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
+    option("--plot", type=Path, metavar="FILE", help="draw the figures (needs matplotlib)")
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ class _Plan:
         origin = " as given" if self.arguments.compute_ms is not None else ""
         per_rank = " to ".join(f"{n:.3g}" for n in sorted({self.cores(planned[0]), self.cores(planned[-1])}))
         self.console.print(
-            "Step times say nothing of what a policy does to the loss: docs/policies.md has that. "
+            "Step times say nothing of what a policy does to the loss: see docs/explanation/convergence.md. "
             f"Computation {1e3 * self.predictions[0].compute:.1f} ms a step{origin}, {per_rank} cores per rank.",
             highlight=False,
         )

@@ -2,7 +2,7 @@
 
 The names, signatures and results are those of ``horovod.torch`` 0.28. Horovod need not be installed. The backend that
 ``HVDBRIDGE_BACKEND`` selects (torch.distributed, the real Horovod, or MPI) carries the data, under any launcher.
-docs/horovod.md lists every name.
+docs/reference/horovod-api.md lists every name.
 """
 
 # ruff: noqa: I001

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Names, arguments, defaults, results and types of exceptions are those of ``horovod.torch`` 0.28. docs/horovod.md
-   lists the differences, where Horovod is wrong or refuses without need.
+1. Names, arguments, defaults, results and types of exceptions are those of ``horovod.torch`` 0.28.
+   docs/reference/horovod-api.md lists the differences, where Horovod is wrong or refuses without need.
 2. The name of a backward operation is derived from its forward operation, so backwards of two operations never match.
 3. ``Average`` sums first. One multiplication then divides and applies the postscale factor, as in Horovod, so results
    are equal bit by bit.

@@ -100,7 +100,8 @@ def report_ignored_variables(rank: int) -> None:
     names = [name for name in ignored_variables() if name not in _reported]
     _reported.update(names)
     if names and rank == 0:
-        log.warning("%s: set, but without effect: hvdbridge has no counterpart (docs/horovod.md)", ", ".join(names))
+        text = "%s: set, but without effect: hvdbridge has no counterpart (docs/reference/horovod-api.md)"
+        log.warning(text, ", ".join(names))
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from hvdbridge.errors import ConfigurationError, Unsupported
-from hvdbridge.policies import from_spec
+from hvdbridge.policies import from_spec, label
+from hvdbridge.policies.wrappers import unmatched_patterns
 from hvdbridge.policy.base import Policy, refuse_complex
 from hvdbridge.policy.bucket import Layout
 from hvdbridge.reduction.aggregator import Aggregator
@@ -120,7 +121,13 @@ class CommHookState(HookState):
     def _start_by_position(self) -> Aggregator:
         """Name the parameters by position: DDP's first buckets are in reverse order, each in registered order."""
         registered = [p for parameters, _, _ in reversed(self._held_buckets) for p in parameters]
-        self._start({f"parameter.{i}": p for i, p in enumerate(registered)}, None)
+        params = {f"parameter.{i}": p for i, p in enumerate(registered)}
+        if unmatched := unmatched_patterns(self.policy, params):
+            raise ConfigurationError(
+                f"{label(self.policy)}: no parameter matches {', '.join(unmatched)}, because to_comm_hook without a "
+                "model names parameters by position (parameter.0, parameter.1, ...). Use to_comm_hook(policy, model)."
+            )
+        self._start(params, None)
         return super()._require_aggregator()
 
     def _start(self, params: Mapping[str, Tensor], group: Any) -> None:
@@ -140,7 +147,8 @@ def to_comm_hook(
     Args:
         policy: a spec string or a policy.
         model: the module that DDP wraps, or the DDP module itself; it defines the names of parameters. A DDP module's
-            process group is the one that aggregates. None: parameters are named by position, and all ranks aggregate.
+            process group is the one that aggregates. None: parameters are named by position (``parameter.0``), and all
+            ranks aggregate. Patterns of names in ``partition`` then raise ConfigurationError in the first step.
         weighted: True: exchange ``state.weight`` in every step; False: never; None: the first step decides.
         seed: the seed of the random numbers that all ranks share.
 

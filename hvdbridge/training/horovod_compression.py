@@ -7,7 +7,8 @@ Rules:
    divides the sum by the number of ranks and decompresses it. The policy computes in this order, because in half
    precision scaling first rounds differently.
 2. Only a policy with one all-reduce and no state can act as a compression: Horovod performs that all-reduce, between
-   ``compress`` and ``decompress``.
+   ``compress`` and ``decompress``. Horovod passes neither the number of the step nor the parameter's name, so a policy
+   that depends on one of them is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from hvdbridge.errors import ConfigurationError, Unsupported
 from hvdbridge.policies import from_spec, label
-from hvdbridge.policies.dense import share_of_sum
-from hvdbridge.policy.base import Aggregated, Early, Flow, Foreign, Policy, State
+from hvdbridge.policies.dense import Sum, share_of_sum
+from hvdbridge.policies.wrappers import unmatched_patterns
+from hvdbridge.policy.base import Aggregated, Early, Flow, Foreign, Policy, State, acts_after_step
 from hvdbridge.policy.bucket import Bucket, Layout, scale
 from hvdbridge.policy.collectives import AllReduce, Collective
 
@@ -90,6 +92,26 @@ def from_horovod_compression(compression: Any) -> Policy:
     return HorovodCompression(compression)
 
 
+NAME = "tensor"
+"""The name of each tensor in a :class:`PolicyCompression`."""
+
+
+class _StepRead(Exception):
+    """A policy has read the number of the step."""
+
+
+class _UnknownStep(int):
+    """A number that raises :class:`_StepRead` when it is compared or used in arithmetic."""
+
+    def _read(self, *_: object) -> Any:
+        raise _StepRead
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __index__ = __int__ = __float__ = __neg__ = _read
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __truediv__ = __mod__ = _read
+    __divmod__ = __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = __pow__ = _read
+    __hash__ = _read
+
+
 class PolicyCompression:
     """See :func:`to_horovod_compression`."""
 
@@ -98,18 +120,27 @@ class PolicyCompression:
         probe = torch.zeros(8, device="cpu")
         if self.policy.scope != "bucket":
             raise self._unsupported("it needs all gradients of a step at once")
-        if has_leaves(self.policy.init({"tensor": probe})):
+        if has_leaves(self.policy.init({NAME: probe})):
             raise self._unsupported("it keeps state between steps")
-        self.decompress(*self.compress(probe))
+        if acts_after_step(self.policy):
+            raise self._unsupported("it acts after the optimizer's step")
+        if patterns := unmatched_patterns(self.policy, [NAME]):
+            raise self._unsupported(f"Horovod passes no names for {', '.join(patterns)} to match")
+        try:
+            self.decompress(*self.compress(probe, _UnknownStep()))
+        except _StepRead:
+            raise self._unsupported("it depends on the number of the step, which Horovod does not pass") from None
+        if _has_sum(self.policy):
+            raise self._unsupported("Horovod divides that sum by the number of ranks, so it would be the mean")
 
     def __repr__(self) -> str:
         return f"to_horovod_compression({label(self.policy)!r})"
 
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+    def compress(self, tensor: Tensor, step: int = 0) -> tuple[Tensor, Any]:
         """Return the tensor that the policy all-reduces for this gradient, and as context the flow suspended there."""
-        layout = Layout({"tensor": tensor.shape})
+        layout = Layout({NAME: tensor.shape})
         flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-        flow = self.policy.aggregate(Bucket(flat, layout), self.policy.init({"tensor": tensor}))
+        flow = self.policy.aggregate(Bucket(flat, layout, step=step), self.policy.init({NAME: tensor}))
         request = _resume(flow, None)
         if isinstance(request, Aggregated):
             raise self._unsupported("it asks for nothing")
@@ -135,6 +166,10 @@ class PolicyCompression:
         )
 
 
+def _has_sum(policy: Policy) -> bool:
+    return isinstance(policy, Sum) or any(map(_has_sum, policy.inners().values()))
+
+
 def _resume(flow: Any, tensor: Tensor | None) -> Any:
     """Send ``tensor`` to the flow, and return its next request, or its result if it ends."""
     try:
@@ -148,8 +183,9 @@ def to_horovod_compression(policy: str | Policy) -> PolicyCompression:
     with ``op=hvd.Average``.
 
     Raises:
-        Unsupported: the policy keeps state, needs all gradients of a step at once, or has other collectives than one
-            all-reduce of sums.
+        Unsupported: the policy keeps state, needs all gradients of a step at once, depends on the number of the step or
+            on parameters' names, acts after the optimizer's step, is ``sum`` (Horovod divides), or has other
+            collectives than one all-reduce of sums.
         SpecError: the spec string is invalid.
 
     >>> half = to_horovod_compression("mean")

@@ -281,8 +281,8 @@ class GradientSynchronizer(Controls):
         """Finish the work that the policy has postponed. Collective; without such work it has no effect.
 
         Call it at the end of training, and before collectives of your own if one rank may have skipped an optimizer's
-        step. It changes the parameters if ``local_sgd`` or ``diloco`` still has to average them after the last step.
-        It copies the aggregate that ``delayed`` holds to ``p.grad``.
+        step. It finishes the average of ``local_sgd`` and ``diloco`` if one is due; between averages
+        replicas stay different. It copies the aggregate that ``delayed`` holds to ``p.grad``.
 
         Returns:
             True if ``p.grad`` holds a postponed aggregate for one more ``optimizer.step()``. ``p.grad`` is None for

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,7 +84,30 @@ class Mpi:
         return subset if comm.rank in ranks else None
 
 
-NATIVES = {"torch": Torch, "horovod": Horovod, "mpi": Mpi}
+class Mesh:
+    """The backend of examples/mesh.py, which has no calls of its own."""
+
+    def start(self) -> None:
+        sys.path.append(str(Path(__file__).parents[2] / "examples"))
+        import mesh
+
+        assert mesh.BACKEND.package == "mesh"
+        hb.init()
+
+    def stop(self) -> None:
+        hb.shutdown()
+
+    def size(self) -> int:
+        return hb.size()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        hb.all_reduce(tensor)
+
+    def group(self, ranks: Sequence[int]) -> Any:
+        return list(ranks)
+
+
+NATIVES = {"torch": Torch, "horovod": Horovod, "mpi": Mpi, "mesh": Mesh}
 
 
 def start(backend: str) -> Any:

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 
 import hvdbridge.backends.registry as registry
+from hvdbridge import config
 from hvdbridge.errors import BackendUnavailable, ConfigurationError
 
 
@@ -18,6 +19,19 @@ def test_importing_the_package_imports_no_backend() -> None:
 def test_unknown_backend_names_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'horovod'"):
         registry.load("horovd", "starter")
+
+
+def test_a_registered_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "registered_backends", {})
+    registry.register("json_lines", "json")
+    registry.register("json_lines", "json")  # again: harmless
+    assert "json_lines" in registry.known()
+    assert config.Config.from_environment({"HVDBRIDGE_BACKEND": "json_lines"}).backend == "json_lines"
+    monkeypatch.setattr("json.BACKEND", registry.Backend("Json", "json", "", "", ".decoder:JSONDecoder"), raising=False)
+    assert registry.load("json_lines", "starter").__name__ == "JSONDecoder"
+    for name, module in (("mpi", "json"), ("json_lines", "csv"), ("Json", "json")):
+        with pytest.raises(ConfigurationError, match=f"'{name}' "):
+            registry.register(name, module)
 
 
 @pytest.mark.parametrize(("name", "remedy"), [("horovod", "hvdbridge install-horovod"), ("mpi", "hvdbridge[mpich]")])

@@ -97,7 +97,7 @@ def test_policies_as_hooks() -> None:
 
 def test_a_hook_joins_what_the_script_has_started() -> None:
     for rank in jobs.run("fork", None, 2, [BRIDGES, "late"]).check().records:
-        assert len(rank) == 9
+        assert len(rank) == 10
         for scenario, result in rank.items():
             assert result == bridged("torch")[0][scenario], result
 

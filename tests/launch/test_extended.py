@@ -1,4 +1,4 @@
-"""A new backend takes a folder and a line, a new launcher a class and a line: no other code has their names."""
+"""A new backend takes a package and a line, a new launcher a class and a line: no other code has their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes of docs/migrate.md give plain DDP's bits on two ranks of the real Lightning, Accelerate and Ray."""
+"""The recipes of docs/how-to/frameworks.md give plain DDP's bits on two ranks, with the real packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.recipes
 RECIPES = str(Path(__file__).parent / "scripts" / "recipes.py")
 
 
-@pytest.mark.parametrize("package", ["Lightning", "Accelerate"])
+@pytest.mark.parametrize("package", ["Lightning", "Accelerate", "Trainer"])
 def test_a_policy_in_their_ddp(package: str) -> None:
     """``mean`` equals plain DDP; another policy differs, which shows that the package calls the hook."""
     first, second = jobs.run("torchrun", None, 2, [RECIPES, package]).check().records

@@ -171,7 +171,7 @@ def test_an_mpi_that_cannot_join() -> None:
     kind, text = refused("torchrun", "mpi", [str(SCRIPTS / "open_mpi.py")])
     assert kind == "BackendUnavailable"
     assert "Open MPI v5.0.11 cannot join ranks that torchrun started" in text
-    assert "mpiexec -n 2 python" in text
+    assert "-n 2 python" in text
 
 
 def test_a_library_that_found_another_number_of_ranks() -> None:

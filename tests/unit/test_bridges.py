@@ -349,6 +349,10 @@ def test_one_all_reduce_is_a_compression() -> None:
         ("ef(bf16)", "keeps state"),
         ("bf16", "AllToAll|asks for nothing"),
         ("mean:exact=true", "AllToAll|asks for nothing"),
+        ("post_local_sgd", "acts after"),
+        ("sum", "would be the mean"),
+        ("warmup(steps=10, then=sum)", "number of the step"),
+        ("partition(*.bias=sum, rest=mean)", r"names for \*\.bias"),
     ],
 )
 def test_other_policies_are_no_compressions(policy: str, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Imports point one way (the drawing in docs/architecture.md), read from the source by its syntax tree."""
+"""Imports point one way (the drawing in docs/explanation/architecture.md), read from the source by its syntax tree."""
 
 from __future__ import annotations
 

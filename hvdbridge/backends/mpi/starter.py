@@ -10,7 +10,8 @@ Rules:
    of Python's own exit hooks, when all ranks have left the job.
 3. MPI_Init holds the GIL. Only :meth:`Monitor.phase` can end a rank that hangs in it. Where ranks connect over MPI
    itself, there is no monitor yet, so a :class:`Guard` process does.
-4. This module must know before MPI_Init what the launcher supports: MPICH without PMIx aborts under a PMIx launcher.
+4. This module must know before MPI_Init whether the launcher can start the library. MPI_Init aborts the process where
+   the protocols differ, or starts a world of one rank. A library with PMI-1 then connects to the job's helper.
 """
 
 from __future__ import annotations
@@ -71,15 +72,12 @@ class MpiStarter(Starter):
             raise BackendUnavailable(
                 "MPI was finalized in this process, and MPI cannot start twice: let it run until exit"
             )
-        text = _version()
-        if world.size > 1 and not launcher_starts_mpi(world) and not any(name in text for name in PMI1_LIBRARIES):
-            script = sys.argv[0] or "train.py"
-            run = f"mpiexec -n {world.size} python {script}"
-            if world.launcher == "srun":
-                run = f"srun --mpi=pmix (or --mpi=pmi2; srun --mpi=list) python {script}, or HVDBRIDGE_BACKEND=torch"
+        text, reason = _version(), incompatibility(world)
+        by_launcher = launcher_starts_mpi(world) and not reason
+        if world.size > 1 and not by_launcher and not any(name in text for name in PMI1_LIBRARIES):
             raise BackendUnavailable(
-                f"{text} cannot join ranks that {world.launcher} started: it does not speak PMI-1, as MPICH and "
-                f"Intel MPI do. Run: {run} (or install MPICH: pip install 'hvdbridge[mpich]')"
+                reason or f"{text} cannot join ranks that {world.launcher} started: it does not speak PMI-1, as MPICH "
+                f"and Intel MPI do. Run: {_command(world)} (or install MPICH: pip install 'hvdbridge[mpich]')"
             )
 
     def start(self, rendezvous: RendezvousInfo) -> None:
@@ -87,8 +85,9 @@ class MpiStarter(Starter):
         if mpi.Is_initialized():
             return
         overrides = EnvironmentOverrides()
-        if rendezvous.helper is not None:
+        if rendezvous.helper is not None or incompatibility(rendezvous.world):
             overrides.unset(("PMI_", "PMIX_", "MPI_LOCAL", "HYDI_"))  # set by an outer launcher
+        if rendezvous.helper is not None:
             _set_network(rendezvous.config)
             overrides.set(rendezvous.helper.pmi_environment(rendezvous.world.rank, rendezvous.world.size))
         try:
@@ -117,20 +116,67 @@ def launcher_starts_mpi(world: World) -> bool:
 
 
 def incompatibility(world: World) -> str:
-    """Return why mpi4py's library cannot start under this launcher, and the remedy; empty if no reason is known."""
-    if "PMIX_NAMESPACE" not in os.environ or not _version().startswith("MPICH"):
+    """Return why this launcher cannot start mpi4py's library, and the remedy; empty if no reason is known."""
+    if world.launcher not in ("mpiexec", "srun"):
         return ""
-    with suppress(OSError):
-        if "libpmix" in Path("/proc/self/maps").read_text():  # an MPICH with PMIx support
-            return ""
-    launcher = "Open MPI's mpirun" if "OMPI_COMM_WORLD_RANK" in os.environ else f"{world.launcher} (--mpi=pmix)"
-    own = Path(sys.executable).with_name("mpiexec")
-    run = f"{own if own.exists() else 'mpiexec'} -n {world.size}"
+    library = _version()
+    by_pmix, by_open_mpi = "PMIX_NAMESPACE" in os.environ, "OMPI_COMM_WORLD_RANK" in os.environ
+    launcher = "Open MPI's mpirun" if by_open_mpi else "MPICH's or Intel MPI's mpiexec"
     if world.launcher == "srun":
-        run = "srun --mpi=pmi2"
+        launcher = f"srun --mpi={'pmix' if by_pmix else 'pmi2'}"
+    speaks = f"{launcher} speaks {'PMIx' if by_pmix else 'PMI'} and mpi4py's library, {library}, does not"
+    if library.startswith("MPICH"):
+        if by_pmix and not _loaded("libpmix"):
+            return f"{speaks}: it would abort. {_remedy(world)}"
+        if world.launcher == "srun" and not by_pmix and "PMI_RANK" in os.environ and world.num_nodes > 1:
+            return f"{launcher} cuts lines over 1023 bytes, which {library} sends between hosts. {_remedy(world)}"
+    elif library.startswith("Intel") and by_open_mpi:
+        return f"{launcher} starts no Intel MPI: every rank would find itself alone. {_remedy(world)}"
+    elif library.startswith("Open MPI"):
+        if not by_pmix and launcher_starts_mpi(world) and not _has_old_pmi(world):
+            return f"{speaks}: it would abort, or every rank would find itself alone. {_remedy(world)}"
+        if by_open_mpi and library.startswith("Open MPI v4") and os.environ.get("OMPI_VERSION", "4") >= "5":
+            return f"mpirun of Open MPI {os.environ['OMPI_VERSION']} starts no {library}. {_remedy(world)}"
+    return ""
+
+
+def _has_old_pmi(world: World) -> bool:
+    """Return whether an Open MPI before 5 may have been built with Slurm's PMI-1 or PMI-2, in addition to PMIx."""
+    path = _loaded("libmpi")
+    if world.launcher != "srun" or path is None or not _version().startswith(("Open MPI v3", "Open MPI v4")):
+        return False
+    folders = ("openmpi*", "openmpi*/lib/openmpi*")
+    components = [file.stem for folder in folders for file in path.parent.glob(f"{folder}/mca_pmix_*.so")]
+    return not components or "mca_pmix_s1" in components or "mca_pmix_s2" in components
+
+
+def _loaded(name: str) -> Path | None:
+    """Return the path of the first shared library of this process whose file name begins with ``name``, or None."""
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = Path(line.split(maxsplit=5)[-1])
+            if path.name.startswith(name):
+                return path
+    return None
+
+
+def _command(world: World) -> str:
+    """Return the command that starts the job with mpi4py's library."""
+    library, script = _version(), sys.argv[0] or "train.py"
+    if world.launcher == "srun":
+        kind = "pmix" if library.startswith("Open MPI") else "pmi2"
+        return f"srun --mpi={kind} python {script} (srun --mpi=list says what Slurm has), or HVDBRIDGE_BACKEND=torch"
+    names = {"Open": ("mpirun.openmpi", "mpirun"), "Intel(R)": ("mpiexec.hydra", "mpiexec")}
+    own = names.get(library.split()[0], ("mpiexec.mpich", "mpiexec"))
+    path = _loaded("libmpi")
+    files = [parent / "bin" / name for parent in (path.parents if path else ()) for name in own]
+    return f"{next((str(file) for file in files if file.exists()), own[-1])} -n {world.size} python {script}"
+
+
+def _remedy(world: World) -> str:
     return (
-        f"{launcher} speaks PMIx and mpi4py's library, {_version()}, does not: it would abort. Start the ranks by "
-        f"{run}, or let mpi4py take the launcher's MPI (MPI4PY_LIBMPI, or pip install --no-binary mpi4py mpi4py)"
+        f"Start the ranks by {_command(world)}, or let mpi4py take the launcher's MPI (MPI4PY_LIBMPI, or pip install "
+        "--no-binary mpi4py mpi4py)"
     )
 
 

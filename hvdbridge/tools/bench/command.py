@@ -45,19 +45,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     option = parser.add_argument
     backend = os.environ.get("HVDBRIDGE_BACKEND", "auto")
-    option("--backends", default=backend, help="torch,horovod,mpi (default: %(default)s)")
-    known = "resnet50, bert-base, gpt2, small[:LAYERS], module:function, file.py:function"
+    option("--backends", default=backend, help="names, separated by commas: torch,horovod,mpi (default: %(default)s)")
+    known = "models, separated by commas: resnet50, bert-base, gpt2, small[:LAYERS], module:function, file.py:function"
     option("--models", default="small", help=known)
-    option("--policies", nargs="+", default=["mean", "bf16", "int8"], metavar="SPEC")
-    known = "a native way: ddp, ddp-hook, ddp-fp16, ddp-topk, horovod, mpi-loop, ..."
+    option("--policies", nargs="+", default=["mean", "bf16", "int8"], metavar="SPEC", help="policies to measure")
+    known = "the native way to compare with: ddp, ddp-hook, ddp-fp16, ddp-topk, horovod, mpi-loop, ..."
     option("--against", metavar="WAY", help=known)
     option("--steps", type=int, default=30, help="counted steps of each way (default: %(default)s)")
     option("--samples", type=int, help="images or tokens per step and rank")
     option("--bucket-mb", type=mib, metavar="MIB", help="size of a bucket, or auto (default: the usual)")
-    option("--ranks", type=int, default=2, help="without a launcher (default: %(default)s)")
-    several = "; without a launcher and with several backends a file for each, FILE's name with -BACKEND"
+    option("--ranks", type=int, default=2, help="number of ranks, without a launcher (default: %(default)s)")
+    several = ". Without a launcher each of several backends has a file of its own, FILE's name with -BACKEND"
     option("--json", type=Path, metavar="FILE", help=f"write all figures{several}")
-    option("--plot", type=Path, metavar="FILE", help=f"draw them (needs matplotlib){several}")
+    option("--plot", type=Path, metavar="FILE", help=f"draw the figures (needs matplotlib){several}")
 
 
 def mib(text: str) -> float | str:

@@ -291,6 +291,22 @@ def hook_of_another_model() -> str:
     return "refused"
 
 
+def hook_of_names_without_a_model() -> str:
+    """Without a model a pattern of real names is refused, a comparison of sizes is not."""
+    for policy, refused in (("partition(*.bias=mean, rest=bf16)", True), ("partition(<20=mean, rest=bf16)", False)):
+        state, hook = hb.to_comm_hook(f"warmup(steps=1, then={policy})")
+        wrapped = nn.parallel.DistributedDataParallel(mlp())
+        wrapped.register_comm_hook(state, hook)
+        loss = loss_of(wrapped, 0)
+        if refused:
+            with pytest.raises((ValueError, RuntimeError), match=r"no parameter matches \*\.bias.*with"):
+                loss.backward()
+        else:
+            loss.backward()
+            state.close()
+    return "refused"
+
+
 # -- DDP's own signature ----------------------------------------------------------------------------------------------
 
 
@@ -671,7 +687,7 @@ def real_horovod() -> str:
 
 HOOKS = [
     hook_is_ddp, hook_accumulates, hook_with_state, hook_with_weights, hook_joins, hook_joins_late,
-    hook_joins_loaded, hook_reads_by_index, hook_of_another_model,
+    hook_joins_loaded, hook_reads_by_index, hook_of_another_model, hook_of_names_without_a_model,
 ]  # fmt: skip
 DDP = [
     ddp_is_ddp, ddp_accumulates, ddp_finds_unused, ddp_with_policy_and_weight, ddp_with_hook, ddp_joins, ddp_misuse,

@@ -1,21 +1,20 @@
-"""A backend of one's own, added by a folder and a line, and a launcher, by a class and a line."""
+"""A backend of one's own, added by a package and a line, and a launcher, by a class and a line."""
 
 import hashlib
 import os
+import sys
 from pathlib import Path
 
 import torch
 from jobs import record
 
-import hvdbridge.backends
-import hvdbridge.config
+import hvdbridge as hb
+from hvdbridge.backends import registry
+from hvdbridge.startup import launchers
+from hvdbridge.startup.world import World
 
-hvdbridge.backends.__path__.append(str(Path(__file__).parents[1] / "toys"))  # its folder, as if it were beside torch's
-hvdbridge.config.BACKENDS += ("shelf",)  # the line
-
-import hvdbridge as hb  # noqa: E402
-from hvdbridge.startup import launchers  # noqa: E402
-from hvdbridge.startup.world import World  # noqa: E402
+sys.path.append(str(Path(__file__).parents[1] / "toys"))
+registry.register("shelf", "shelf")  # the line
 
 
 class Farm(launchers.Launcher):

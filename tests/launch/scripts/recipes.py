@@ -1,7 +1,7 @@
-"""The recipes of docs/migrate.md, run as they stand there: ``recipes.py Lightning | Accelerate | Ray | DDP``.
+"""The recipes of docs/how-to/frameworks.md: ``recipes.py Lightning | Accelerate | Trainer | Ray | DDP``.
 
-Each trains one model by whatever the package has for it, two batches accumulated per step, in buckets of two
-parameters; DDP is the loop that Ray's actors must equal.
+Each imports the page's file ``*_policy.py`` and trains a model by the package's own loop, two batches accumulated per
+step, in several buckets. DDP is the loop that Ray's actors must equal.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import socket
 import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jobs
@@ -25,16 +25,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hvdbridge as hb
 
-PAGE = Path(__file__).parents[3] / "docs" / "migrate.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "frameworks.md"
 BUCKET_MB = 1e-4
 POLICIES = ["mean", "ef(bf16)"]
 
 
-def recipe(package: str, policy: str = "") -> str:
-    """The first block of code below the package's name, with another policy in it."""
-    found = re.search(rf"^(?:\*\*|## ){package}\b.*?^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    assert found, package
-    return found[1].replace('"ef(bf16)"', repr(policy))
+def recipe(package: str) -> Any:
+    """Return the page's module ``{package}_policy``."""
+    name = f"{package}_policy"
+    found = re.search(rf'^```python title="{name}\.py"\n(.*?)^```', PAGE.read_text(), re.M | re.S)
+    assert found, name
+    names = {"__name__": "__main__"}  # so that Ray pickles the actor's class by value
+    exec(compile(found[1], f"{name}.py", "exec"), names)
+    return SimpleNamespace(**names)
 
 
 def mlp() -> nn.Sequential:
@@ -100,9 +103,7 @@ def with_lightning() -> dict[str, str]:
 
     results = {"plain": fit(DDPStrategy(bucket_cap_mb=BUCKET_MB), [])}
     for policy in POLICIES:
-        names: dict[str, Any] = {"lightning": lightning, "hb": hb}
-        exec(recipe("Lightning", policy), names)
-        results[policy] = fit(DDPStrategy(bucket_cap_mb=BUCKET_MB), [names["Policy"]()])
+        results[policy] = fit(DDPStrategy(bucket_cap_mb=BUCKET_MB), [recipe("lightning").Policy(policy)])
         state, hook = hb.to_comm_hook(policy)
         strategy = AsOnCuda(ddp_comm_state=state, ddp_comm_hook=hook, bucket_cap_mb=BUCKET_MB)
         results[f"{policy} by ddp_comm_hook"] = fit(strategy, [])
@@ -113,14 +114,15 @@ def with_accelerate() -> dict[str, str]:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
-    def fit(prepare: str) -> str:
+    def fit(policy: str | None) -> str:
         handler = DistributedDataParallelKwargs(bucket_cap_mb=BUCKET_MB)
         accelerator = Accelerator(cpu=True, kwargs_handlers=[handler], gradient_accumulation_steps=2)
-        model = mlp()
-        names = {"accelerator": accelerator, "hb": hb, "model": model, "optimizer": sgd(model)}
-        names["loader"] = DataLoader(data(), batch_size=4)
-        exec(prepare, names)
-        model, optimizer, loader = (names[name] for name in ("model", "optimizer", "loader"))
+        net = mlp()
+        parts = net, sgd(net), DataLoader(data(), batch_size=4)
+        if policy is None:
+            model, optimizer, loader = accelerator.prepare(*parts)
+        else:
+            model, optimizer, loader = recipe("accelerate").prepare(accelerator, policy, *parts)
         for _ in range(2):
             for x, y in loader:
                 with accelerator.accumulate(model):
@@ -130,8 +132,35 @@ def with_accelerate() -> dict[str, str]:
         in_buckets(model)
         return summary(model)
 
-    plain, _ = recipe("Accelerate").splitlines()
-    return {"plain": fit(plain)} | {policy: fit(recipe("Accelerate", policy)) for policy in POLICIES}
+    return {"plain": fit(None)} | {policy: fit(policy) for policy in POLICIES}
+
+
+def with_trainer() -> dict[str, str]:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    ids = torch.randint(50, (48, 16), generator=torch.Generator().manual_seed(1))
+    samples = [{"input_ids": row, "labels": row} for row in ids]
+
+    def fit(policy: str | None) -> str:
+        torch.set_num_threads(1)
+        torch.manual_seed(7)
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        tokens = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
+        model = GPT2LMHeadModel(GPT2Config(n_positions=16, n_embd=16, n_layer=2, n_head=2, **tokens, **dropout))
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                output_dir=folder, use_cpu=True, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+                max_steps=4, learning_rate=0.01, save_strategy="no", report_to="none", disable_tqdm=True,
+                ddp_find_unused_parameters=False, ddp_bucket_cap_mb=BUCKET_MB,
+            )  # fmt: skip
+            trainer = Trainer(model=model, args=arguments, train_dataset=samples)
+            if policy is not None:
+                trainer.add_callback(recipe("trainer").Policy(trainer, policy))
+            trainer.train()
+            in_buckets(trainer.model_wrapped)
+        return summary(model)
+
+    return {"plain": fit(None)} | {policy: fit(policy) for policy in POLICIES}
 
 
 # -- In actors --------------------------------------------------------------------------------------------------------
@@ -171,14 +200,13 @@ def with_ray() -> None:
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # no file at home, no reports
     import ray
 
-    names: dict[str, Any] = {"ray": ray, "hb": hb, "socket": socket, "train": train, "__name__": __name__}
     with tempfile.TemporaryDirectory(prefix="ray-") as place:
         ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20, _temp_dir=place)
         try:
-            exec(recipe("Ray"), names)
+            found = recipe("ray").run(train, 2)
         finally:
             ray.shutdown()
-    for rank, results in enumerate(names["results"]):
+    for rank, results in enumerate(found):
         jobs.record(rank, results)
 
 
@@ -187,7 +215,7 @@ if __name__ == "__main__":
     if package == "Ray":
         with_ray()
     else:
-        run = {"Lightning": with_lightning, "Accelerate": with_accelerate, "DDP": with_ddp}[package]
-        jobs.record(int(os.environ["RANK"]), run())
+        run = {"Lightning": with_lightning, "Accelerate": with_accelerate, "Trainer": with_trainer, "DDP": with_ddp}
+        jobs.record(int(os.environ["RANK"]), run[package]())
         if dist.is_initialized():
             jobs.leave_torch()

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from itertools import count
 
 import torch
-from hvdbridge.backends.shelf.starter import ShelfStarter
 from torch import Tensor
 
 from hvdbridge.backends.bridge import Bridged
 from hvdbridge.backends.communicator import Communicator, Watch, Work, unwatched
+from shelf.starter import ShelfStarter
 
 WORLDS = count()
 

@@ -1,0 +1,141 @@
+"""What clusters and containers are like: networks, few resources, unknown users. Jobs of two ranks, on each backend."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import jobs
+import pytest
+from launchers.shell import PLACES, check, environment, last_error, shell
+
+from benchmarks.hosts import Hosts, sh
+
+NATIVE = [(launcher, backend) for backend, launcher in jobs.NATIVE.items()]
+ACROSS = [0, 1]
+"""The nodes of two ranks on two hosts."""
+
+
+# -- one host --------------------------------------------------------------------------------------------
+
+
+def trains(launcher: str) -> str:
+    return shlex.join(jobs.command(launcher, 2, [PLACES, "again"], real=True))
+
+
+@pytest.mark.parametrize(("launcher", "backend"), NATIVE)
+def test_a_container_s_small_shared_memory(launcher: str, backend: str) -> None:
+    mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+    check(shell(f"{mount} && exec {trains(launcher)}", backend, 2, enter=("unshare", "--mount", "bash", "-c")),
+          backend, launcher)  # fmt: skip
+
+
+@pytest.mark.parametrize(("launcher", "backend"), NATIVE)
+def test_few_open_files(launcher: str, backend: str) -> None:
+    check(shell(f"ulimit -n 64 && exec {trains(launcher)}", backend, 2), backend, launcher)
+
+
+@pytest.mark.parametrize(("launcher", "backend"), NATIVE)
+def test_a_user_without_name_and_home(launcher: str, backend: str) -> None:
+    unset = [word for name in ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME", "HVDBRIDGE_CACHE") for word in ("-u", name)]
+    enter = ("unshare", "--user", "--map-user=12345", "env", *unset, "bash", "-c")
+    check(shell(f"test $(id -u) = 12345 && exec {trains(launcher)}", backend, 2, enter=enter), backend, launcher)
+
+
+def test_variables_of_a_service_named_hvdbridge() -> None:
+    injected = {"HVDBRIDGE_SERVICE_HOST": "10.0.0.1", "HVDBRIDGE_SERVICE_PORT": "80", "HVDBRIDGE_PORT": "tcp://10.0.0.1:80"}
+    check(shell(trains("torchrun"), "torch", 2, env=environment("torch", **injected)), "torch", "torchrun")
+
+
+# -- two hosts -------------------------------------------------------------------------------------------
+
+
+def across(hosts: Hosts, lines: list[list[str]], backend: str, folder: Path, **env: str) -> jobs.Job:
+    """Run a command on each host, or one on the first; the job's status is the highest."""
+    variables = environment(backend, JOB_RECORDS=str(folder), **env)
+    statuses, output = hosts.run(lines, variables, timeout=120)
+    files = [folder / f"{rank}.json" for rank in range(2)]
+    records = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    return jobs.Job(max(statuses), 0.0, output, records)
+
+
+def bridge(hosts: Hosts) -> None:
+    """Give both hosts a container bridge with one address, and no network in common: their addresses are routes."""
+    for name, own in zip(hosts.names, hosts.addresses, strict=True):
+        sh("ip", "-n", name, "link", "add", "docker0", "type", "bridge")
+        sh("ip", "-n", name, "address", "add", "172.17.0.1/16", "dev", "docker0")
+        sh("ip", "-n", name, "link", "set", "docker0", "up")
+        sh("ip", "-n", name, "address", "flush", "dev", "net0", "scope", "global")
+        sh("ip", "-n", name, "address", "add", f"{own}/32", "dev", "net0")
+        for other in hosts.addresses:
+            if other != own:
+                sh("ip", "-n", name, "route", "add", f"{other}/32", "dev", "net0", "src", own)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [*NATIVE, ("mpiexec", "torch"), ("mpiexec", "horovod"), ("torchrun", "mpi")]
+)
+def test_a_bridge_with_one_address_on_every_host(
+    launcher: str, backend: str, hosts: Hosts, tmp_path: Path
+) -> None:
+    bridge(hosts)
+    job = across(hosts, hosts.commands(launcher, 1, [PLACES, "again"]), backend, tmp_path)
+    check(job, backend, launcher, ACROSS)
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [*NATIVE, ("torchrun", "horovod")])
+def test_names_that_do_not_resolve(launcher: str, backend: str, hosts: Hosts, tmp_path: Path) -> None:
+    """Horovod's Gloo needs the address of the host's own name, so every rank is refused; the others need no name."""
+    for name in hosts.names:
+        (Path("/etc/netns") / name / "hosts").write_text("127.0.0.1 localhost\n")
+    job = across(hosts, hosts.commands(launcher, 1, [PLACES, "again"]), backend, tmp_path)
+    if backend != "horovod":
+        check(job, backend, launcher, ACROSS)
+        return
+    assert job.status == 1
+    assert job.records == [None, None]
+    text = last_error(job.output, "BackendUnavailable")
+    assert "/etc/hosts" in text
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_ipv6_alone(backend: str, hosts: Hosts, tmp_path: Path) -> None:
+    """torchrun meets by IPv6. hvdbridge needs IPv4 between hosts, and refuses on every rank at once."""
+    addresses = [f"fd00:77::{i + 1}" for i in range(2)]
+    for name, address in zip(hosts.names, addresses, strict=True):
+        sh("ip", "-n", name, "address", "flush", "dev", "net0", "scope", "global")
+        sh("ip", "-n", name, "address", "add", f"{address}/64", "dev", "net0", "nodad")
+        lines = ["127.0.0.1 localhost", *map(" ".join, zip(addresses, hosts.names, strict=True))]
+        (Path("/etc/netns") / name / "hosts").write_text("\n".join(lines) + "\n")
+    lines = [
+        [word.replace(hosts.addresses[0], addresses[0]) for word in line]
+        for line in hosts.commands("torchrun", 1, [PLACES])
+    ]
+    job = across(hosts, lines, backend, tmp_path)
+    assert job.status == 1
+    assert job.records == [None, None]
+    text = last_error(job.output, "RendezvousError")
+    assert text.startswith("rank 0's host has no IPv4 address that other hosts reach")
+    assert "HVDBRIDGE_IFACE" in text
+    assert job.output.count("Error: rank 0's host has no IPv4 address") == 2
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "mpi"), ("mpiexec", "mpi"), ("torchrun", "torch")])
+def test_a_firewall_with_a_range_of_ports(launcher: str, backend: str, hosts: Hosts, tmp_path: Path) -> None:
+    """Only ports 25000 to 25099 are open between hosts. Gloo takes the kernel's ports, which are set likewise."""
+    if shutil.which("nft") is None:
+        pytest.skip("nft is not installed: make test-launchers installs Debian's nftables, as root")
+    rules = (
+        "add table inet f; add chain inet f i { type filter hook input priority 0; policy drop; }; "
+        "add rule inet f i iif lo accept; add rule inet f i ct state established accept; "
+        "add rule inet f i tcp dport 25000-25099 accept; add rule inet f i icmp type echo-request accept"
+    )
+    for name in hosts.names:
+        sh("ip", "netns", "exec", name, "nft", rules)
+        if backend == "torch" or launcher == "mpiexec":  # Hydra's proxies connect to the kernel's ports
+            sh("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv4.ip_local_port_range=25000 25099")
+    lines = hosts.commands(launcher, 1, [PLACES, "again"], port=25099)
+    job = across(hosts, lines, backend, tmp_path, HVDBRIDGE_PORTS="25000-25098")
+    check(job, backend, launcher, ACROSS)

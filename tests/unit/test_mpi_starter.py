@@ -1,0 +1,100 @@
+"""Which MPI library starts under which launcher, from their variables. ``make test-launchers`` has the real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdbridge.backends.mpi import starter
+from hvdbridge.backends.starting import choose
+from hvdbridge.startup import launchers
+
+MPICH, OPEN_4, OPEN_5 = "MPICH Version: 5.0.2", "Open MPI v4.1.4", "Open MPI v5.0.11"
+INTEL = "Intel(R) MPI Library 2021"
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MPIRUN_4 = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "7", "PMIX_RANK": "1"}
+MPIRUN_5 = MPIRUN_4 | {"OMPI_VERSION": "5.0.11"}
+SRUN = {
+    "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_NODEID": "0",
+}  # fmt: skip
+TWO_NODES = SRUN | {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}
+PMI2, PMIX = {"PMI_RANK": "1", "PMI_SIZE": "2"}, {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.1.0"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}
+
+STARTS = [
+    (MPICH, HYDRA), (MPICH, SRUN | PMI2), (INTEL, HYDRA), (INTEL, TWO_NODES | PMI2), (INTEL, TWO_NODES | PMIX),
+    (OPEN_4, MPIRUN_4), (OPEN_5, MPIRUN_4), (OPEN_5, MPIRUN_5), (OPEN_5, TWO_NODES | PMIX), (OPEN_5, SRUN),
+    (MPICH, TWO_NODES), (OPEN_4, MPIRUN_5 | TORCHRUN), ("MVAPICH 4.0", HYDRA),
+]  # fmt: skip
+"""Open MPI below srun without PMI, and below torchrun, is refused for another reason: no one starts it there."""
+REFUSED = [
+    (MPICH, MPIRUN_4, "Open MPI's mpirun speaks PMIx", "/own/bin/mpiexec -n 2 python"),
+    (MPICH, TWO_NODES | PMIX, "srun --mpi=pmix speaks PMIx", "srun --mpi=pmi2 python"),
+    (MPICH, TWO_NODES | PMI2, "cuts lines", ""),
+    (INTEL, MPIRUN_5, "starts no Intel MPI", "/own/bin/mpiexec -n 2 python"),
+    (OPEN_4, HYDRA, "MPICH's or Intel MPI's mpiexec speaks PMI", "/own/bin/mpirun -n 2 python"),
+    (OPEN_5, SRUN | PMI2, "srun --mpi=pmi2 speaks PMI", "srun --mpi=pmix python"),
+    (OPEN_4, MPIRUN_5, "mpirun of Open MPI 5.0.11 starts no Open MPI v4.1.4", "/own/bin/mpirun -n 2 python"),
+]
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Path]:
+    """The shared libraries of a process, which a test may change. /own/bin has a launcher of each kind."""
+    for name in ("mpirun", "mpiexec"):
+        (tmp_path / "own" / "bin").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "own" / "bin" / name).touch()
+    found = {"libmpi": tmp_path / "own" / "lib" / "libmpi.so.40"}
+    monkeypatch.setattr(starter, "_loaded", found.get)
+    return found
+
+
+def reason(monkeypatch: pytest.MonkeyPatch, library: str, env: dict[str, str]) -> str:
+    monkeypatch.setattr(starter, "_version", lambda: library)
+    for name in (*HYDRA, *MPIRUN_5, *TWO_NODES, *PMIX, *TORCHRUN):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    return starter.incompatibility(launchers.detect())
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize(("library", "env"), STARTS)
+def test_no_reason_against_it(library: str, env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reason(monkeypatch, library, env) == ""
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize(("library", "env", "cause", "remedy"), REFUSED)
+def test_a_reason_and_the_command_that_works(
+    library: str, env: dict[str, str], cause: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = reason(monkeypatch, library, env)
+    assert cause in text
+    assert remedy in text
+    assert library in text or "Intel MPI" in text
+
+
+def test_an_mpich_with_pmix(loaded: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded["libpmix"] = Path("/usr/lib/libpmix.so.2")
+    assert reason(monkeypatch, MPICH, MPIRUN_4) == ""
+
+
+@pytest.mark.parametrize(("component", "starts"), [("s2", True), ("ext3x", False), (None, True)])
+def test_an_open_mpi_with_slurms_pmi(
+    component: str | None, starts: bool, loaded: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Components that are linked into the library leave no file, so it is tried."""
+    folder = loaded["libmpi"].parent / "openmpi" / "lib" / "openmpi3"
+    folder.mkdir(parents=True)
+    if component:
+        (folder / f"mca_pmix_{component}.so").touch()
+    assert (reason(monkeypatch, OPEN_4, SRUN | PMI2) == "") == starts
+
+
+def test_auto_takes_mpi_where_slurm_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variables, backend in [(PMI2, "mpi"), (PMIX, "mpi"), ({}, "torch")]:
+        reason(monkeypatch, MPICH, SRUN | variables)
+        assert choose("auto", launchers.detect()) == (backend, False)
