@@ -98,7 +98,7 @@ def _load() -> ctypes.CDLL | None:
         return None
     try:
         native = library(config.cache)
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError, ConfigurationError) as error:
         report_unavailable("hvdbridge/kernels/native.c", "a C compiler, or name one in CC", error)
         return None
     for name, (result, *parameters) in FUNCTIONS.items():
@@ -133,6 +133,7 @@ def library(cache: Path) -> ctypes.CDLL:
 
     Raises:
         OSError, subprocess.SubprocessError: there is no compiler, or it fails (``stderr`` has its output).
+        ConfigurationError: the directory that it needs below the temporary directory belongs to another user.
     """
     if prebuilt := _prebuilt(build.SOURCE.parent):
         return ctypes.CDLL(str(prebuilt))

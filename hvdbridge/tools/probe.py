@@ -57,13 +57,14 @@ answer = dict(mpi4py=mpi4py.__version__, implementation=" ".join(library.split()
 KERNELS = """
 import subprocess
 from hvdbridge.config import Config
+from hvdbridge.errors import ConfigurationError
 from hvdbridge.kernels.native import library
 config = Config.from_environment()
 answer = dict(setting=config.kernels, failure="", file="")
 if config.kernels != "torch":
     try:
         answer["file"] = library(config.cache)._name
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError, ConfigurationError) as error:
         answer["failure"] = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
 """
 

@@ -96,7 +96,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     venv.create(prefix)
     empty.mkdir()
     pip = [sys.executable, "-m", "pip", "--python", str(prefix / "bin" / "python"), "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], env=environment(), check=True, timeout=120)
+    install = [*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, env=environment(), check=True, timeout=120)
     # Torch and what it needs come from this environment. Python does not process .pth files of a folder that is named
     # in one, so that an editable installation of hvdbridge there stays out.
     packages = next(prefix.glob("lib/python*/site-packages"))

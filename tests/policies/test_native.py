@@ -392,7 +392,9 @@ def test_waiting_for_the_compiler_has_a_limit(fresh: Path, monkeypatch: pytest.M
     assert isinstance(native._load(), ctypes.CDLL)
 
 
-def test_kernels_of_a_node_are_not_kept_where_nodes_share_files(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_not_kept_where_nodes_share_files(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """No network file system can be mounted here. procfs is another one that is not known to belong to one node."""
     temporary = fresh / "temporary"
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -404,6 +406,10 @@ def test_kernels_of_a_node_are_not_kept_where_nodes_share_files(fresh: Path, mon
     assert isinstance(native._load(), ctypes.CDLL)
     assert len(list(elsewhere.glob("*.so"))) == 1
     assert not (fresh / "cache").exists()
+    forget()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert native._load() is None, "a library that another user may have written is not loaded"
+    assert f"{temporary}/hvdbridge-12345 belongs to another user" in caplog.text
 
 
 @pytest.mark.slow
@@ -413,6 +419,8 @@ def test_libraries_of_a_wheel(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> N
     flags = set(native._processor().split())
     monkeypatch.setattr(build, "SOURCE", fresh / "native.c")
     monkeypatch.setattr(build, "run", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(native, "_processor", lambda: "flags : sse2")
+    assert (native._prebuilt(fresh) is None) == build.X86
     for level in build.LEVELS:
         monkeypatch.setattr(native, "_processor", lambda level=level: f"flags : sse2 {' '.join(reversed(level))} avx9")
         if flags.issuperset(level):
