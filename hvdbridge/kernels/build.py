@@ -19,8 +19,8 @@ X86 = platform.machine() == "x86_64"
 THIS_PROCESSOR = "-march=native" if X86 else "-mcpu=native"
 AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 LEVELS = (("avx",), ("avx2", "bmi2"), AVX512, (*AVX512, "avx512vbmi")) if X86 else ((),)
-"""Instruction-set extensions of each library in a wheel, by names that compilers and /proc/cpuinfo share. x86-64 without
-AVX has no instruction that rounds, so that torch's operations are as fast."""
+"""Instruction-set extensions of each library in a wheel, by names that compilers and /proc/cpuinfo share. A node whose
+processor has none of them compiles."""
 TUNING = ("-mtune=skylake",) if X86 else ()
 """By the default tuning some loops of these libraries take longer than those that are compiled for the processor."""
 
