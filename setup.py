@@ -24,8 +24,11 @@ class BuildPy(build_py):
         super().run()
         if self.editable_mode or sys.platform != "linux":
             return
+        folder = Path(self.build_lib, KERNELS)
+        for old in folder.glob("libnative*.so"):  # an earlier build in this tree, perhaps of other sources
+            old.unlink()
         try:
-            runpy.run_path(f"{KERNELS}/build.py")["prebuild"](Path(self.build_lib, KERNELS))
+            runpy.run_path(f"{KERNELS}/build.py")["prebuild"](folder)
         except (OSError, subprocess.SubprocessError) as error:
             reason = getattr(error, "stderr", None) or error
             self.warn(f"native.c is not compiled, so that each node compiles it at first use: {reason}")

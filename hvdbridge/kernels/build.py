@@ -20,6 +20,8 @@ THIS_PROCESSOR = "-march=native" if X86 else "-mcpu=native"
 AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 LEVELS = ((), ("avx2", "bmi2"), AVX512, (*AVX512, "avx512vbmi")) if X86 else ((),)
 """Instruction-set extensions of each library in a wheel, by names that compilers and /proc/cpuinfo share."""
+TUNING = ("-mtune=skylake",) if X86 else ()
+"""By the default tuning some loops of these libraries take longer than those that are compiled for the processor."""
 
 
 def command(*options: str) -> list[str]:
@@ -40,4 +42,4 @@ def prebuild(folder: Path) -> None:
     """Compile a library for each of :data:`LEVELS`. Its name contains the extensions, for ``native._prebuilt``."""
     for level in LEVELS:
         name = "-".join(("libnative", *level))  # Python would import native.so in place of native.py
-        run(command(*(f"-m{extension}" for extension in level)), folder / f"{name}.so")
+        run(command(*TUNING, *(f"-m{extension}" for extension in level)), folder / f"{name}.so")

@@ -46,12 +46,17 @@ hb.shutdown()
 """
 
 
+def environment(**extra: str) -> dict[str, str]:
+    """Return this environment without what lets Python find the repository, or changes hvdbridge."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HVDBRIDGE_"))} | extra
+
+
 def build(kind: str, tree: Path, out: Path, **env: str) -> tuple[Path, str]:
     """Call setuptools as pip and build do, by the interface of PEP 517, without isolation and thus offline."""
     out.mkdir(exist_ok=True)
     code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(out)!r}))"
     made = subprocess.run(
-        [sys.executable, "-c", code], cwd=tree, env=os.environ | env, text=True, timeout=240,
+        [sys.executable, "-c", code], cwd=tree, env=environment(**env), text=True, timeout=240,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert made.returncode == 0, made.stdout
@@ -65,17 +70,15 @@ class Installed:
     sdist: Path
     tree: Path
     wheel: Path
-    environment: Path
+    prefix: Path
     empty: Path
 
     def run(self, *command: str, **env: str) -> str:
         """Run a command of the environment in the empty directory, without a compiler. Return its standard output."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HVDBRIDGE_"))}
-        fixed = {"PATH": f"{self.environment}/bin:/usr/bin:/bin", "CC": "/bin/false", "HVDBRIDGE_CACHE": "cache",
+        fixed = {"PATH": f"{self.prefix}/bin:/usr/bin:/bin", "CC": "/bin/false", "HVDBRIDGE_CACHE": "cache",
                  "OMP_NUM_THREADS": "1"}  # fmt: skip
-        done = subprocess.run(
-            command, cwd=self.empty, env=kept | fixed | env, capture_output=True, text=True, timeout=120
-        )
+        whole = environment(**fixed, **env)
+        done = subprocess.run(command, cwd=self.empty, env=whole, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -89,16 +92,16 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         archive.extractall(folder, filter="data")
     tree = folder / sdist.name.removesuffix(".tar.gz")
     wheel, _ = build("wheel", tree, folder / "out")
-    environment, empty = folder / "environment", folder / "empty"
-    venv.create(environment)
+    prefix, empty = folder / "environment", folder / "empty"
+    venv.create(prefix)
     empty.mkdir()
-    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True, timeout=120)
+    pip = [sys.executable, "-m", "pip", "--python", str(prefix / "bin" / "python"), "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], env=environment(), check=True, timeout=120)
     # Torch and what it needs come from this environment. Python does not process .pth files of a folder that is named
     # in one, so that an editable installation of hvdbridge there stays out.
-    packages = next(environment.glob("lib/python*/site-packages"))
+    packages = next(prefix.glob("lib/python*/site-packages"))
     (packages / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
-    return Installed(sdist, tree, wheel, environment, empty)
+    return Installed(sdist, tree, wheel, prefix, empty)
 
 
 def test_source_distribution(installed: Installed) -> None:
@@ -124,7 +127,7 @@ def test_wheel(installed: Installed) -> None:
 def test_doctor(installed: Installed) -> None:
     found = json.loads(installed.run("hvdbridge", "doctor", "--json"))
     kernels = Path(found["facts"]["kernels"]["file"])
-    assert kernels.is_relative_to(installed.environment), found["facts"]["kernels"]
+    assert kernels.is_relative_to(installed.prefix), found["facts"]["kernels"]
     assert kernels.name.startswith("libnative")
 
 
@@ -138,19 +141,19 @@ def test_two_ranks(installed: Installed) -> None:
         found[kernels] = [json.loads(line.removeprefix("found ")) for line in lines if line.startswith("found ")]
         assert sorted((rank["rank"], rank["size"]) for rank in found[kernels]) == [(0, 2), (1, 2)]
     for rank in found["native"] + found["torch"]:
-        assert Path(rank["package"]).is_relative_to(installed.environment)
+        assert Path(rank["package"]).is_relative_to(installed.prefix)
         assert str(ROOT) not in rank["path"]
         assert rank["digests"] == found["native"][0]["digests"]
     assert len(set(found["native"][0]["digests"].values())) == 4, "each policy trains in its own way"
     for rank in found["native"]:
-        assert Path(rank["kernels"]).is_relative_to(installed.environment)
+        assert Path(rank["kernels"]).is_relative_to(installed.prefix)
     assert {rank["kernels"] for rank in found["torch"]} == {None}
     assert not (installed.empty / "cache" / "kernels").exists()
 
 
 def test_wheel_without_a_compiler(installed: Installed, tmp_path: Path) -> None:
-    """It is for any platform; its kernels are compiled at first use."""
-    shutil.rmtree(installed.tree / "build")
+    """It is for any platform, and has no kernels of an earlier build; a node compiles them at first use."""
+    assert list((installed.tree / "build").rglob("libnative*.so"))
     wheel, output = build("wheel", installed.tree, tmp_path / "out", CC="/nowhere/cc")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
