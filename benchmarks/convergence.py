@@ -241,7 +241,7 @@ def simulate(row: Row, task: Task, seed: int, steps: int) -> dict[str, Any]:
 
 
 def train_replicas(
-    policy: hb.policy.Policy,
+    policy: hb.Policy,
     replicas: Sequence[Replica],
     batches: Iterable[Sequence[tuple[Tensor, Tensor]]],
     steps: int,

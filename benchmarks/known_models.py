@@ -7,8 +7,8 @@
 Rules:
 
 1. Four simulated ranks train, as in convergence.py, whose simulation, store and evaluation this file uses.
-2. Learning rates are tuned for ``mean`` alone: the best of a grid with one seed (``--tune``). Every policy gets the rate
-   of ``mean`` with the same optimizer, except where a row states a factor.
+2. Learning rates are tuned for ``mean`` alone: the best of a grid with one seed (``--tune``). Every policy gets the
+   rate of ``mean`` with the same optimizer, except where a row states a factor.
 3. Runs with the same task, optimizer and seed start from equal parameters and see the same batches under every policy.
    The table compares them in pairs.
 4. benchmarks/results/known_models.json stores every run as soon as it ends: after Ctrl-C, the next start continues.
@@ -145,9 +145,10 @@ class ResNet(nn.Module):
     def __init__(self, blocks: int) -> None:
         super().__init__()
         self.stem, self.norm = Convolution(1, 16), nn.BatchNorm2d(16)
-        shapes = [(i, o, 1 + (o > i)) for i, o in ((16, 16), (16, 32), (32, 64))]
-        stages = (nn.Sequential(BasicBlock(i, o, s), *(BasicBlock(o, o, 1) for _ in range(blocks - 1))) for i, o, s in shapes)
-        self.stages = nn.Sequential(*stages)
+        self.stages = nn.Sequential()
+        for inputs, outputs, stride in ((16, 16, 1), (16, 32, 2), (32, 64, 2)):
+            self.stages.append(BasicBlock(inputs, outputs, stride))
+            self.stages.extend(BasicBlock(outputs, outputs, 1) for _ in range(blocks - 1))
         self.head = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -194,13 +195,13 @@ TASKS = {
     for task in (
         Task(
             "gpt", "GPT on Python source",
-            {"length": 128, "width": 192, "layers": 4, "heads": 3}, batch_size=2, steps=300, test=512,
+            {"length": 128, "width": 192, "layers": 4, "heads": 3}, batch_size=2, steps=200, test=512,
             rates={"sgd": 0.3, "adamw": 0.003, "muon": 0.003},
             grid={"sgd": (0.1, 0.3, 1.0), "adamw": (0.001, 0.003, 0.01), "muon": (0.001, 0.003, 0.01)},
         ),
         Task(
             "resnet", "ResNet-8 on Fashion-MNIST",
-            {"blocks": 1}, batch_size=16, steps=400, test=10_000,
+            {"blocks": 1}, batch_size=16, steps=300, test=10_000,
             rates={"sgd": 0.1, "adamw": 0.01, "muon": 0.01},
             grid={"sgd": (0.05, 0.15, 0.5), "adamw": (0.003, 0.01, 0.03), "muon": (0.003, 0.01, 0.03)},
         ),
@@ -316,13 +317,18 @@ class Trained(Replica):
 
     def __init__(self, run: Run) -> None:
         torch.manual_seed(run.seed)
-        self.net: nn.Module = GPT(**run.task.model) if run.task.name == "gpt" else ResNet(**run.task.model)
+        self.net = model_of(run.task)
         self.parameters = dict(self.net.named_parameters())
         self.optimizers = optimizers(run.optimizer, self.parameters, run.lr)
 
     def step(self, update: Any, lr: float, progress: float) -> None:
-        for self.optimizer in self.optimizers:
+        for optimizer in self.optimizers:
+            self.optimizer = optimizer
             super().step(update, lr, progress)
+
+
+def model_of(task: Task) -> nn.Module:
+    return GPT(**task.model) if task.name == "gpt" else ResNet(**task.model)
 
 
 def optimizers(name: str, parameters: dict[str, Tensor], lr: float) -> list[Optimizer]:
@@ -390,15 +396,17 @@ class Store(Runs):
         self.runs[run.key] = result
         self.save()
 
-    def check(self, task: Task, directory: Path | None) -> None:
-        """Record the task's settings and data.
+    def check(self, task: Task, data: str | None = None) -> None:
+        """Compare the task's settings, and the fingerprint of its data if given, with those of the stored runs.
 
         Raises:
             ValueError: the stored runs had others.
         """
-        now = {**task.settings(), "data": fingerprint(task, directory), "torch": torch.__version__.split("+")[0]}
-        stored = self.runs.setdefault(task.name, now)
-        differing = [name for name in ("model", "batch_size", "steps", "test", "data") if stored[name] != now[name]]
+        now = {**task.settings(), **({"data": data} if data else {})}
+        stored = self.runs.get(task.name, now)
+        differing = [name for name, value in now.items() if stored[name] != value]
+        if data:
+            self.runs.setdefault(task.name, {**now, "torch": torch.__version__.split("+")[0]})
         if differing:
             raise ValueError(
                 f"stored runs of {task.name} differ in {', '.join(differing)}. "
@@ -419,9 +427,12 @@ class Store(Runs):
 
 def execute_all(runs: Iterable[Run], store: Store, workers: int, directory: Path | None) -> list[str]:
     """Execute all missing runs in ``workers`` processes; return the messages of those that failed."""
-    missing = list({run.key: run for run in runs if store.result(run) is None}.values())
+    distinct = {run.key: run for run in runs}.values()
+    for task in {run.task.name: run.task for run in distinct}.values():
+        store.check(task)
+    missing = [run for run in distinct if store.result(run) is None]
     for task in {run.task.name: run.task for run in missing}.values():
-        store.check(task, directory)
+        store.check(task, fingerprint(task, directory))
     problems = []
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     with ProcessPoolExecutor(workers, context) as pool:
@@ -473,10 +484,155 @@ def verdict(mean: float, half: float, baseline: float) -> str:
     return f"equal {within}" if within else "undecided"
 
 
+@dataclass(frozen=True)
+class Line:
+    """A row of the table: one policy with one optimizer, over the seeds whose runs are stored."""
+
+    row: Row
+    optimizer: str
+    lr: float
+    per_step: float
+    share: float
+    whole: float
+    losses: list[float]
+    accuracy: float
+    differences: list[float]
+    baseline: float
+    equal: bool
+
+    @property
+    def policy(self) -> str:
+        return self.row.spec
+
+    def cells(self, task: Task) -> list[str]:
+        losses, deviation = self.losses, statistics.stdev(self.losses) if len(self.losses) > 1 else 0.0
+        recipe = f", lr × {self.row.lr:g}" if self.row.lr != 1 else ""
+        share = f"{convergence.share(self.share)} ({convergence.share(self.whole)})"
+        mean, half = interval(self.differences)
+        difference, outcome = "", ""
+        if self.row != ROWS[0]:
+            bounds = f" [{mean - half:+.3f}, {mean + half:+.3f}]" if math.isfinite(half) else ""
+            difference, outcome = f"{mean:+.3f}{bounds}", verdict(mean, half, self.baseline)
+            outcome += " (control)" if self.row.control else ""
+        seeds = "" if len(losses) == SEEDS else f" ({len(losses)} of {SEEDS} seeds)"
+        return [
+            OPTIMIZERS[self.optimizer], f"`{self.row.policy(task.steps)}`{recipe}",
+            f"{self.per_step / 1e3:,.0f}", share,
+            f"{statistics.fmean(losses):.3f} ± {deviation:.3f}{seeds}", f"{self.accuracy:.1%}", difference, outcome,
+        ]  # fmt: skip
+
+
+COLUMNS = (
+    "optimizer", "policy", "kB per step", "share (whole run)", "held-out loss", "accuracy", "difference to `mean`",
+    "verdict",
+)  # fmt: skip
+
+
+def lines(task: Task, store: Store) -> Iterator[Line]:
+    """Yield the rows of a task's table, by optimizer; only those of which a run is stored."""
+    for optimizer in OPTIMIZERS:
+        for row in [*ROWS, *MORE]:
+            runs = [run for seed in range(SEEDS) for run in runs_of(task, row, seed) if run.optimizer == optimizer]
+            pairs = [(store.result(run), store.result(run.baseline())) for run in runs]
+            done = [(a, b) for a, b in pairs if a and b]
+            if not done:
+                continue
+            yield Line(
+                row,
+                optimizer,
+                runs[0].lr,
+                per_step=done[0][0]["per_step"],
+                share=done[0][0]["per_step"] / done[0][1]["per_step"],
+                whole=done[0][0]["bytes"] / done[0][1]["bytes"],
+                losses=[a["loss"] for a, _ in done],
+                accuracy=statistics.fmean(a["accuracy"] for a, _ in done),
+                differences=[a["loss"] - b["loss"] for a, b in done],
+                baseline=statistics.fmean(b["loss"] for _, b in done),
+                equal=all(a["equal"] for a, _ in done),
+            )
+
+
+def grid(task: Task, store: Store) -> str:
+    """Return the losses of the learning rates that were tried; the chosen rate is bold."""
+    texts = []
+    for optimizer, rates in task.grid.items():
+        results = [(lr, store.result(Run(task, optimizer, ROWS[0], lr, 0))) for lr in rates]
+        losses = [
+            f"{f'**{lr:g}**' if lr == task.rates[optimizer] else f'{lr:g}'}: {result['loss']:.3f}"
+            for lr, result in results if result
+        ]  # fmt: skip
+        texts.append(f"- {OPTIMIZERS[optimizer]}: {', '.join(losses) or 'not run'}")
+    return "\n".join(texts)
+
+
+def description(task: Task, store: Store) -> str:
+    """Return the paragraph over a task's table."""
+    stored = store.runs.get(task.name, {})
+    parameters = sum(p.numel() for p in model_of(task).parameters())
+    sizes, ranks = task.model, f"{RANKS} ranks × {task.batch_size}"
+    if task.name == "gpt":
+        tokens = RANKS * task.batch_size * sizes["length"] * task.steps
+        what = (
+            f"A decoder like GPT-2: {sizes['layers']} pre-norm blocks of width {sizes['width']} with {sizes['heads']} "
+            f"heads, context {sizes['length']}, output weights tied to the embedding, {parameters:,} parameters. The "
+            "model predicts the next byte of the modules at the top of Python's standard library. A tenth of the files "
+            "is held out. "
+            f"{task.steps} steps of {ranks} sequences are {tokens:,} bytes. The loss is in nats per byte."
+        )
+    else:
+        images = RANKS * task.batch_size * task.steps
+        what = (
+            f"ResNet-{6 * sizes['blocks'] + 2} in its CIFAR form: {parameters:,} parameters, batch normalisation per "
+            f"rank. The model classifies Fashion-MNIST's images. {task.steps} steps of {ranks} images are {images:,} "
+            "images (the training set has 60,000), without augmentation. The held-out set is the 10,000 test images."
+        )
+    return f"{what} Data: {stored.get('data', 'none')}; torch {stored.get('torch', '')}."
+
+
+def text(tasks: Sequence[Task], store: Store) -> str:
+    """Return the tables of all tasks, with what was trained."""
+    parts = []
+    for task in tasks:
+        table = [COLUMNS, ("---", "---", "--:", "--:", "--:", "--:", "--:", "---")]
+        table += [line.cells(task) for line in lines(task, store)]
+        rows = "".join(f"| {' | '.join(cells)} |\n" for cells in table)
+        parts.append(
+            f"### {task.title}\n\n{description(task, store)}\n\n{rows}\n"
+            f"Learning rates tried for `mean`, with the loss of seed 0:\n\n{grid(task, store)}\n"
+        )
+    return "\n".join(parts)
+
+
+def write(page: Path, content: str) -> None:
+    """Replace what stands between the page's markers."""
+    head, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{head}{BEGIN}\n\n{content}\n{END}{rest.split(END)[1]}")
+
+
+def faults(tasks: Sequence[Task], store: Store) -> Iterator[str]:
+    """Yield a message for each result that the table must not contain, or that it lacks."""
+    missing = sum(store.result(run) is None for run in all_runs(tasks))
+    if missing:
+        yield f"{missing} runs are not stored yet"
+    for task in tasks:
+        for optimizer, rates in task.grid.items():
+            results = {lr: store.result(Run(task, optimizer, ROWS[0], lr, 0)) for lr in rates}
+            if all(results.values()):
+                best = min(rates, key=lambda lr: results[lr]["loss"])  # type: ignore[index]
+                if best != task.rates[optimizer]:
+                    yield f"{task.name}, {optimizer}: the grid's best rate is {best:g}, not {task.rates[optimizer]:g}"
+        for line in lines(task, store):
+            mean, half = interval(line.differences)
+            if line.row.control and math.isfinite(half) and mean <= half:
+                yield f"{task.name}: the control {line.policy} must be worse than mean"
+            if not line.equal:
+                yield f"{task.name}: updates of {line.policy} are not equal on all ranks"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="run the grids of learning rates only")
-    parser.add_argument("--again", action="append", choices=list(TASKS), default=[], help="delete this task's runs first")
+    parser.add_argument("--again", action="append", choices=list(TASKS), default=[], help="delete its runs first")
     parser.add_argument("--table", action="store_true", help="write the table of the stored runs only")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes, of one thread each")
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help=f"Fashion-MNIST's four files (default: {DEBIAN})")
@@ -488,6 +644,9 @@ def main() -> int:
     if not args.table:
         wanted = [*grid_runs(tasks)] if args.tune else [*all_runs(tasks), *grid_runs(tasks)]
         problems = execute_all(wanted, store, args.workers, args.data_dir)
+    if not args.tune:
+        write(PAGE, text(tasks, store))
+        problems += faults(tasks, store)
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
