@@ -1,4 +1,5 @@
-"""Convergence: measure the loss and the bytes sent under every policy, and write the table of docs/policies.md.
+"""Convergence: measure the loss and the bytes sent under every policy, and write the table of
+docs/explanation/convergence.md.
 
 ::
 
@@ -44,8 +45,9 @@ import hvdbridge as hb
 from hvdbridge.execution.state_store import leaves
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
+import charts  # noqa: E402
 import data  # noqa: E402
 import train  # noqa: E402
 from cells import JobFailed, run  # noqa: E402
@@ -53,8 +55,8 @@ from cells import JobFailed, run  # noqa: E402
 RANKS = 4
 WITHIN = 1.02
 KEPT = ROOT / "build" / "convergence.json"
-PAGE = ROOT / "docs" / "policies.md"
-PLOT = PAGE.with_suffix(".png")
+PAGE = ROOT / "docs" / "explanation" / "convergence.md"
+PLOT = ROOT / "docs" / "images" / "convergence.svg"
 BEGIN, END = "<!-- convergence: begin -->", "<!-- convergence: end -->"
 
 
@@ -120,106 +122,127 @@ class Row:
 SGD: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0}
 ROWS = [
     # Dense
-    Row("mean", "the default: nothing is lost and nothing to tune; what the others are measured against"),
-    Row("mean:exact=true", "the same bits on every backend at any number of ranks, at the same price"),
-    Row("sum", "code that was written for sums; the learning rate is for N times the gradient", 0.25, "sgd"),
-    Row("fp16", "half the bytes; gradients and their sums stay below 65504"),
-    Row("bf16", "half the bytes and no range to think of: the first thing to try"),
+    Row("mean", "the default: lossless, with nothing to tune; the reference of this table"),
+    Row("mean:exact=true", "equal bits on every backend at any number of ranks, for the bytes of `mean`"),
+    Row("sum", "scripts written for sums: the update is N times the mean, so the learning rate is an Nth", 0.25, "sgd"),
+    Row("fp16", "half the bytes, if gradients and their sums stay below 65504"),
+    Row("bf16", "half the bytes with the range of float32: the first policy to try"),
     # Quantised
-    Row("int8", "a quarter of the bytes, no state: where bf16 is not enough"),
-    Row("fp8", "as int8; errs less on small elements of a block, more on large ones"),
-    Row("int4", "an eighth of the bytes for a residual; cheap arithmetic"),
-    Row("natural", "9 bits, unbiased, no state, no scale: gradients of any range"),
-    Row("qsgd", "4 bits, unbiased, no state"),
+    Row("int8", "about a quarter of the bytes, without state"),
+    Row("fp8", "as int8, with smaller errors in the small elements of a block and larger ones in the large"),
+    Row("int4", "about an eighth of the bytes; its error feedback keeps a residual"),
+    Row("natural", "9 bits per element, unbiased, without state or scales: gradients of any range"),
+    Row("qsgd", "4 bits per element, unbiased, without state"),
     Row(
         "terngrad",
-        "3 bits, unbiased, no state: many ranks, whose errors average out",
-        why="three values for a whole parameter: noise as large as the gradient, and four ranks average little of it",
+        "3 bits per element at 4 ranks, unbiased, without state: many ranks, whose errors average out",
+        why="a parameter has three values: noise as large as the gradient, of which four ranks average little",
     ),
     # Sparse
-    Row("topk:ratio=0.05", "few ranks on a slow network; gradients that are sparse by nature (embeddings)"),
-    Row("warmup(steps={fifth}, then=topk(ratio=0.01))", "few ranks on a very slow network; long training"),
-    Row("warmup(steps={fifth}, then=oktopk(ratio=0.02))", "as topk, for more than about ten ranks"),
-    Row("threshold:value=0.001", "where a magnitude is known below which nothing matters"),
+    Row("topk:ratio=0.05", "few ranks, since its bytes grow with N; gradients that are sparse by nature (embeddings)"),
+    Row(
+        "warmup(steps={fifth}, then=topk(ratio=0.01))",
+        "few ranks on a slow link, in training so long that a dense warm-up is short",
+    ),
+    Row(
+        "warmup(steps={fifth}, then=oktopk(ratio=0.02))",
+        "as topk for more ranks: with large parameters its bytes hardly grow with N",
+    ),
+    Row("threshold:value=0.001", "gradients with a known magnitude below which elements do not matter"),
     Row(
         "dgc:ratio=0.02,warmup={fifth}",
-        "as topk, behind SGD with momentum",
+        "as topk, for plain SGD: the momentum is part of the policy",
         **SGD,
-        why="the optimizer is SGD, which alone (`sum`) ends behind Adam; the rest is momentum that waited",
+        why="SGD ends behind AdamW here (see `sum`); sending elements late may explain the rest",
     ),
     Row(
         "warmup(steps={fifth}, then=randomk(ratio=0.1))",
-        "no search and no indices: the fastest to compute, at any number of ranks",
+        "no search and no indices, at any number of ranks; lower the learning rate of SGD with momentum",
     ),
     # Signs
-    Row("warmup(steps={fifth}, then=onebit)", "a 30th of the bytes at any number of ranks"),
-    Row("warmup(steps={fifth}, then=efsign)", "as onebit with half the state"),
+    Row(
+        "warmup(steps={fifth}, then=onebit)",
+        "few bytes at any number of ranks; lower the learning rate of SGD with momentum",
+    ),
+    Row("warmup(steps={fifth}, then=efsign)", "as onebit, with half the state"),
     Row(
         "sign:momentum=0.9",
-        "a 30th of the bytes without a residual; behind plain SGD at a small rate of its own",
+        "one bit per element without a residual, for plain SGD at a small learning rate of its own",
         0.004,
         **SGD,
-        why="every step has the same length, so it ends as near as its learning rate lets it",
+        why="every step has the same length, so its learning rate bounds how near it ends",
     ),
     # Low rank
     Row(
         "warmup(steps={fifth}, then=powersgd(rank=4))",
-        "wide matrices (transformers), any number of ranks: the best ratio of bytes to loss",
+        "large matrices, any number of ranks: the larger the matrix, the smaller the share of bytes",
     ),
-    Row("warmup(steps={fifth}, then=powersgd(rank=2))", "the same with fewer bytes"),
+    Row("warmup(steps={fifth}, then=powersgd(rank=2))", "as rank 4, with fewer bytes"),
     Row(
         "warmup(steps={fifth}, then=powersgd(rank=4, alternate=true))",
-        "half of powersgd's bytes and one round: slow networks",
+        "about half of rank 4's bytes, in one round",
     ),
-    Row("warmup(steps={fifth}, then=powersgd(rank=8, batched=true))", "many small parameters"),
+    Row(
+        "warmup(steps={fifth}, then=powersgd(rank=8, batched=true))",
+        "many small parameters: one matrix per bucket in place of one per parameter",
+    ),
     # Combining
-    Row("adasum", "more ranks without a new learning rate"),
-    Row("adasum_delta", "the same with an optimizer that scales its steps, as Horovod does it", 0.5),
+    Row("adasum", "many ranks at an unchanged learning rate, as its authors propose (not tested by four ranks)"),
+    Row("adasum_delta", "as adasum, for an optimizer that scales its steps, as Horovod does it", 0.5),
     # Robust
     Row(
         "median",
-        "up to half of the ranks broken or hostile, element by element",
-        why="gradients of small batches are skewed, so their median is not their mean, however many ranks",
+        "fewer than half of the ranks broken or hostile, element by element",
+        why="gradients of small batches are skewed, so their median is not their mean at any number of ranks",
     ),
     Row(
         "trimmed_mean:f=1",
-        "the same for a known number f; throws less away",
-        why="of four values two are left, which is the median",
+        "as median for a known number f of faulty ranks; it averages the other N - 2 f values",
+        why="of four values the middle two remain, and their mean is the median",
     ),
-    Row("geometric_median", "up to half of the ranks broken or hostile; nearly the mean where none is"),
     Row(
-        "krum:f=0", "one gradient that the others agree with", why="a batch of a quarter: one of four gradients counts"
+        "geometric_median",
+        "fewer than half of the ranks broken or hostile, whole gradients; near the mean if none is",
+    ),
+    Row(
+        "krum:f=0",
+        "the one gradient that is nearest to the others",
+        why="one of four gradients counts, so the batch is a quarter",
     ),
     Row(
         "multi_krum:f=0",
-        "as krum, less noise; f hostile ranks of 2 f + 3 and more",
-        why="a batch of a half: two of four gradients count, the two that are most alike",
+        "as krum, averaged over several gradients; f hostile ranks of 2 f + 3 and more",
+        why="the two most similar of four gradients count, so the batch is a half",
     ),
-    Row("clipped_mean", "hostile ranks that hide within the spread of honest ones"),
+    Row("clipped_mean", "hostile ranks whose gradients lie within the spread of honest ones"),
     # Private
     Row(
         "dp:norm=1.0,noise=0.01",
-        "ranks whose contribution must not be told from the model",
-        why="privacy is paid for with noise in every step",
+        "ranks whose contribution must not be recognisable in the model (differential privacy)",
+        why="every step adds noise",
     ),
     # Later or less often
-    Row("delayed", "communication as long as a whole step hides"),
-    Row("local_sgd", "an 8th of the bytes in an 8th of the rounds: high latency"),
-    Row("post_local_sgd:start={tenth}", "the same between nodes only, after a dense start", local_size=2),
-    Row("diloco:every=10,lr=1,momentum=0.5", "between sites: a round now and then"),
+    Row("delayed", "communication as long as a whole step overlaps; lower the learning rate of SGD with momentum"),
+    Row("local_sgd", "one round every 8 steps: high latency"),
+    Row("post_local_sgd:start={tenth}", "as local_sgd between nodes only, after a dense start", local_size=2),
+    Row("diloco:every=10,lr=1,momentum=0.5", "links between sites: one round every 10 steps"),
     # Wrappers
-    Row("hierarchical(int8)", "fast links inside a node, slow ones between", local_size=2),
-    Row("ef(bf16)", "bf16 where even its rounding is too much"),
+    Row("hierarchical(int8)", "fast links within a node, slow links between nodes", local_size=2),
+    Row("ef(bf16)", "bf16 whose rounding errors are fed back"),
     Row("clip(mean)", "single ranks with exploding gradients"),
     Row(
         "partition(<1024=mean, rest=warmup(steps={fifth}, then=powersgd(rank=4)))",
-        "small parameters whole, large ones small",
+        "small parameters dense, large ones compressed",
     ),
     # Controls
-    Row("noop", "debugging: each rank trains alone", control=True, why="each rank learns from a quarter of the data"),
-    Row("topk:ratio=0.01,ef=false", "never", control=True, why="what is not sent is lost"),
-    Row("int4:ef=false", "never", control=True, why="small elements are rounded to zero for ever"),
-    Row("sign", "never", 0.001, **SGD, control=True, why="the vote knows no magnitude"),
+    Row(
+        "noop",
+        "debugging, and step times without communication: each rank trains alone",
+        control=True, why="each rank learns from a quarter of the data",
+    ),
+    Row("topk:ratio=0.01,ef=false", "never", control=True, why="elements that are not sent are lost"),
+    Row("int4:ef=false", "never", control=True, why="small elements are rounded to zero in every step"),
+    Row("sign", "never", 0.001, **SGD, control=True, why="the vote ignores magnitudes"),
 ]
 
 
@@ -384,16 +407,11 @@ def train_all(rows: Sequence[Row], seeds: int, lengths: dict[str, int], store: R
                 print(f"[{number}/{len(missing)}] {row.spec} · {name} · {seed}: {outcome}, {seconds:.0f} s", flush=True)
 
 
-def condensed(result: dict[str, Any], points: int = 40) -> dict[str, Any]:
+def condensed(result: dict[str, Any]) -> dict[str, Any]:
     """Return the results to store. Bytes per step are those of the second half, after any warm-up."""
-    losses, sent = [statistics.fmean(local) for local in result["losses"]], result["bytes"]
-    chunk = max(1, len(losses) // points)
-    ends = range(chunk, len(losses) + 1, chunk)
     return {
         "loss": result["loss"], "accuracy": result["accuracy"], "state": result["state"],
-        "per_step": late_rate(sent), "outside": late_rate(result["outside"]),
-        "curve": [(sent[end - 1], round(statistics.fmean(losses[end - chunk : end]), 4)) for end in ends],
-        "equal": result["equal"],
+        "per_step": late_rate(result["bytes"]), "outside": late_rate(result["outside"]), "equal": result["equal"],
     }  # fmt: skip
 
 
@@ -419,7 +437,6 @@ class Summary:
     ratio: float
     digits: float
     accuracy: float
-    curve: list[tuple[float, float]]
     equal: bool
 
     @property
@@ -451,13 +468,13 @@ def summarise(rows: Sequence[Row], seeds: int, lengths: dict[str, int], store: R
                 ratio=statistics.fmean(a["loss"] / b["loss"] for a, b in zip(text, dense, strict=True)),
                 digits=statistics.fmean(run["loss"] for run in digits),
                 accuracy=statistics.fmean(run["accuracy"] for run in digits),
-                curve=text[0]["curve"],
                 equal=all(run["equal"] for run in all_runs),
             )
         )
     return summaries, problems
 
 
+CAPTION = "Bytes and loss of every policy relative to mean, and the spread of the loss over seeds"
 COLUMNS = (
     "policy", "recipe", "wire", "state", "text loss", "/ mean", "within 2 %", "digits loss", "accuracy",
     "when to choose it",
@@ -498,57 +515,16 @@ def faults(summaries: Iterable[Summary]) -> Iterator[str]:
 
 
 def write(summaries: Sequence[Summary], problems: Sequence[str], seeds: int, lengths: dict[str, int]) -> None:
-    """Write the table and the plot between the page's markers."""
+    """Write the table and its chart between the page's markers."""
     lines = [COLUMNS, ("---", "---", "--:", "--:", "--:", "--:", "---", "--:", "--:", "---"), *cells(summaries)]
-    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    text += f"\n{RANKS} ranks, {seeds} seeds, {' and '.join(f'{n} steps of {t}' for t, n in lengths.items())}.\n"
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    text = f"{RANKS} ranks, {seeds} seeds, {' and '.join(f'{n} steps of {t}' for t, n in lengths.items())}.\n"
     if problems:
         text += "\nMissing here:\n\n" + "".join(f"- {problem}\n" for problem in problems)
-    page = PAGE.read_text()
-    head, tail = page.split(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{text}\n![loss over bytes]({PLOT.name})\n\n{END}{tail.split(END)[1]}")
-    plot(summaries)
-
-
-def plot(summaries: Sequence[Summary], top: float = 1.2) -> None:
-    """Plot the loss over bytes in the course of training for selected policies, and at the end for all."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(15, 8), width_ratios=(2, 3))
-    good = [one for one in summaries if one.within]
-    best = {a.row for a in good if not any(total(b) < total(a) and b.loss < a.loss for b in good)}
-    for one in summaries:
-        if one.row in best or one.row.control or one is summaries[0]:
-            megabytes, losses = zip(*((sent / 1e6, loss) for sent, loss in one.curve), strict=True)
-            left.plot(megabytes, losses, "--" if one.row.control else "-", label=one.row.policy(), linewidth=1.2)
-    left.set(xscale="log", xlabel="MB sent per rank", ylabel="training loss")
-    left.set_title("the least bytes within 2 %, and the controls (dashed)")
-    left.legend(fontsize=7)
-
-    right.axhspan(0.0, WITHIN, color="0.94")
-    right.axhline(1.0, color="0.6", linewidth=0.8)
-    for number, one in enumerate(sorted(summaries, key=total)):
-        x, y = total(one) / 1e6, min(one.ratio, top)
-        right.plot(x, y, "x" if one.row.control else "o", color="C0" if one.within else "C3", markersize=4)
-        above = number % 2 == 0
-        right.annotate(
-            one.row.policy(), (x, y), (0, 6 if above else -6), textcoords="offset points", fontsize=6,
-            rotation=60, ha="left" if above else "right", va="bottom" if above else "top", rotation_mode="anchor",
-        )  # fmt: skip
-    right.set(xscale="log", xlabel="MB sent per rank in the whole run", ylabel="loss / loss of mean")
-    right.set(ylim=(min(one.ratio for one in summaries) - 0.08, top + 0.08))
-    right.set_title(f"where all of them end (at the top: {top:g} and more)")
-    figure.tight_layout()
-    figure.savefig(PLOT, dpi=110)
-    pyplot.close(figure)
-
-
-def total(one: Summary) -> float:
-    """Return the bytes that a rank sent in the whole run, or the least value of the plot if that is more."""
-    return max(one.curve[-1][0], 1e5)
+    head, tail = PAGE.read_text().split(BEGIN)
+    text = f"![{CAPTION}](../images/{PLOT.name})\n\n<!-- chart: convergence -->\n{table}\n{text}"
+    PAGE.write_text(f"{head}{BEGIN}\n\n{text}\n{END}{tail.split(END)[1]}")
+    charts.draw("convergence", table, PLOT)
 
 
 # ---------------------------------------------------------------------------------------------- real jobs
@@ -611,7 +587,7 @@ def main() -> int:
     console.print(table)
     problems += faults(summaries)
     if args.only or args.steps or args.seeds < 3:
-        console.print("Not written to docs/policies.md: that takes all rows, all steps and three seeds.")
+        console.print("docs/explanation/convergence.md is not written: that takes all rows, all steps and three seeds.")
     else:
         write(summaries, problems, args.seeds, lengths)
     for problem in problems:

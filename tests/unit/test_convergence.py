@@ -98,13 +98,13 @@ def test_runs_are_kept_and_resumed(convergence, tmp_path, monkeypatch):
 
 
 def test_the_page_says_what_the_table_may_not(convergence, tmp_path, monkeypatch):
-    monkeypatch.setattr(convergence, "PAGE", tmp_path / "policies.md")
-    monkeypatch.setattr(convergence, "PLOT", tmp_path / "policies.png")
+    monkeypatch.setattr(convergence, "PAGE", tmp_path / "convergence.md")
+    monkeypatch.setattr(convergence, "PLOT", tmp_path / "images" / "convergence.svg")
     convergence.PAGE.write_text(f"before\n{convergence.BEGIN}\nstale lines\n{convergence.END}\nafter\n")
-    row, curve = convergence.Row, [(100.0, 2.0), (200.0, 1.0)]
+    row = convergence.Row
 
     def summary(row, ratio):
-        return convergence.Summary(row, 0.5, 0.5, 4.0, 1.5 * ratio, 0.01, ratio, 0.1, 0.97, curve, True)
+        return convergence.Summary(row, 0.5, 0.5, 4.0, 1.5 * ratio, 0.01, ratio, 0.1, 0.97, True)
 
     found = [
         summary(convergence.ROWS[0], 1.0), summary(row("fp16", "use", control=True), 1.01),
@@ -119,6 +119,9 @@ def test_the_page_says_what_the_table_may_not(convergence, tmp_path, monkeypatch
     assert "| `sum` | – | 50 % | 4 | 1.545 ± 0.010 | 1.030 | no | 0.100 | 97.0% | use. Not within 2 %: told |" in page
     assert "- int8: failed" in page
     assert [convergence.share(x) for x in (1.0, 0.27, 0.0414, 0.0)] == ["100 %", "27 %", "4.1 %", "0 %"]
-    assert convergence.PLOT.stat().st_size > 10_000
+    picture = convergence.PLOT.read_text()
+    table = convergence.charts.tables(page)["convergence"]
+    assert convergence.charts.digest(table) in picture
+    assert all(f"{one.row.spec}</text>" in picture for one in found)
     convergence.write(found, [], 3, {"text": 10, "digits": 10})  # its own output is no obstacle
     assert convergence.PAGE.read_text().count(convergence.BEGIN) == 1
