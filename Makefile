@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-ch
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test computes waits quick test-recipes test-versions lint types parity convergence bench docs ci clean
+.PHONY: help install demo test computes waits quick test-recipes test-versions lint types parity convergence convergence-known bench docs ci clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -76,8 +76,12 @@ types: $(STAMP)  ## mypy --strict
 parity: $(STAMP)  ## ResNet18, bit-equal to DistributedDataParallel on every backend
 	@$(BIN)/python benchmarks/parity.py
 
-convergence: $(STAMP)  ## what every policy does to the loss, written to docs/policies.md
+convergence: $(STAMP)  ## what every policy does to the loss, written to docs/explanation/convergence.md
 	@$(BIN)/python benchmarks/convergence.py
+	@$(BIN)/python benchmarks/known_models.py
+
+convergence-known: $(STAMP)  ## the part of convergence with a GPT and a ResNet: only runs whose results are not stored
+	@$(BIN)/python benchmarks/known_models.py
 
 bench: $(STAMP)  ## step times against each backend's native way
 	@$(BIN)/hvdbridge bench --models bert-base,small --policies mean

@@ -431,9 +431,13 @@ def execute_all(runs: Iterable[Run], store: Store, workers: int, directory: Path
     for task in {run.task.name: run.task for run in distinct}.values():
         store.check(task)
     missing = [run for run in distinct if store.result(run) is None]
-    for task in {run.task.name: run.task for run in missing}.values():
-        store.check(task, fingerprint(task, directory))
     problems = []
+    for task in {run.task.name: run.task for run in missing}.values():
+        try:
+            store.check(task, fingerprint(task, directory))
+        except FileNotFoundError as error:
+            problems.append(f"{task.name}: {error}. Install Debian's dataset-fashion-mnist, or give --data-dir DIR")
+            missing = [run for run in missing if run.task != task]
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     with ProcessPoolExecutor(workers, context) as pool:
         futures = {pool.submit(execute, run, directory): run for run in missing}
@@ -589,9 +593,25 @@ def description(task: Task, store: Store) -> str:
     return f"{what} Data: {stored.get('data', 'none')}; torch {stored.get('torch', '')}."
 
 
+READING = f"""\
+- **kB per step**: kilobytes that a rank sends per step after any warm-up. **share**: the same relative to `mean` in
+  float32. In parentheses: the share in the whole run, with its dense warm-up.
+- **held-out loss**: cross-entropy at the end, mean ± standard deviation over {SEEDS} seeds. **accuracy**: the share of
+  correct predictions, mean over the seeds.
+- **difference to `mean`**: held-out loss minus that of `mean` with the same seed, mean over the seeds, and in brackets
+  its 95 % interval. Both runs of a pair begin with equal parameters and see the same batches, so most of what differs
+  between seeds cancels. The interval is that of Student's t, which allows for a deviation estimated from few seeds:
+  with three, {STUDENT[1]} standard errors to each side.
+- **verdict**: "worse" or "better" only if the interval excludes zero. "within 2 %" only if the whole interval is
+  within 2 % of the loss of `mean`. "equal within 2 %": the interval contains zero and is within 2 %. "undecided": three
+  seeds do not tell. Of twenty comparisons of equal policies, about one excludes zero by chance.
+- A row "(control)" must be worse: otherwise the experiment could not distinguish policies.
+"""
+
+
 def text(tasks: Sequence[Task], store: Store) -> str:
     """Return the tables of all tasks, with what was trained."""
-    parts = []
+    parts = [READING]
     for task in tasks:
         table = [COLUMNS, ("---", "---", "--:", "--:", "--:", "--:", "--:", "---")]
         table += [line.cells(task) for line in lines(task, store)]

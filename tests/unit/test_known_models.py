@@ -85,7 +85,7 @@ def test_files_are_either_trained_on_or_held_out(known):
     assert torch.equal(train_set.characters[0, 1:], train_set.labels[0, :-1])
     trained_on, held_out = (part.characters.to(torch.uint8).numpy().tobytes() for part in (train_set, test))
     assert 0.02 < len(held_out) / len(trained_on) < 0.3
-    for line in (b"class ArgumentParser(", b"class OrderedDict(", b"class TextWrapper:", b"class Fraction("):
+    for line in (b"class ArgumentParser(", b"class TextWrapper:", b"class Thread:", b"class Fraction("):
         assert (line in trained_on) != (line in held_out)
 
 
@@ -147,7 +147,7 @@ def test_a_failed_run_is_reported_and_repeated(known, tiny, tmp_path, monkeypatc
 
 def test_intervals_and_verdicts(known):
     found = doctest.testmod(known)
-    assert (found.failed, found.attempted > 3) == (0, True)
+    assert (found.failed, found.attempted) == (0, 3)
     assert known.interval([0.1])[1] == math.inf
     assert known.verdict(0.1, math.inf, 2.0) == "undecided"
 
