@@ -28,7 +28,7 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -171,6 +171,7 @@ class Task:
         batch_size: samples per rank and step.
         steps: number of steps; a multiple of diloco's interval, so that training ends with an average.
         test: number of samples in the held-out set.
+        clip: largest norm of the aggregated gradient, as usual for GPTs; 0: any.
         rates: optimizer -> the best learning rate for ``mean``.
         grid: optimizer -> the learning rates that were tried.
     """
@@ -181,12 +182,13 @@ class Task:
     batch_size: int
     steps: int
     test: int
+    clip: float
     rates: dict[str, float]
     grid: dict[str, tuple[float, ...]]
 
     def settings(self) -> dict[str, Any]:
         """Return what the results depend on, beside the options of a run."""
-        names = ("model", "batch_size", "steps", "test")
+        names = ("model", "batch_size", "steps", "test", "clip")
         return {name: value for name, value in asdict(self).items() if name in names}
 
 
@@ -195,13 +197,13 @@ TASKS = {
     for task in (
         Task(
             "gpt", "GPT on Python source",
-            {"length": 128, "width": 192, "layers": 4, "heads": 3}, batch_size=1, steps=300, test=256,
-            rates={"sgd": 1.0, "adamw": 0.003, "muon": 0.003},
-            grid={"sgd": (0.3, 1.0, 3.0), "adamw": (0.001, 0.003, 0.01), "muon": (0.001, 0.003, 0.01)},
+            {"length": 128, "width": 192, "layers": 4, "heads": 3}, batch_size=1, steps=300, test=256, clip=1.0,
+            rates={"sgd": 0.5, "adamw": 0.005, "muon": 0.005},
+            grid={"sgd": (0.15, 0.5, 1.5), "adamw": (0.002, 0.005, 0.012), "muon": (0.002, 0.005, 0.012)},
         ),
         Task(
             "resnet", "ResNet-8 on Fashion-MNIST",
-            {"blocks": 1}, batch_size=16, steps=300, test=10_000,
+            {"blocks": 1}, batch_size=16, steps=300, test=10_000, clip=0.0,
             rates={"sgd": 0.1, "adamw": 0.01, "muon": 0.01},
             grid={"sgd": (0.05, 0.15, 0.5), "adamw": (0.003, 0.01, 0.03), "muon": (0.003, 0.01, 0.03)},
         ),
@@ -320,8 +322,12 @@ class Trained(Replica):
         self.net = model_of(run.task)
         self.parameters = dict(self.net.named_parameters())
         self.optimizers = optimizers(run.optimizer, self.parameters, run.lr)
+        self.clip = run.task.clip
 
-    def step(self, update: Any, lr: float, progress: float) -> None:
+    def step(self, update: Mapping[str, Tensor], lr: float, progress: float) -> None:
+        if self.clip:
+            norm = nn.utils.get_total_norm(update.values())
+            update = {name: gradient * (self.clip / max(self.clip, norm.item())) for name, gradient in update.items()}
         for optimizer in self.optimizers:
             self.optimizer = optimizer
             super().step(update, lr, progress)
@@ -581,7 +587,7 @@ def description(task: Task, store: Store) -> str:
             f"heads, context {sizes['length']}, output weights tied to the embedding, {parameters:,} parameters. The "
             "model predicts the next byte of the modules at the top of Python's standard library. A tenth of the files "
             f"is held out. It trains for {task.steps} steps of {ranks} × {sizes['length']} bytes, {tokens:,} bytes in "
-            "total. The loss is in nats per byte."
+            f"total; aggregated gradients are clipped to norm {task.clip:g}. The loss is in nats per byte."
         )
     else:
         images = RANKS * task.batch_size * task.steps
