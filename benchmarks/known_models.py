@@ -198,8 +198,8 @@ TASKS = {
         Task(
             "gpt", "GPT on Python source",
             {"length": 128, "width": 192, "layers": 4, "heads": 3}, batch_size=1, steps=300, test=256, clip=1.0,
-            rates={"sgd": 0.5, "adamw": 0.005, "muon": 0.005},
-            grid={"sgd": (0.15, 0.5, 1.5), "adamw": (0.002, 0.005, 0.012), "muon": (0.002, 0.005, 0.012)},
+            rates={"sgd": 0.15, "adamw": 0.002, "muon": 0.002},
+            grid={"sgd": (0.05, 0.15, 0.5, 1.5), "adamw": (0.001, 0.002, 0.005, 0.012), "muon": (0.002, 0.005)},
         ),
         Task(
             "resnet", "ResNet-8 on Fashion-MNIST",
