@@ -15,7 +15,7 @@ PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-ch
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test computes waits quick test-recipes test-versions lint types parity convergence bench docs dist ci clean
+.PHONY: help install demo test computes waits quick test-recipes test-versions lint types parity convergence convergence-known bench docs dist ci clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -79,6 +79,10 @@ parity: $(STAMP)  ## ResNet18, bit-equal to DistributedDataParallel on every bac
 
 convergence: $(STAMP)  ## what every policy does to the loss, written to docs/explanation/convergence.md
 	@$(BIN)/python benchmarks/convergence.py
+	@$(BIN)/python benchmarks/known_models.py
+
+convergence-known: $(STAMP)  ## the part of convergence with a GPT and a ResNet: only runs whose results are not stored
+	@$(BIN)/python benchmarks/known_models.py
 
 bench: $(STAMP)  ## step times against each backend's native way
 	@$(BIN)/hvdbridge bench --models bert-base,small --policies mean

@@ -39,7 +39,7 @@ from pathlib import Path
 import jobs
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 60.0
+SECONDS = 120.0
 NEEDS = {"slurm", "open-mpi", "intel-mpi", "recipes", "gpu", "hosts", "kubernetes", "network"}
 RUN = ("python", "bash", "console")
 LANGUAGES = (*RUN, "diff", "text", "ini", "yaml")
