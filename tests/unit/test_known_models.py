@@ -47,9 +47,11 @@ def tiny(known, tmp_path, monkeypatch):
     )
     resnet = dataclasses.replace(known.TASKS["resnet"], batch_size=4, steps=20, test=50)
     known.load.cache_clear()
+    threads = torch.get_num_threads()
     monkeypatch.setattr(known, "TASKS", {"gpt": gpt, "resnet": resnet})
     monkeypatch.setattr(known, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
     yield gpt, resnet
+    torch.set_num_threads(threads)
     known.load.cache_clear()
 
 
