@@ -15,7 +15,7 @@ PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-ch
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test computes waits quick test-recipes test-versions lint types parity convergence bench docs dist ci clean
+.PHONY: help install demo test computes waits quick test-recipes test-launchers test-versions lint types parity convergence convergence-known bench docs dist ci clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -34,7 +34,7 @@ demo: $(STAMP)  ## the main job: 3 launchers x 3 backends x 3 policies, a table,
 	@$(BIN)/python examples/demo.py
 
 # Tests use no GPU; benchmarks/cuda_check.py does
-test computes waits quick test-recipes test-versions: export CUDA_VISIBLE_DEVICES :=
+test computes waits quick test-recipes test-launchers test-versions: export CUDA_VISIBLE_DEVICES :=
 PYTEST := $(BIN)/python -m pytest -q
 
 test: $(STAMP)  ## all tests and doctests
@@ -55,6 +55,10 @@ quick: $(STAMP)  ## before each commit: the quick tests of units and policies, o
 test-recipes: $(STAMP)  ## pages and recipes with Lightning, Accelerate, transformers and Ray (hundreds of MB)
 	@$(PIP) -e '.[recipes]'
 	@$(PYTEST) -m recipes tests/launch
+
+test-launchers: $(STAMP)  ## Slurm, Open MPI, Intel MPI and odd hosts; installs Debian's packages, as root (15 minutes)
+	@$(BIN)/python tests/launchers/install.py
+	@$(PYTEST) tests/launchers
 
 OLDEST := $(shell sed -n 's/^ *torch>=//p' setup.cfg)
 test-versions:  ## the oldest and the newest torch of setup.cfg's range: units, policies, the demo's cells (GB)
@@ -79,6 +83,10 @@ parity: $(STAMP)  ## ResNet18, bit-equal to DistributedDataParallel on every bac
 
 convergence: $(STAMP)  ## what every policy does to the loss, written to docs/explanation/convergence.md
 	@$(BIN)/python benchmarks/convergence.py
+	@$(BIN)/python benchmarks/known_models.py
+
+convergence-known: $(STAMP)  ## the part of convergence with a GPT and a ResNet: only runs whose results are not stored
+	@$(BIN)/python benchmarks/known_models.py
 
 bench: $(STAMP)  ## step times against each backend's native way
 	@$(BIN)/hvdbridge bench --models bert-base,small --policies mean

@@ -257,15 +257,39 @@ def simulate(row: Row, task: Task, seed: int, steps: int) -> dict[str, Any]:
     policy = hb.policies.from_spec(row.policy(steps))
     # If the policy keeps parameters equal, one replica represents all ranks.
     replicas = [Replica(args, samples) for _ in range(RANKS if policy.replicas == "drift" else 1)]
+    parts = ([(inputs[i], labels[i]) for i in ranks] for ranks in batches(args, len(labels)))
+    result = train_replicas(policy, replicas, islice(parts, steps), steps, args.lr, row.local_size)
+    loss, accuracy = evaluate(replicas[0].net, test)
+    return {"loss": loss, "accuracy": accuracy, **result, "digest": train.digest(replicas[0].net)}
+
+
+def train_replicas(
+    policy: hb.Policy,
+    replicas: Sequence[Replica],
+    batches: Iterable[Sequence[tuple[Tensor, Tensor]]],
+    steps: int,
+    lr: float,
+    local_size: int | None = None,
+) -> dict[str, Any]:
+    """Train on the batches of all ranks; return losses and bytes per step, and the policy's state per parameter.
+
+    Args:
+        policy: how the ranks' gradients are aggregated.
+        replicas: one per rank, or a single one for all ranks if the policy keeps parameters equal.
+        batches: the inputs and labels of each rank, for each of the ``steps`` steps.
+        steps: the number of steps, which determines the learning rate's schedule.
+        lr: the highest learning rate.
+        local_size: ranks per node.
+    """
     ranks = [replicas[rank % len(replicas)] for rank in range(RANKS)]
-    simulation = hb.Simulation(policy, replicas[0].parameters, RANKS, row.local_size)
+    simulation = hb.Simulation(policy, replicas[0].parameters, RANKS, local_size)
     losses, sent, outside, equal = [], [], [], True
-    for step, parts in enumerate(islice(batches(args, len(labels)), steps)):
-        results = [ranks[r].gradients(inputs[indices], labels[indices]) for r, indices in enumerate(parts)]
+    for step, parts in enumerate(batches):
+        results = [replica.gradients(*part) for replica, part in zip(ranks, parts, strict=True)]
         updates = simulation.step([gradients for _, gradients in results])
         equal &= policy.replicas == "drift" or all(torch.equal(u[n], updates[0][n]) for u in updates for n in u)
         for replica, update in zip(replicas, updates, strict=False):
-            replica.step(update, args.lr, step / steps)
+            replica.step(update, lr, step / steps)
         if policy.due(step):
             for replica, new in zip(replicas, simulation.after_step([r.parameters for r in ranks]), strict=False):
                 replica.replace(new)
@@ -273,13 +297,12 @@ def simulate(row: Row, task: Task, seed: int, steps: int) -> dict[str, Any]:
         sent.append(max(simulation.bytes_sent))
         outside.append(max(sum(by.values()) - by["node"] for by in simulation.bytes_by_group))
     for replica, update in zip(replicas, simulation.flush() or [], strict=False):
-        replica.step(update, args.lr, (steps - 1) / steps)
+        replica.step(update, lr, (steps - 1) / steps)
     numel = sum(p.numel() for p in replicas[0].parameters.values())
     state = (t for _, leaf in leaves(simulation.stores[0].portable()) for t in leaf.values())
-    loss, accuracy = evaluate(replicas[0].net, test)
     return {
-        "loss": loss, "accuracy": accuracy, "losses": losses, "bytes": sent, "outside": outside, "equal": equal,
-        "state": sum(t.numel() * t.element_size() for t in state) / numel, "digest": train.digest(replicas[0].net),
+        "losses": losses, "bytes": sent, "outside": outside, "equal": equal,
+        "state": sum(t.numel() * t.element_size() for t in state) / numel,
     }  # fmt: skip
 
 

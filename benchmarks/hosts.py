@@ -9,6 +9,7 @@ end of the block, also after Ctrl-C and SIGTERM.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shlex
@@ -25,6 +26,7 @@ from pathlib import Path
 
 BIN = Path(sys.executable).parent
 LEAVE_SECONDS = 10.0
+_made = itertools.count()
 SSH = """#!{python}
 import os, sys
 hosts = {hosts}
@@ -125,7 +127,7 @@ def hosts(count: int, mbits: float | None = None, delay_ms: float = 0.0) -> Iter
         raise ValueError(f"{count} hosts (1 to 26), {mbits} Mbit/s (above 0), {delay_ms} ms (not below 0)")
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NoHosts("hosts of one's own need root and iproute2 (ip, tc), to make network namespaces")
-    tag = f"hb{os.getpid() % 100000}"
+    tag = f"hb{os.getpid() % 100000}" + (f"x{number}" if (number := next(_made)) else "")
     names = tuple(f"{tag}{chr(ord('a') + i)}" for i in range(count))
     addresses = tuple(f"10.231.77.{i + 1}" for i in range(count))
     in_main_thread = threading.current_thread() is threading.main_thread()

@@ -312,7 +312,7 @@ def from_slurm(world: World, prefix: str, config: Config) -> Channel:
 
 
 def slurm_port(environ: Mapping[str, str], config: Config) -> int:
-    """Return a port that Slurm reserved for the step (``srun --resv-ports``), else a hash of job and step number.
+    """Return a port that Slurm reserved for the step (``srun --resv-ports=1``), else a hash of job and step number.
 
     Consecutive jobs and steps thus use different ports.
 

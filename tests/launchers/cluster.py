@@ -96,9 +96,12 @@ class Slurm:
         )  # fmt: skip
 
     def batch(self, lines: str, options: str, backend: str | None = None, size: int = 0, **env: str) -> jobs.Job:
-        """Run a batch script, and wait for it."""
+        """Run a batch script and wait for it; ``sbatch --wait`` would look once in half a minute."""
         script = f"#!/bin/bash\n{lines}\n"
-        return self.run(f"printf %s {shlex.quote(script)} | sbatch --wait -o %j.out {options}", backend, size, **env)
+        submit = f"printf %s {shlex.quote(script)} | sbatch --parsable -o %j.out {options}"
+        wait = 'while squeue -h -j "$job" | grep -q .; do sleep 0.3; done'
+        status = 'scontrol show job "$job" | grep -q "ExitCode=0:0"'
+        return self.run(f"job=$({submit}) && {wait}; {status}", backend, size, **env)
 
     def command(self, command: str) -> str:
         """Run a command of Slurm on the first host, and return its output."""

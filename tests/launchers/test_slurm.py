@@ -107,7 +107,7 @@ def test_steps_of_one_job_at_a_time(backend: str, slurm: Slurm) -> None:
 def test_a_port_that_slurm_reserved() -> None:
     try:
         with cluster(1, "MpiParams=ports=12000-12999") as slurm:
-            job = slurm.run(f"srun --resv-ports -n 2 python {LAUNCH / 'ports.py'}", "torch", 2).check()
+            job = slurm.run(f"srun --resv-ports=1 -n 2 python {LAUNCH / 'ports.py'}", "torch", 2).check()
     except (NoCluster, NoHosts) as error:
         pytest.skip(str(error))
     assert any(12000 <= port <= 12999 for port in job.records[0]["own"])
@@ -136,11 +136,14 @@ def test_scancel(backend: str, slurm: Slurm) -> None:
 
 
 def test_signals_and_the_time_limit(slurm: Slurm) -> None:
-    """``--signal`` and the limit's SIGTERM stop all ranks of a job after the same step; Slurm's limit is one minute."""
+    """``--signal`` and the limit's SIGTERM stop all ranks of a job after the same step.
+
+    Slurm's shortest limit is one minute. It looks every half minute, so the signal comes up to a minute early.
+    """
     folder = "d=$PWD/$0; mkdir $d; cd $d; JOB_RECORDS=$d sbatch --wait -o j.out"
     told = SCRIPTS / "told.py"
     lines = (
-        f"bash -c '{folder} -t 1 --signal=USR1@50 -N 2 -n 3 --wrap \"srun python {told}\"' usr1 & "
+        f"bash -c '{folder} -t 1 --signal=USR1@1 -N 2 -n 3 --wrap \"srun python {told}\"' usr1 & "
         f"bash -c '{folder} -t 1 -n 2 --wrap \"exec srun python {told}\"' term & wait; "
         "cat */j.out; cp usr1/0.json 0.json; cp usr1/1.json 1.json; cp usr1/2.json 2.json; "
         "cp term/0.json 3.json; cp term/1.json 4.json"
