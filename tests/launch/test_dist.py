@@ -110,7 +110,7 @@ def test_source_distribution(installed: Installed) -> None:
     sources = ("hvdbridge", "tests", "examples", "benchmarks", "docs")
     wanted = {path.relative_to(ROOT) for folder in sources for path in (ROOT / folder).rglob("*.*") if path.is_file()}
     wanted = {path for path in wanted if "__pycache__" not in path.parts and path.suffix != ".so"}
-    wanted |= {Path(name) for name in ("LICENSE", "README.md", "CHANGELOG.md", "Makefile", "conftest.py")}
+    wanted |= {Path(name) for name in ("LICENSE", "README.md", "CHANGELOG.md", "Makefile", "mkdocs.yml")}
     assert not [str(path) for path in sorted(wanted) if not (installed.tree / path).exists()]
 
 
