@@ -90,6 +90,8 @@ class MpiStarter(Starter):
         if rendezvous.helper is not None:
             _set_network(rendezvous.config)
             overrides.set(rendezvous.helper.pmi_environment(rendezvous.world.rank, rendezvous.world.size))
+        else:  # Open MPI 5 leaves the segment that a single process would share with others
+            overrides.set_defaults({"OMPI_MCA_btl": "self"})
         try:
             with rendezvous.monitor.phase("MPI_Init"):
                 _initialize()
