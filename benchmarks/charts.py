@@ -5,7 +5,7 @@
 Rules:
 
 1. A chart shows the figures of one table and nothing else. The script reads them from the page, so chart and table
-   cannot differ. The line ``<!-- chart: NAME -->`` before a table says that docs/images/NAME.svg shows it.
+   cannot differ. The picture directly before a table shows it.
 2. Each file holds a digest of its table. tests/unit/test_charts.py fails if a table has changed and its chart has not.
 3. Series differ by shape and by colour, in colours that readers with colour blindness can distinguish (Okabe and Ito).
 """
@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "docs" / "explanation" / f"{name}.md" for name in ("performance", "convergence")]
 IMAGES = ROOT / "docs" / "images"
-MARKER = re.compile(r"<!-- chart: (\S+) -->\n+((?:\|.*\n)+)")
+CHARTED = re.compile(r"!\[.*\]\(\.\./images/(\S+)\.svg\)\n\n((?:\|.*\n)+)")
 NUMBER = re.compile(r"[-−]?\d[\d,]*\.?\d*")
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "0.45"
 SERIES = list(zip((BLUE, ORANGE, GREEN, RED, PURPLE), "osD^v", strict=True))
@@ -37,8 +37,8 @@ Table = list[dict[str, str]]
 
 
 def tables(page: str) -> dict[str, str]:
-    """Return the markdown of each table with a marker, by the name of its chart."""
-    return dict(MARKER.findall(page))
+    """Return the markdown of each table with a chart, by the name of the chart."""
+    return dict(CHARTED.findall(page))
 
 
 def parse(markdown: str) -> Table:
@@ -105,7 +105,8 @@ def slow_link(rows: Table, plt: Any) -> Any:
         for y, (value, row) in enumerate(zip(values, rows, strict=True)):
             axes.annotate(f"{value:,.0f} ms, {numbers(row[speed])[0]:g}×", (value, y), (3, 0), va="center",
                           textcoords="offset points", fontsize=8)  # fmt: skip
-        axes.set(title=step.removesuffix(": step, ms"), xlim=(0, 1.75 * max(values)), xlabel="step, ms (×: speed of fp16 hook)")
+        axes.set(title=step.removesuffix(": step, ms"), xlabel="step time, ms, and × fp16 hook")
+        axes.set(xlim=(0, 1.75 * max(values)))
         axes.locator_params(axis="x", nbins=3)
     panels[0].invert_yaxis()
     return figure

@@ -522,7 +522,7 @@ def write(summaries: Sequence[Summary], problems: Sequence[str], seeds: int, len
     if problems:
         text += "\nMissing here:\n\n" + "".join(f"- {problem}\n" for problem in problems)
     head, tail = PAGE.read_text().split(BEGIN)
-    text = f"![{CAPTION}](../images/{PLOT.name})\n\n<!-- chart: convergence -->\n{table}\n{text}"
+    text = f"![{CAPTION}](../images/{PLOT.name})\n\n{table}\n{text}"
     PAGE.write_text(f"{head}{BEGIN}\n\n{text}\n{END}{tail.split(END)[1]}")
     charts.draw("convergence", table, PLOT)
 

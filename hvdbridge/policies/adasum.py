@@ -80,7 +80,8 @@ class Adasum(Policy):
     """Adasum of the gradients, per parameter (Maleki 2020, "Scaling Distributed Training with Adaptive Summation").
 
     ``a + b := (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``, applied in a binary tree over the ranks. The length of the
-    result lies between that of one gradient and that of their sum, so one learning rate suits any number of ranks.
+    result lies between that of one gradient and that of their sum. The paper therefore keeps one learning rate for any
+    number of ranks.
 
     Any number of ranks is allowed. At powers of two the tree is Horovod's, which refuses other numbers. A rank without
     a partner at some level passes its gradient up unchanged, so three ranks give ``(g0 + g1) + g2``. Permuting the

@@ -83,8 +83,8 @@ class PowerSGD(WithFeedback):
         epsilon: added to the length by which each column of P is divided.
         alternate: compute P in even steps and Q in odd steps, each against the orthonormalised other factor of the
             previous step (ACP-SGD, Zhang 2023, algorithm 2). This halves bytes and arithmetic. Needs ``warm_start``.
-        batched: treat the whole bucket as one square matrix, padded with zeros: faster and less accurate. The result
-            depends on bucket boundaries. State from other boundaries is a valid start. No error is kept for the
+        batched: treat the whole bucket as one square matrix, padded with zeros: fewer products, and less accurate. The
+            result depends on bucket boundaries. State from other boundaries is a valid start. No error is kept for the
             padding. If any element of a factor is not finite, all parameters keep their old factor.
         seed: seed of the first Q (of every Q without ``warm_start``).
         ef: error feedback.

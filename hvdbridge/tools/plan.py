@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from hvdbridge.tools.bench.transport import Network
 
 RANKS = (2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 100_000)
-# In the order of how much of a training recipe they may change, least first; see docs/policies.md.
+# Those that change a training recipe least come first, because a recommendation takes the first of the fast ones.
+# onebit fails behind SGD with momentum unless its rate is lowered; under local_sgd replicas drift (convergence.md).
 POLICIES = [
-    "mean", "bf16", "int8", "int4", "topk:ratio=0.01", "onebit", "powersgd:rank=4", "local_sgd:every=8",
+    "mean", "bf16", "int8", "int4", "powersgd:rank=4", "topk:ratio=0.01", "onebit", "local_sgd:every=8",
 ]  # fmt: skip
 LEAST = {
     "local_size": None, "gbits": None, "local_gbits": None, "compute_ms": None, "bucket_mb": None, "cores": None,
@@ -270,7 +271,7 @@ class _Plan:
         origin = " as given" if self.arguments.compute_ms is not None else ""
         per_rank = " to ".join(f"{n:.3g}" for n in sorted({self.cores(planned[0]), self.cores(planned[-1])}))
         self.console.print(
-            "Step times say nothing of what a policy does to the loss: docs/policies.md has that. "
+            "Step times say nothing of what a policy does to the loss: see docs/explanation/convergence.md. "
             f"Computation {1e3 * self.predictions[0].compute:.1f} ms a step{origin}, {per_rank} cores per rank.",
             highlight=False,
         )

@@ -345,7 +345,7 @@ def test_the_recommendation_prefers_the_simple() -> None:
     mean = Prediction("mean", 8, 1.0, 0.5, 0.0, 0.9, 100)
     rows = [mean, replace(mean, policy="bf16", step=0.52), replace(mean, policy="topk", step=0.51)]
     text = recommend(rows, 8)
-    assert text.startswith("8 ranks: bf16: 520.0 ms a step, all it does hides behind backward")
+    assert text.startswith("8 ranks: bf16: 520.0 ms a step, all of its work overlaps with backward")
     assert "1.9 times as fast as mean" in text
     assert "the network is what" in recommend([replace(mean, step=0.9, compression=0.4)], 8)
     assert "cores are what the step waits for" in recommend([replace(mean, working=0.98)], 8)

@@ -161,7 +161,7 @@ def recommend(predictions: Sequence[Prediction], ranks: int) -> str:
     dense = candidates[0]
     hidden = simplest.step <= 1.05 * simplest.compute
     if hidden:
-        reason = "all it does hides behind backward"
+        reason = "all of its work overlaps with backward"
     else:
         cores_limit = simplest.step <= 1.05 * simplest.working
         reason = f"{'cores are' if cores_limit else 'the network is'} what the step waits for"
