@@ -198,14 +198,14 @@ TASKS = {
         Task(
             "gpt", "GPT on Python source",
             {"length": 128, "width": 192, "layers": 4, "heads": 3}, batch_size=1, steps=300, test=256, clip=1.0,
-            rates={"sgd": 0.15, "adamw": 0.002, "muon": 0.002},
-            grid={"sgd": (0.05, 0.15, 0.5, 1.5), "adamw": (0.001, 0.002, 0.005, 0.012), "muon": (0.002, 0.005)},
+            rates={"sgd": 0.05, "adamw": 0.002, "muon": 0.012},
+            grid={"sgd": (0.02, 0.05, 0.15, 0.5), "adamw": (0.001, 0.002, 0.005), "muon": (0.002, 0.005, 0.012)},
         ),
         Task(
             "resnet", "ResNet-8 on Fashion-MNIST",
             {"blocks": 1}, batch_size=16, steps=300, test=10_000, clip=0.0,
-            rates={"sgd": 0.1, "adamw": 0.01, "muon": 0.01},
-            grid={"sgd": (0.05, 0.15, 0.5), "adamw": (0.003, 0.01, 0.03), "muon": (0.003, 0.01, 0.03)},
+            rates={"sgd": 0.5, "adamw": 0.03, "muon": 0.1},
+            grid={"sgd": (0.15, 0.5, 1.5), "adamw": (0.01, 0.03, 0.1), "muon": (0.01, 0.03, 0.1)},
         ),
     )
 }  # fmt: skip
