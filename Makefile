@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Touched when the environment is complete: a second `make install` only compares dates.
 STAMP  := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs-installed
 
 # --no-compile: of torch's thousands of files a run imports a few; Python compiles those on first use, and must keep
 # them then: without, every rank of every job would compile them anew, which takes longer than most jobs.
@@ -51,7 +52,7 @@ quick: $(STAMP)  ## before each commit: the quick tests of units and policies, o
 	@OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist worksteal -m "not slow" hvdbridge tests/unit tests/policies
 	@$(PYTEST) tests/launch/test_cells.py -k test_four_ranks
 
-test-recipes: $(STAMP)  ## the recipes of docs/migrate.md, with Lightning, Accelerate and Ray (hundreds of MB)
+test-recipes: $(STAMP)  ## pages and recipes with Lightning, Accelerate, transformers and Ray (hundreds of MB)
 	@$(PIP) -e '.[recipes]'
 	@$(PYTEST) -m recipes tests/launch
 
@@ -86,12 +87,16 @@ convergence: $(STAMP)  ## what every policy does to the loss, written to docs/po
 bench: $(STAMP)  ## step times against each backend's native way
 	@$(BIN)/hvdbridge bench --models bert-base,small --policies mean
 
-docs: $(STAMP)  ## the API's reference, in build/docs
-	@$(PIP) -e '.[docs]'
-	@$(BIN)/python -m pdoc --docformat google -o build/docs hvdbridge
+# Warnings are errors: links, anchors, docstrings, pages without a place in the navigation
+docs: $(DOCS_STAMP)  ## the site, in build/docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/docs/index.html"
 
-ci: lint types test  ## what must pass before a change is handed in
+$(DOCS_STAMP): $(STAMP)
+	@$(PIP) -e '.[docs]'
+	@touch $@
+
+ci: lint types docs test  ## what must pass before a change is handed in
 
 clean:  ## remove .venv and whatever was generated
 	@rm -rf $(VENV) .versions build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,6 +1,6 @@
 """Extension of Griffe, which reads the code for the API's reference.
 
-Docstrings become Markdown (``markup.py``), and a policy's option shows its default in place of the call ``option(...)``.
+Docstrings become Markdown (``markup.py``). A policy's option shows its default in place of the call ``option(...)``.
 """
 
 from __future__ import annotations

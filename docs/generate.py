@@ -294,7 +294,7 @@ class Facts:
             slot = slot_of(self.policy, path)
             place = "equal on all ranks"
             if slot.local:
-                place = "equal on the ranks of a node" if slot.by_node else "of the rank"
+                place = "equal on the ranks of a node" if slot.by_node else "each rank's own"
             yield ".".join(path), sum(t.numel() * t.element_size() for t in leaf.values()), place
 
     @property
@@ -316,11 +316,11 @@ class Facts:
         first = self.example.step
         due = next((step for step in range(first, first + 200) if self.policy.due(step)), first)
         asked = self.asked(due)
-        text = ", ".join(asked) or "none"
+        text = f"{len(asked)}: {', '.join(asked)}" if asked else "none"
         if acts_after_step(self.policy) and self.example.period > 1:
             others = ", ".join(self.asked(due + 1)) or "none"
-            return f"{text} in a step after which parameters are averaged; {others} in others"
-        if not asked or acts_after_step(self.policy):
+            return f"{text}, in a step after which parameters are averaged; {others} in others"
+        if not asked or acts_after_step(self.policy) or self.policy.scope == "step":
             return text
         assert self.policy.rounds is None or len(asked) <= self.policy.rounds, self.name
         together = "one bucket after another" if self.policy.rounds is None else "several buckets at a time"

@@ -44,7 +44,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if not path.exists():
             LOG.warning(f"{page.file.src_uri} links to {match['target']}, and the repository has no {name}")
         if not path.is_file():
-            return match["text"] if str(name) in match["text"] else f"{match['text']} (`{name}/`)"
+            return f"{match['text']} (`{name}/`)"
         link = get_relative_url(copy_of(path, root(config)), page.file.src_uri)
         return f"[{match['text']}]({link})"
 

@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: roles, double backticks and literal blocks of reStructuredText.
+"""Docstrings as Markdown: roles, double backticks, literal blocks and examples of reStructuredText.
 
 Used by the API's reference (``docstrings.py``) and by the generated pages (``generate.py``).
 """
@@ -14,6 +14,7 @@ SEVERAL = re.compile(
     r"^(?P<indent> +)(?P<names>\*{0,2}\w+(?:, \*{0,2}\w+)+): (?P<text>.*\n?(?:(?P=indent) +.*\n?)*)",
     re.MULTILINE,
 )
+EXAMPLE = re.compile(r"^(?P<indent> *)>>> .*\n?(?:(?P=indent).*\S.*\n?)*", re.MULTILINE)
 BLOCK = re.compile(r"^(?P<indent> *)(?P<lead>[^\n]*?)::\n\n(?P<text>(?:(?P=indent) +[^\n]*\n|\n)+)", re.MULTILINE)
 
 
@@ -52,6 +53,11 @@ def markdown(text: str, link: Callable[[str], str | None] = lambda target: None)
             return "text"
         return "python"
 
+    def example(match: re.Match[str]) -> str:
+        indent = match["indent"]
+        return f"{indent}```pycon\n{match[0].rstrip()}\n{indent}```\n"
+
+    text = EXAMPLE.sub(example, text)
     text = BLOCK.sub(block, text + "\n").rstrip("\n") + "\n" * text.endswith("\n")
     return LITERAL.sub(r"`\1`", ROLE.sub(role, text))
 

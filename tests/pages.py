@@ -8,7 +8,8 @@ RULES
    is written must compile, and a later block must name it.
 3. ``python`` without a title is a script. ``bash`` runs under ``bash -e``. In ``console``, lines with ``$ `` are
    commands of one shell (``bash -e``), and lines below a command are its expected output, standard error included;
-   ``...`` stands for any text. A command without lines below it may print anything.
+   ``...`` stands for any text. A command without lines below it may print anything. Colours and torchrun's warning
+   about OMP_NUM_THREADS are left out of the output.
 4. ``text``, ``ini`` and ``yaml`` do not run. ``<!-- output -->`` before ``text`` makes it the expected output of the
    block above it. ``<!-- fails -->`` before ``python`` or ``console`` means that the (last) command must fail.
 5. ``<!-- needs: X -->`` before a block names what it needs beyond ``make test`` (:data:`NEEDS`). The block is left out
@@ -48,7 +49,8 @@ MARK = re.compile(r" *<!-- *(?P<mark>needs|fails|output)\b:? *(?P<value>.*?) *--
 LIKE_A_MARK = re.compile(r" *<!-- *[\w-]+(: *[\w, -]+)? *-->")
 OTHER_COMMENTS = re.compile(r" *<!-- *(table: |end of table|convergence: |generated)")
 """Comments that tools of this repository read."""
-NOISE = re.compile(r"\x1b\[[0-9;]*[a-zA-Z]|\r")
+NOISE = re.compile(r"\x1b\[[0-9;]*[a-zA-Z]|\r|^W\d{4} \S+ \d+ torch/distributed/run\.py:\d+\].*\n", re.MULTILINE)
+"""Colours, and torchrun's warning that it sets OMP_NUM_THREADS, which every job under it prints."""
 COMMAND = "\x1e"
 """Printed before each command of a console block."""
 
@@ -211,7 +213,8 @@ def _check_files(page: Path, found: list[Block]) -> None:
             except SyntaxError as error:
                 raise PageError(f"{where}: {block.title} does not compile: {error}") from error
             stem = rf"\b{re.escape(Path(block.title).stem)}\b"
-            if not any(later.runs and re.search(stem, later.text) for later in found[i + 1 :]):
+            code = (later.text for later in found[i + 1 :] if later.language in RUN)
+            if not any(re.search(stem, text) for text in code):
                 raise PageError(f"{where}: no later block runs or imports {block.title}")
 
 

@@ -117,6 +117,10 @@ class Simulation:
     ) -> list[dict[str, Tensor]]:
         """Aggregate the ranks' gradients of one step. Zeros replace a missing gradient.
 
+        Args:
+            grads_per_rank: for each rank its gradients, by name.
+            weights: for each rank its weight; None: all equal.
+
         Returns:
             The updates of each rank: name -> tensor of the parameter's shape and dtype.
 
@@ -149,6 +153,9 @@ class Simulation:
         """Run the policy's :meth:`Policy.after_step` on the ranks' parameters, after their optimizers' steps.
 
         To be called after each :meth:`step` and the optimizers. If the policy is not due, it returns copies.
+
+        Args:
+            parameters_per_rank: for each rank its parameters, by name.
 
         Returns:
             The new parameters of each rank: name -> tensor.
@@ -300,6 +307,11 @@ def simulate(
     policy: Policy | str, grads_per_rank: Sequence[Gradients], weights: Sequence[float] | None = None
 ) -> list[dict[str, Tensor]]:
     """Run one step of a new :class:`Simulation`, with one rank for each dict of gradients, and return the updates.
+
+    Args:
+        policy: a policy, or its spec string.
+        grads_per_rank: for each rank its gradients, by name.
+        weights: for each rank its weight; None: all equal.
 
     >>> simulate("sum", [{"w": torch.tensor([1., 2.])}, {"w": torch.tensor([3., 4.])}])[1]
     {'w': tensor([4., 6.])}

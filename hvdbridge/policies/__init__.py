@@ -157,6 +157,7 @@ def bytes_per_step(
     Buckets are those of Horovod and MPI; DDP cuts slightly different buckets, with nearly the same total.
 
     Args:
+        policy: the policy, as :func:`from_spec` returns it.
         params: parameters, or shapes (taken as float32), by name.
         size: number of ranks.
         step: number of the step, from 0; some policies change during training.

@@ -302,6 +302,10 @@ class Policy:
         ``bucket.buffer`` is a copy, in float32 or wider, of all parameters of this rank that the optimizer holds. The
         returned update becomes their new values. Weights are those of the step. A wrapper runs ``after_step`` of its
         inner policies that are due, one after another.
+
+        Args:
+            bucket: the parameters, as one bucket.
+            state: the state of all these parameters.
         """
         states: dict[str, State | None] = {}
         for key, inner in self.inners().items():

@@ -311,7 +311,11 @@ class Bucket:
         return self.ranks.weights
 
     def place(self, group: str) -> tuple[int, int]:
-        """See :meth:`Ranks.place`."""
+        """Return this rank's rank in ``group`` ("world", "node", "cross"), and the group's size.
+
+        Raises:
+            Unsupported: no group of this name is known.
+        """
         return self.ranks.place(group)
 
     @property

@@ -37,7 +37,11 @@ def groups_of(name: str) -> list[list[int]]:
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """Base of all requests. Shapes below are those of ``tensor``; N is the size of ``group``."""
+    """Base of all requests. Shapes below are those of ``tensor``; N is the size of ``group``.
+
+    Attributes:
+        tensor: this rank's part of the message.
+    """
 
     tensor: Tensor
 
@@ -111,7 +115,13 @@ def _check_rows(kind: str, tensor: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class AllReduce(Collective):
-    """Element-wise ``op`` over ranks. Answer: shape and dtype of ``tensor``, the same bits on all ranks."""
+    """Element-wise ``op`` over ranks. Answer: shape and dtype of ``tensor``, the same bits on all ranks.
+
+    Attributes:
+        tensor: this rank's term.
+        op: "sum", "product", "min" or "max".
+        group: name of the group of ranks that take part.
+    """
 
     op: str = "sum"
     group: str = "world"
@@ -125,7 +135,13 @@ class AllReduce(Collective):
 
 @dataclass(frozen=True, eq=False)
 class AllGather(Collective):
-    """Every rank's tensor, all of one shape. Answer: the tensors stacked in rank order, ``[N, *shape]``."""
+    """Every rank's tensor, all of one shape. Answer: the tensors stacked in rank order, ``[N, *shape]``.
+
+    Attributes:
+        tensor: this rank's part.
+        group: name of the group of ranks that take part.
+        out: memory for the answer, which the backend uses if shape and dtype fit; None: new memory.
+    """
 
     group: str = "world"
     out: Tensor | None = None
@@ -139,7 +155,13 @@ class AllGather(Collective):
 
 @dataclass(frozen=True, eq=False)
 class AllToAll(Collective):
-    """Row i of ``tensor``, ``[N, ...]``, goes to rank i. Answer: ``[N, ...]``, where row i came from rank i."""
+    """Row i of ``tensor``, ``[N, ...]``, goes to rank i. Answer: ``[N, ...]``, where row i came from rank i.
+
+    Attributes:
+        tensor: one row per rank of the group.
+        group: name of the group of ranks that take part.
+        out: memory for the answer, which the backend uses if shape and dtype fit; None: new memory.
+    """
 
     group: str = "world"
     out: Tensor | None = None
@@ -150,7 +172,13 @@ class AllToAll(Collective):
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatter(Collective):
-    """Element-wise ``op`` over ranks of ``tensor``, ``[N, ...]``. Answer: ``[...]``, this rank's row of the result."""
+    """Element-wise ``op`` over ranks of ``tensor``, ``[N, ...]``. Answer: ``[...]``, this rank's row of the result.
+
+    Attributes:
+        tensor: one row per rank of the group.
+        op: "sum", "product", "min" or "max".
+        group: name of the group of ranks that take part.
+    """
 
     op: str = "sum"
     group: str = "world"
@@ -165,7 +193,13 @@ class ReduceScatter(Collective):
 
 @dataclass(frozen=True, eq=False)
 class Broadcast(Collective):
-    """The tensor of rank ``root``, counted in the group. Answer: shape and dtype of ``tensor``, on all ranks."""
+    """The tensor of rank ``root``, counted in the group. Answer: shape and dtype of ``tensor``, on all ranks.
+
+    Attributes:
+        tensor: the value on rank ``root``; elsewhere only its shape and dtype count.
+        root: rank within the group that sends.
+        group: name of the group of ranks that take part.
+    """
 
     root: int = 0
     group: str = "world"

@@ -83,6 +83,7 @@ def launch(
         executable: path of the Python interpreter.
         env: environment variables of the ranks, in addition to this process's.
         backend: as ``HVDBRIDGE_BACKEND``.
+        others: further arguments of ``horovod.run``, which have no effect.
 
     Raises:
         ConfigurationError: the number of ranks is not valid or exceeds the slots of ``hosts``, or an argument or a

@@ -63,8 +63,8 @@ class DistributedDataParallel(Module):
             differ from DDP's by rounding.
         check_reduction, batched_grad_copy: no effect. torch ignores the first too, and copies are always batched.
         gradient_as_bucket_view: as in torch. None: the faster way, as for ``GradientSynchronizer``.
-        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision,
-            skip_all_reduce_unused_params, bucket_cap_mb_list: must be None or False.
+        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision: must be None.
+        skip_all_reduce_unused_params, bucket_cap_mb_list: must be None or False.
         policy: a spec string, a policy, or None for the policy given to ``hb.init``.
         weighted: as for ``GradientSynchronizer``; set the weights by :attr:`weight`.
         ignore, broadcast: as for ``GradientSynchronizer``.
@@ -179,6 +179,9 @@ class DistributedDataParallel(Module):
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Aggregate with a communication hook of DDP on any backend. Call it before the first backward, on every rank.
+
+        Args:
+            state, hook: as in :func:`~hvdbridge.training.foreign_hook.from_comm_hook`.
 
         Raises:
             Unsupported: see :func:`~hvdbridge.training.foreign_hook.from_comm_hook`; or the policy is not ``mean``.

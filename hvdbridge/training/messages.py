@@ -89,6 +89,9 @@ class P2POp:
 
     Attributes:
         op: :func:`isend` or :func:`irecv`.
+        tensor: the tensor to send, or to receive into.
+        group: as in :func:`isend`; None: all ranks of the job.
+        tag: as in :func:`isend`.
         peer, group_peer: the other rank, as a rank of the job or of the group; the user passes one of them.
 
     Raises:
@@ -113,7 +116,11 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Handle]:
-    """Start all operations, and return their handles in order."""
+    """Start all operations, and return their handles in order.
+
+    Args:
+        p2p_op_list: the operations. Those of a group without this rank are left out.
+    """
     handles: list[Handle] = []
     for op in p2p_op_list:
         if (pg := groups.group_if_member(op.group, "batch_isend_irecv")) is not None:

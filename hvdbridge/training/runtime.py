@@ -153,7 +153,11 @@ def session(
     size: int | None = None,
     init_method: str | None = None,
 ) -> Iterator[Session]:
-    """Open a session as :func:`init` does, for ``with hb.session():``; the end of the block calls :func:`shutdown`."""
+    """Open a session as :func:`init` does, for ``with hb.session():``; the end of the block calls :func:`shutdown`.
+
+    Args:
+        backend, policy, rank, size, init_method: as in :func:`init`.
+    """
     opened = init(backend, policy, rank, size, init_method)
     try:
         yield opened

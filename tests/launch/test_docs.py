@@ -138,5 +138,6 @@ hb.shutdown()
 @pytest.mark.parametrize("command", ["torchrun --standalone --nproc-per-node 2 job.py", "mpiexec -n 2 python job.py",
                                      "horovodrun -np 2 python job.py"])  # fmt: skip
 def test_a_job_in_a_page(command: str, tmp_path: Path) -> None:
-    job = f"```console\n$ {command}\n...2 {command.split()[0]}...\n```\n"
+    prefix = "[0]<stdout>:" if command.startswith("horovodrun") else ""
+    job = f"```console\n$ {command}\n{prefix}2 {command.split()[0]}\n```\n"
     assert pages.run(*page_with(tmp_path, JOB + job)) == 2

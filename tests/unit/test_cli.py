@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from hvdbridge.config import VARIABLES
 from hvdbridge.errors import BackendUnavailable
 from hvdbridge.tools import COMMANDS, doctor, install_horovod, main, probe
 from hvdbridge.tools.doctor import Cell, Facts, Launcher, cells
@@ -236,6 +237,16 @@ def test_without_a_gpu_there_is_nothing_to_compare(capsys, monkeypatch):
     assert capsys.readouterr().out == "torch sees no GPU here\n"
     assert main(["doctor", "--gpu", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"gpus": {}}
+
+
+def test_variables_are_listed_with_their_meanings(capsys):
+    assert main(["doctor", "--variables"]) == 0
+    text = capsys.readouterr().out
+    assert "HVDBRIDGE_STALL_SECONDS\n    a number of seconds (default: 30)\n    Time after which" in text
+    assert main(["doctor", "--variables", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert list(answer) == [f"HVDBRIDGE_{name}" for name in VARIABLES]
+    assert answer["HVDBRIDGE_PORTS"]["meaning"] == VARIABLES["PORTS"].meaning
 
 
 @pytest.mark.parametrize(
