@@ -127,6 +127,9 @@ def cluster(count: int = 2, conf: str = "") -> Iterator[Slurm]:
         folder.chmod(0o755)
         slurm = Slurm(simulated, folder)
         names, addresses = simulated.names, simulated.addresses
+        for name in names:  # torch's store looks for the names of IPv4 addresses in the form of IPv6
+            with (Path("/etc/netns") / name / "hosts").open("a") as lines:
+                lines.writelines(f"::ffff:{line[0]} {line[1]}\n" for line in zip(addresses, names, strict=True))
         for own in ("state", *(f"{kind}-{name}" for name in names for kind in ("tmp", "spool"))):
             (folder / own).mkdir()
         (folder / "slurm.conf").write_text(

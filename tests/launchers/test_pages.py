@@ -13,9 +13,10 @@ from launchers.conftest import Library
 from launchers.shell import AS_ROOT
 
 BASH = """#!/bin/sh
+export PATH="${{PATH#*:}}"
 exec ip netns exec {name} unshare --uts /bin/sh -c 'hostname "$0"; exec /bin/bash "$@"' {name} "$@"
 """
-"""In place of bash: a shell on the first node."""
+"""In place of bash, in the first folder of PATH: a shell on the first node, which finds the real bash."""
 
 
 @pytest.mark.parametrize("page", pages.needing("slurm"), ids=pages.name)
