@@ -14,7 +14,7 @@ The columns of the table; times are medians over steps, in milliseconds, of the 
     compute      the same without synchronization
     compress     the policy's arithmetic
     communicate  time in which a collective was in flight
-    exposed      synchronization that backward did not hide: step - compute, with less than two cores per rank - compress
+    exposed      synchronization that backward did not hide: step - compute (- compress, on less than two cores a rank)
     bucket       size of hvdbridge's buckets, MiB
     MB/step      megabytes that a rank sends in a step
     MB/s         MB/step divided by communicate
