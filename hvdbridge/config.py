@@ -191,13 +191,16 @@ FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": 
 VARIABLES = {
     "BACKEND": Variable(
         _choice, "`auto`", "`auto`, `torch`, `horovod`, `mpi`",
-        "The library that carries the collectives. `auto` takes Horovod under horovodrun, MPI under mpiexec and where "
-        "srun starts MPI, if it is installed, and torch otherwise. The argument of `hb.init(backend=...)` takes "
-        "precedence.",
+        "The library that carries the collectives. `auto` takes Horovod under horovodrun and MPI where srun starts "
+        "it, if they are installed, MPI under mpiexec, and torch otherwise. Under mpiexec this needs mpi4py, from the "
+        "extra `mpich` or `mpi`; without mpi4py, set MASTER_ADDR and MASTER_PORT, and torch carries the data. The "
+        "argument of `hb.init(backend=...)` takes precedence.",
     ),
     "POLICY": Variable(
         _text, "`mean`", "a policy spec",
-        "The policy of a `GradientSynchronizer` that is made without the argument `policy`.",
+        "The policy of a `GradientSynchronizer` that is made without the argument `policy`, and of an "
+        "`hvd.DistributedOptimizer` that is made without `policy`, `op`, `compression` and "
+        "`gradient_predivide_factor`.",
     ),
     "BUCKET_MB": Variable(
         _bucket_mb, "25, 10, 5 or 100", "a number of MiB, or `auto`",

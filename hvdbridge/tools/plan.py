@@ -1,4 +1,4 @@
-"""``hvdbridge plan``: which policy to take, and what a step will take with up to 100,000 ranks.
+"""``hvdbridge plan``: which policy to take, and what a step will take at more ranks than you have.
 
 ::
 
@@ -8,6 +8,9 @@
 With --from, a second table compares each measured step with its prediction, which uses the computation time of that
 run. Forecasts use the median of all runs. A policy that is not in FILE is timed on this machine alone. To plan a policy
 of your own, let the module of --model register it.
+
+The last lines name, for each number of ranks, the first policy in the order of --policies whose step is within 5 % of
+the fastest one. They do not consider the loss, and not whether faster than mean is fast enough.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from hvdbridge.tools.bench.cost import Planner, Prediction
     from hvdbridge.tools.bench.transport import Network
 
-RANKS = (2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 100_000)
+RANKS = (2, 4, 8, 16, 64, 256)
 # Those that change a training recipe least come first, because a recommendation takes the first of the fast ones.
 # onebit fails behind SGD with momentum unless its rate is lowered; under local_sgd replicas drift (convergence.md).
 POLICIES = [

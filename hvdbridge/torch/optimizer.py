@@ -20,13 +20,16 @@ Rules:
 6. The first step that finds unfrozen or added parameters reduces them in a separate channel. It keeps the old channel,
    because ranks differ in which gradients have arrived. The next step opens a channel for all parameters.
 7. A joined rank contributes zeros to steps: :mod:`.joining`.
+8. A policy's state is apart from the optimizer's, because it differs between ranks. It belongs to the reducer, so a
+   loaded state waits until the first step opens the channel.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -39,8 +42,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvdbridge.policies import from_spec
+from hvdbridge.execution.state_store import OnResize
+from hvdbridge.policies import from_spec, label
 from hvdbridge.policy.base import Policy, refuse_complex
+from hvdbridge.reduction import checkpoint
 from hvdbridge.torch import asynchronous, basics, joining
 from hvdbridge.torch.basics import Adasum, Average
 from hvdbridge.torch.compression import Compression
@@ -70,6 +75,8 @@ class _Distributed(Optimizer):
         self._opening: OptimizerReducer | None = None  # a reducer whose channel is being opened
         self._reducer: OptimizerReducer | None = None
         self._lacks_parameters = False  # whether the reducer lacks parameters, so the next step opens another
+        self._loaded: tuple[Mapping[str, Any], OnResize] | None = None  # a policy's state, for the next reducer
+        self._saves_policy_state = False  # or has warned that the script does not
         self._in_flight: dict[str, Any] = {}  # handles of the sparse gradients that this step sent
         self._cached_id: tuple[Operations, int, str] | None = None
         self._passes: dict[Parameter, int] = {}  # number of backward passes that remain in this step
@@ -151,7 +158,10 @@ class _Distributed(Optimizer):
         """Return the reducer whose channel is being opened; start to open one if there is none."""
         if self._opening is None or self._opening.stale:
             params = {self._parameter_names[p]: p for p in self._passes}
-            self._opening = OptimizerReducer(params, arrived, self._settings, self.process_set, *self._channel_id()[1:])
+            channel_id = self._channel_id()[1:]
+            self._opening = OptimizerReducer(
+                params, arrived, self._settings, self.process_set, *channel_id, loaded=self._loaded
+            )
         return self._opening
 
     def _open(self, arrived: Iterable[Tensor] = ()) -> OptimizerReducer:
@@ -162,7 +172,7 @@ class _Distributed(Optimizer):
             self._opening = None
         if self._reducer is not None:
             self._reducer.close()
-        self._reducer, self._lacks_parameters = reducer, False
+        self._reducer, self._lacks_parameters, self._loaded = reducer, False, None
         return reducer
 
     def _channel_id(self, reserve: bool = True) -> tuple[Operations, int, str]:
@@ -207,6 +217,59 @@ class _Distributed(Optimizer):
     def step_alone(self) -> None:
         """Make the user's optimizer's step with the values in ``p.grad``, without a reduction."""
         super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the user's optimizer's state, without the policy's. Warn once if the policy has a state to save."""
+        reducer = self._usable_reducer()
+        if not self._saves_policy_state and reducer is not None and reducer.aggregator.store.nbytes:
+            self._saves_policy_state = True
+            logging.getLogger("hvdbridge").warning(
+                "optimizer.state_dict() lacks the state of the policy %r, so a resumed training differs: also save "
+                "optimizer.policy_state_dict(gather=True), which all ranks call, and load it by "
+                "load_policy_state_dict()",
+                label(self._settings.policy),
+            )
+        return super().state_dict()
+
+    def policy_state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """Return the policy's state after a step, for a checkpoint; ``torch.load(weights_only=True)`` can read it.
+
+        It is empty before the first step, and if this rank reduces nothing. Without a policy it holds no tensors.
+
+        Args:
+            gather: False: this rank's state. True (collective): the state of all ranks on rank 0 of the process set,
+                and an empty dict on the others.
+        """
+        self._saves_policy_state = True
+        reducer = self._usable_reducer()
+        if reducer is None:
+            return {}
+        with internal_errors():
+            return checkpoint.state_dict(reducer.aggregator, gather)
+
+    def load_policy_state_dict(self, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
+        """Load what :meth:`policy_state_dict` returned, in either form. Local: call it on every rank.
+
+        Before the first step, that step loads the state, and raises errors about names, shapes and ranks.
+
+        Args:
+            saved: the policy's state. The user loads parameters and optimizer separately.
+            on_resize: how to load a state of another number of ranks, see ``GradientSynchronizer.load_state_dict``.
+
+        Raises:
+            ConfigurationError: ``saved`` is of another policy, other parameters or shapes, or of a number of ranks that
+                ``on_resize`` does not allow; or :meth:`policy_state_dict` did not return it. Nothing is loaded then.
+            AssertionError: called between ``backward()`` and ``step()`` or ``synchronize()``.
+        """
+        if self._has_gradients:
+            raise AssertionError("load_policy_state_dict() between backward() and step(): call it before backward()")
+        checkpoint.check_saved(saved, label(self._settings.policy))
+        self._saves_policy_state = True
+        reducer = self._usable_reducer()
+        if reducer is None:
+            self._loaded = saved, on_resize
+        else:
+            checkpoint.load_state_dict(reducer.aggregator, saved, on_resize)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         if self._reducer is not None and self._reducer.running:
@@ -456,10 +519,12 @@ def DistributedOptimizer(
             ``gradient_predivide_factor``. None: the policy of ``hb.init`` or ``HVDBRIDGE_POLICY``, if it is not
             ``mean`` and these three have their defaults.
 
-    The result has the further methods ``synchronize``, ``skip_synchronize`` and ``set_backward_passes_per_step``.
+    The result has the further methods ``synchronize``, ``skip_synchronize`` and ``set_backward_passes_per_step``, and
+    hvdbridge's ``policy_state_dict`` and ``load_policy_state_dict``.
 
     Raises:
         ValueError: parameters lack names, names repeat, options are invalid, or ``hvd.init()`` was not called.
+        ConfigurationError (a ValueError): the policy is unknown, or acts after the optimizer's step.
         NotImplementedError: Adasum on a process set.
         Unsupported: a parameter is complex.
     """

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdbridge.errors import ConfigurationError
 from hvdbridge.policies import from_spec, label
-from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State
+from hvdbridge.policy.base import Aggregated, Exchange, Flow, Policy, State, acts_after_step
 from hvdbridge.policy.bucket import DDP_MB, Bucket
 from hvdbridge.policy.collectives import AllReduce
 from hvdbridge.reduction.source import default_bucket_mb
@@ -128,6 +129,7 @@ def choose_policy(policy: str | Policy | None, op: Any, compression: Any, prediv
 
     Raises:
         ValueError: ``op`` is unknown, or ``policy`` is combined with one of the other arguments.
+        ConfigurationError: the policy acts after the optimizer's step.
     """
     if op != Adasum and op not in ALL_REDUCE_OPS:
         raise ValueError(f"op={op!r} is not one of hvd.Average, Sum, Adasum, Min, Max, Product")
@@ -135,14 +137,24 @@ def choose_policy(policy: str | Policy | None, op: Any, compression: Any, prediv
     if policy is not None:
         if not is_default:
             raise ValueError(POLICY_CONFLICT)
-        return from_spec(policy)
+        return _check_supported(from_spec(policy))
     default = from_spec(runtime.current().policy)
     if is_default and label(default) != "mean":
-        return default
+        return _check_supported(default)
     if label(default) != "mean":
         text = f"the policy {label(default)!r} is not used: the script asks for an op or a compression of its own"
         warnings.warn(text, stacklevel=3)
     return Reduction(op, compression, predivide)
+
+
+def _check_supported(policy: Policy) -> Policy:
+    """Return ``policy`` unless it acts after the optimizer's step, where a DistributedOptimizer sends nothing."""
+    if acts_after_step(policy):
+        raise ConfigurationError(
+            f"DistributedOptimizer: {label(policy)} acts after the optimizer's step. Use a GradientSynchronizer, or "
+            "another policy."
+        )
+    return policy
 
 
 def names_of(

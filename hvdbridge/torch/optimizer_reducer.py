@@ -6,14 +6,17 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from hvdbridge.errors import CollectiveTimeout, RankFailed
+from hvdbridge.execution.state_store import OnResize
 from hvdbridge.policies import label
 from hvdbridge.policy.bucket import Layout
+from hvdbridge.reduction import checkpoint
 from hvdbridge.reduction.aggregator import Aggregator
 from hvdbridge.reduction.context import ReductionContext
 from hvdbridge.reduction.reducer import BucketEntry, FlatBucket, Reducer, make_buckets
@@ -42,6 +45,7 @@ class OptimizerReducer(Reducer):
         process_set: the ranks that take part.
         number: number of the optimizer in reports.
         name: name of the channel, equal on all ranks.
+        loaded: a saved state of the policy, and what to do if it is of another number of ranks.
 
     Attributes:
         key: process set and name of the channel's operation.
@@ -53,7 +57,7 @@ class OptimizerReducer(Reducer):
 
     def __init__(
         self, params: Mapping[str, Parameter], arrived: Iterable[Tensor], settings: Settings, process_set: ProcessSet,
-        number: int, name: str,
+        number: int, name: str, loaded: tuple[Mapping[str, Any], OnResize] | None = None,
     ) -> None:  # fmt: skip
         self.operations = basics._current()
         self.key = asynchronous._process_set_id(process_set), f"channel.{name}"
@@ -61,6 +65,7 @@ class OptimizerReducer(Reducer):
         self.begun = 0
         self._settings = settings
         self._arrived = list(arrived)
+        self._loaded = loaded
         self._error: Exception | None = None
         self._is_following = False  # whether this rank contributes zeros to the present step
         self._densified: list[Parameter] = []  # whose sparse gradients this step made dense
@@ -107,6 +112,9 @@ class OptimizerReducer(Reducer):
         self.scheduler = self._context.scheduler
         self.operations.on_failure.append(self.scheduler.fail)
         aggregator = Aggregator(self._settings.policy, dense, self._context, weighted=False)
+        if self._loaded is not None:
+            checkpoint.load_state_dict(aggregator, *self._loaded)
+            self._loaded = None
         super().__init__(self._make_buckets(dense), aggregator)
 
     def _make_buckets(self, dense: Mapping[str, Parameter]) -> list[FlatBucket]:

@@ -27,6 +27,7 @@ def test_what_is_refused(ranks: list[Any]) -> None:
     words = (
         "0.weight", "names no parameter", "tuples", "must be > 0", "op=Average", "not negative",
         "one group only", "torch.Tensor", "policy=", "no_such_policy", "already", "op=77", "policy=",
+        *["acts after the optimizer's step. Use a GradientSynchronizer"] * 5,
     )  # fmt: skip
     for text, word in zip(alike(ranks, "refusals"), words, strict=True):
         assert word in text
@@ -95,6 +96,21 @@ def test_one_optimizer_after_the_other(ranks: list[Any]) -> None:
 
 def test_policies(ranks: list[Any]) -> None:
     assert alike(ranks, "policies") == [True] * 3
+
+
+def test_a_policys_state_is_saved_and_loaded(ranks: list[Any]) -> None:
+    empty, same, lines, refused = alike(ranks, "policy_state")
+    assert empty == {}
+    differs = {name for name, equal in same.items() if not equal}
+    assert differs == {"int4 without", "dgc:ratio=0.25 without"}
+    assert len(same) == 13
+    for policy in ("int4", "dgc:ratio=0.25"):
+        (line,) = lines[policy]
+        assert repr(policy) in line
+        assert "policy_state_dict(gather=True)" in line
+    assert lines["int8"] == lines["None"] == []
+    for text, words in zip(refused, ("empty", "'int8'", "before backward()", "expected float32[9, 4]"), strict=True):
+        assert words in text
 
 
 def test_ranks_that_differ_are_told(ranks: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,29 @@ def test_a_reason_and_the_command_that_works(
     assert cause in text
     assert remedy in text
     assert library in text or "Intel MPI" in text
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize(
+    ("words", "argv", "shown"),
+    [
+        (["-m", "hvdbridge.run", "train.py", "--tag", "a b"], ["train.py", "--tag", "a b"],
+         "python -m hvdbridge.run train.py --tag 'a b',"),
+        (["/bin/hvdbridge", "run", "train.py"], ["train.py"], "python /bin/hvdbridge run train.py,"),
+        (["-c", "import x"], ["-c"], "python train.py,"),
+        ([], [""], "python train.py,"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("library", "env", "start"), [(MPICH, MPIRUN_4, "-n 2 "), (MPICH, TWO_NODES | PMIX, "pmi2 ")])
+def test_the_command_runs_the_same_script(
+    library: str, env: dict[str, str], start: str, words: list[str], argv: list[str], shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "orig_argv", ["python", *words])
+    monkeypatch.setattr(sys, "argv", argv)
+    text = reason(monkeypatch, library, env)
+    shown = shown.removesuffix(",") + (" (srun" if "SLURM_PROCID" in env else ",")
+    assert start + shown in text
 
 
 def test_an_mpich_with_pmix(loaded: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

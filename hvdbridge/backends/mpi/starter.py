@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -164,7 +165,7 @@ def _loaded(name: str) -> Path | None:
 
 def _command(world: World) -> str:
     """Return the command that starts the job with mpi4py's library."""
-    library, script = _version(), sys.argv[0] or "train.py"
+    library, script = _version(), _script()
     if world.launcher == "srun":
         kind = "pmix" if library.startswith("Open MPI") else "pmi2"
         return f"srun --mpi={kind} python {script} (srun --mpi=list says what Slurm has), or HVDBRIDGE_BACKEND=torch"
@@ -173,6 +174,12 @@ def _command(world: World) -> str:
     path = _loaded("libmpi")
     files = [parent / "bin" / name for parent in (path.parents if path else ()) for name in own]
     return f"{next((str(file) for file in files if file.exists()), own[-1])} -n {world.size} python {script}"
+
+
+def _script() -> str:
+    """Return what follows ``python`` in this process's command line: a script or ``-m`` and a module, and arguments."""
+    words = sys.orig_argv[1:]  # sys.argv lacks "-m hvdbridge.run", without which the script may not run
+    return "train.py" if not words or sys.argv[:1] == ["-c"] else shlex.join(words)
 
 
 def _remedy(world: World) -> str:

@@ -7,6 +7,20 @@
     hvdbridge bench                                        # no launcher: 2 ranks here, each backend by its own
 
 A policy of your own is one that the module or file of a model registers: --models own.py:model --policies own:share=0.5
+
+The columns of the table; times are medians over steps, in milliseconds, of the slowest rank::
+
+    step         one training step with hvdbridge
+    compute      the same without synchronization
+    compress     the policy's arithmetic
+    communicate  time in which a collective was in flight
+    exposed      synchronization that backward did not hide: step - compute (- compress, on less than two cores a rank)
+    bucket       size of hvdbridge's buckets, MiB
+    MB/step      megabytes that a rank sends in a step
+    MB/s         MB/step divided by communicate
+    /native      step divided by the native way's step; below 1 hvdbridge is faster
+    quartiles    lower and upper quartile of /native over steps: where they include 1, it shows no difference
+    /limit       step divided by its lower bound: arithmetic, or bytes at the network's rate, whichever takes longer
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """What ``hvd.DistributedOptimizer`` refuses and how it behaves, on 3 ranks; each rank records every scenario."""
 
+import copy
 import gc
+import logging
 import warnings
 import weakref
 
@@ -9,9 +11,10 @@ from jobs import record
 from torch import nn
 
 import hvdbridge.torch as hvd
-from hvdbridge.errors import RankMismatch
+from hvdbridge.errors import ConfigurationError, RankMismatch
 
 SCENARIOS = {}
+AFTER_STEP = ("local_sgd:every=2", "diloco", "post_local_sgd", "adasum_delta", "warmup(steps=2, then=diloco)")
 
 
 def scenario(function):
@@ -73,6 +76,7 @@ def refusals():
         said(lambda: make(make(sgd, named), named), ValueError),
         said(lambda: make(sgd, named, op=77), ValueError),
         said(lambda: make(sgd, named, op=hvd.Adasum, policy="topk"), ValueError),
+        *(said(lambda p=p: make(sgd, named, policy=p), ConfigurationError) for p in AFTER_STEP),
     ]
 
 
@@ -270,6 +274,80 @@ def policies():
         pairs = zip(gradients(m), expected, strict=True)
         found.append(all(torch.allclose(a, b, rtol=0.02, atol=0.02) for a, b in pairs))
     return found
+
+
+class Lines(logging.Handler):
+    """Collects what hvdbridge logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, log_record):
+        self.lines.append(log_record.getMessage())
+
+
+def train(module, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        torch.manual_seed(100 * step + hvd.rank())
+        module(torch.randn(4, 4)).square().sum().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def resumed(policy, at, saved):
+    """Parameters after steps ``at`` to 6, from what was saved after step ``at``."""
+    m = model()
+    m.load_state_dict(saved["model"])
+    optimizer = wrap(m, lr=0.01, momentum=0.9, policy=policy)
+    optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))  # which shares its tensors
+    if saved["policy"] is not None:
+        optimizer.load_policy_state_dict(saved["policy"])
+    return train(m, optimizer, range(at, 6))
+
+
+@scenario
+def policy_state():
+    """Whether a resumed training has the bits of one that ran through: with the policy's state, of either form, and
+    without it; the warnings; and what is refused."""
+    handler, log = Lines(), logging.getLogger("hvdbridge")
+    log.addHandler(handler)
+    same, lines = {}, {}
+    for policy in ("int4", "dgc:ratio=0.25", "int8", None):
+        m = model()
+        optimizer = wrap(m, lr=0.01, momentum=0.9, policy=policy)
+        empty = optimizer.policy_state_dict(gather=True)
+        optimizer._saves_policy_state = False  # as of a script that never calls it
+        optimizer.state_dict()  # nothing is lost before the first step
+        train(m, optimizer, range(3))
+        before = len(handler.lines)
+        states = [copy.deepcopy(optimizer.state_dict()) for _ in range(2)]
+        lines[str(policy)] = handler.lines[before:]
+        saved = {"model": copy.deepcopy(m.state_dict()), "optimizer": states[0]}
+        own = optimizer.policy_state_dict()
+        gathered = hvd.broadcast_object(optimizer.policy_state_dict(gather=True))
+        through = train(m, optimizer, range(3, 6))
+        for kind, state in (("gathered", gathered), ("own", own), ("without", None)):
+            again = resumed(policy, 3, {**saved, "policy": state})
+            same[f"{policy} {kind}"] = all(map(torch.equal, through, again))
+        if policy == "int4":  # in place, after steps
+            m.load_state_dict(saved["model"])
+            optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+            optimizer.load_policy_state_dict(gathered)
+            same["in place"] = all(map(torch.equal, through, train(m, optimizer, range(3, 6))))
+            refused = [said(lambda s=s, o=optimizer: o.load_policy_state_dict(s), ConfigurationError) for s in (
+                {}, gathered | {"policy": "int8"},
+            )]  # fmt: skip
+            loss_of(m).backward()
+            refused.append(said(lambda o=optimizer, s=gathered: o.load_policy_state_dict(s), AssertionError))
+            optimizer.step()
+            wide = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2))
+            late = wrap(wide, policy="int4")
+            late.load_policy_state_dict(gathered)
+            refused.append(said(lambda o=late, m=wide: train(m, o, range(1)), ConfigurationError))
+    log.removeHandler(handler)
+    return empty, same, lines, refused
 
 
 class Halves:
