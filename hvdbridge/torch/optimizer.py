@@ -20,16 +20,14 @@ Rules:
 6. The first step that finds unfrozen or added parameters reduces them in a separate channel. It keeps the old channel,
    because ranks differ in which gradients have arrived. The next step opens a channel for all parameters.
 7. A joined rank contributes zeros to steps: :mod:`.joining`.
-8. A policy's state is apart from the optimizer's, because it differs between ranks. It belongs to the reducer, so a
-   loaded state waits until the first step opens the channel.
+8. A policy's state is saved and loaded apart from the optimizer's: :mod:`.optimizer_state`.
 """
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -42,23 +40,22 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvdbridge.execution.state_store import OnResize
-from hvdbridge.policies import from_spec, label
+from hvdbridge.policies import from_spec
 from hvdbridge.policy.base import Policy, refuse_complex
-from hvdbridge.reduction import checkpoint
 from hvdbridge.torch import asynchronous, basics, joining
 from hvdbridge.torch.basics import Adasum, Average
 from hvdbridge.torch.compression import Compression
 from hvdbridge.torch.operations import Operations
 from hvdbridge.torch.optimizer_options import Reduction, Settings, bucket_mb, check_options, choose_policy, names_of
 from hvdbridge.torch.optimizer_reducer import OptimizerReducer, internal_errors
+from hvdbridge.torch.optimizer_state import SavesPolicyState
 from hvdbridge.torch.process_sets import ProcessSet, global_process_set
 
 _reducing_optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The optimizer that reduces a parameter, by parameter and process set."""
 
 
-class _Distributed(Optimizer):
+class _Distributed(SavesPolicyState):
     """Base of both kinds of optimizers. It precedes the user's class in the method resolution order."""
 
     op: Any
@@ -75,8 +72,6 @@ class _Distributed(Optimizer):
         self._opening: OptimizerReducer | None = None  # a reducer whose channel is being opened
         self._reducer: OptimizerReducer | None = None
         self._lacks_parameters = False  # whether the reducer lacks parameters, so the next step opens another
-        self._loaded: tuple[Mapping[str, Any], OnResize] | None = None  # a policy's state, for the next reducer
-        self._saves_policy_state = False  # or has warned that the script does not
         self._in_flight: dict[str, Any] = {}  # handles of the sparse gradients that this step sent
         self._cached_id: tuple[Operations, int, str] | None = None
         self._passes: dict[Parameter, int] = {}  # number of backward passes that remain in this step
@@ -217,59 +212,6 @@ class _Distributed(Optimizer):
     def step_alone(self) -> None:
         """Make the user's optimizer's step with the values in ``p.grad``, without a reduction."""
         super().step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the user's optimizer's state, without the policy's. Warn once if the policy has a state to save."""
-        reducer = self._usable_reducer()
-        if not self._saves_policy_state and reducer is not None and reducer.aggregator.store.nbytes:
-            self._saves_policy_state = True
-            logging.getLogger("hvdbridge").warning(
-                "optimizer.state_dict() lacks the state of the policy %r, so a resumed training differs: also save "
-                "optimizer.policy_state_dict(gather=True), which all ranks call, and load it by "
-                "load_policy_state_dict()",
-                label(self._settings.policy),
-            )
-        return super().state_dict()
-
-    def policy_state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """Return the policy's state after a step, for a checkpoint; ``torch.load(weights_only=True)`` can read it.
-
-        It is empty before the first step, and if this rank reduces nothing. Without a policy it holds no tensors.
-
-        Args:
-            gather: False: this rank's state. True (collective): the state of all ranks on rank 0 of the process set,
-                and an empty dict on the others.
-        """
-        self._saves_policy_state = True
-        reducer = self._usable_reducer()
-        if reducer is None:
-            return {}
-        with internal_errors():
-            return checkpoint.state_dict(reducer.aggregator, gather)
-
-    def load_policy_state_dict(self, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:
-        """Load what :meth:`policy_state_dict` returned, in either form. Local: call it on every rank.
-
-        Before the first step, that step loads the state, and raises errors about names, shapes and ranks.
-
-        Args:
-            saved: the policy's state. The user loads parameters and optimizer separately.
-            on_resize: how to load a state of another number of ranks, see ``GradientSynchronizer.load_state_dict``.
-
-        Raises:
-            ConfigurationError: ``saved`` is of another policy, other parameters or shapes, or of a number of ranks that
-                ``on_resize`` does not allow; or :meth:`policy_state_dict` did not return it. Nothing is loaded then.
-            AssertionError: called between ``backward()`` and ``step()`` or ``synchronize()``.
-        """
-        if self._has_gradients:
-            raise AssertionError("load_policy_state_dict() between backward() and step(): call it before backward()")
-        checkpoint.check_saved(saved, label(self._settings.policy))
-        self._saves_policy_state = True
-        reducer = self._usable_reducer()
-        if reducer is None:
-            self._loaded = saved, on_resize
-        else:
-            checkpoint.load_state_dict(reducer.aggregator, saved, on_resize)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         if self._reducer is not None and self._reducer.running:
