@@ -1,6 +1,8 @@
 """Measure how much communication overlaps with backward, on a link so slow that both take equally long.
 
-    sudo python benchmarks/overlap.py            # needs the right to create network namespaces (Linux, iproute2)
+    sudo "$(command -v python)" benchmarks/overlap.py
+
+The script needs the right to create network namespaces (Linux, iproute2).
 
 Two network namespaces simulate two hosts. Their link is limited such that it carries the gradients in the time of one
 backward. One run alternates serial steps (backward under ``no_sync``, then ``hb.average_gradients``) and overlapped

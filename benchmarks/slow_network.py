@@ -1,6 +1,6 @@
 """Run ``hvdbridge bench`` on simulated hosts: namespaces on one bridge, whose links have a limited rate and a delay.
 
-    sudo python benchmarks/slow_network.py --mbits 100 --hosts 2 --launcher mpiexec -- --policies mean int8
+    sudo "$(command -v python)" benchmarks/slow_network.py --mbits 100 --hosts 2 -- --policies mean int8
 
 The options after ``--`` go to ``hvdbridge bench``. The script needs the right to create network namespaces, and removes
 them at exit.

@@ -30,12 +30,12 @@ def state_dict(aggregator: Aggregator, gather: bool = False) -> dict[str, Any]:
     if not gather:
         return local
     control, own_state = aggregator.control, on_host(local["state"])
-    ranks = []
-    for rank in range(control.size):  # one at a time: ranks other than 0 hold only one state
+    ranks = [own_state]  # on rank 0: the tensors of "state", which torch.save then writes once
+    for rank in range(1, control.size):  # one at a time: ranks other than 0 hold only one state
         state = control.broadcast_object(own_state, rank)
         if control.rank == 0:
             ranks.append(state)
-    return local | {"ranks": ranks} if control.rank == 0 else {}
+    return local | {"state": own_state, "ranks": ranks} if control.rank == 0 else {}
 
 
 def load_state_dict(aggregator: Aggregator, saved: Mapping[str, Any], on_resize: OnResize = "redistribute") -> None:

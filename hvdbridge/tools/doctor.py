@@ -63,11 +63,15 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Finding:
-    """The subject of a check and the text of its result. ``remedy`` is empty if nothing needs fixing."""
+    """The subject of a check and the text of its result.
+
+    ``remedy`` is empty if nothing needs fixing. ``optional``: it serves only one backend, which the job may not need.
+    """
 
     what: str
     text: str
     remedy: str = ""
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -263,7 +267,7 @@ def _slurm(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
             backend = "torch"
             remedy = "srun --mpi=pmi2 (MPICH, Intel MPI) or srun --mpi=pmix (Open MPI), for MPI under Slurm"
         choice = f"srun python train.py takes the {backend} backend"
-        yield Finding("srun", f"Slurm's MpiDefault is {default[1]}: {choice}", remedy)
+        yield Finding("srun", f"Slurm's MpiDefault is {default[1]}: {choice}", remedy, optional=True)
     if "SLURM_STEP_ID" in environ:
         yield Finding("Slurm's port", f"torch and Horovod meet at {channels.slurm_port(environ, config)}")
 
@@ -293,6 +297,7 @@ def _addresses(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
         yield Finding(
             "host name", f"{name} has {address}: Horovod between hosts listens at the name's address",
             f"a line '<this host's address> {name}' before others in /etc/hosts, for Horovod between hosts",
+            optional=True,
         )  # fmt: skip
 
 
@@ -390,7 +395,8 @@ def report(facts: Facts, table: Sequence[Cell], console: Console) -> None:
     console.print(_grid("What each launcher and backend would do here", outcomes, headings))
     console.print(_grid("A start from this shell", [((one.what, one.text), one) for one in facts.starts]))
     subjects: list[Cell | Finding] = [*table, *facts.starts]
-    remedies = dict.fromkeys(subject.remedy for subject in subjects if subject.remedy)
+    remedies = dict.fromkeys(subject.remedy for subject in subjects if subject.remedy and not _optional(subject))
+    optional = dict.fromkeys(subject.remedy for subject in subjects if subject.remedy and _optional(subject))
     if getattr(facts.kernels, "failure", ""):
         remedies[INSTALL_COMPILER] = None
     hidden = [name for name, launcher in facts.launchers.items() if not launcher.on_path]
@@ -399,6 +405,17 @@ def report(facts: Facts, table: Sequence[Cell], console: Console) -> None:
         remedies[f'export PATH="{environment}:$PATH"    # {", ".join(hidden)}'] = None
     if remedies:
         console.print("Remedies:", *(f"  {remedy}" for remedy in remedies), sep="\n", soft_wrap=True)
+    others = [remedy for remedy in optional if remedy not in remedies]
+    if others:
+        heading = "Only if you want the launcher or backend concerned (torchrun with torch needs none of them):"
+        console.print(heading, *(f"  {remedy}" for remedy in others), sep="\n", soft_wrap=True)
+
+
+def _optional(subject: Cell | Finding) -> bool:
+    """Return whether a remedy serves only a launcher or backend beside torchrun and torch, which suffice for a job."""
+    if isinstance(subject, Finding):
+        return subject.optional
+    return (subject.launcher, subject.backend) != ("torchrun", "torch")
 
 
 def _grid(

@@ -6,11 +6,17 @@
     hvdbridge plan --model gpt2 --from bench.json     # network, computation, compression as `bench --json` found
 
 With --from, a second table compares each measured step with its prediction, which uses the computation time of that
-run. Forecasts use the median of all runs. A policy that is not in FILE is timed on this machine alone. To plan a policy
-of your own, let the module of --model register it.
+run. Forecasts use the median of all runs. With --gbits, they are for that link in place of FILE's network, with one
+rank per node unless --local-size says more. A policy that is not in FILE is timed on this machine alone. To plan a
+policy of your own, let the module of --model register it.
 
-The last lines name, for each number of ranks, the first policy in the order of --policies whose step is within 5 % of
-the fastest one. They do not consider the loss, and not whether faster than mean is fast enough.
+The last lines recommend, for each number of ranks, the first of --policies that is within 5 % of the fastest. The
+default list begins with the policies that change a training least. The rule does not consider the loss, and not whether
+`mean` is fast enough.
+
+Without --from, the model is timed on this machine: with one thread if several ranks share a node, as hb.init() sets it,
+else with one thread or a thread per core, whichever is faster. OMP_NUM_THREADS decides if it is set. If the cores are
+busy, pass the column "compute" of hvdbridge bench as --compute-ms.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,13 +63,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--model", help="model, as in hvdbridge bench (default: FILE's, if it has one, else bert-base)")
     option("--policies", nargs="+", metavar="SPEC", help=f"policies to compare (default: {' '.join(POLICIES)})")
     option("--ranks", nargs="+", type=int, default=list(RANKS), metavar="N", help="numbers of ranks")
-    option("--local-size", type=int, help="ranks per node (default: 1, or as in FILE)")
+    option("--local-size", type=int, help="ranks per node (default: as in FILE; 1 without it or with --gbits)")
     option("--from", type=Path, dest="source", metavar="FILE", help="a file that hvdbridge bench --json wrote")
-    option("--gbits", type=float, help="rate of the network between nodes, Gbit/s; not with --from")
-    option("--latency-us", type=float, help="latency of a message between nodes (default: 25); not with --from")
+    option("--gbits", type=float, help="rate of the network between nodes, Gbit/s; in place of FILE's network")
+    option("--latency-us", type=float, help="latency of a message between nodes (default: 25); needs --gbits")
     option("--local-gbits", type=float, help="rate inside a node, Gbit/s (default: FILE's, or that between nodes)")
     option("--local-latency-us", type=float, help="latency inside a node (default: 5); needs --local-gbits")
-    text = "time of a step without synchronization on the planned machines; scales policies, too (default: measured)"
+    text = (
+        "time of a step without synchronization on the planned machines, such as bench's column compute; scales "
+        "policies, too (default: measured). With k micro-batches per step give k times bench's. The plan then overlaps "
+        "communication with all k; a job overlaps it with the last one only"
+    )
     option("--compute-ms", type=float, help=text)
     option("--samples", type=int, help="images or tokens per step and rank")
     option("--bucket-mb", type=float, help="size in MiB (default: FILE's if its run was given one, else the policy's)")
@@ -102,6 +112,7 @@ class Job:
     Attributes:
         compute: seconds of a step without synchronization; None: this machine measures them.
         rows: policy spec -> its row of the file.
+        measured: the file's network, if ``network`` is another one; None: ``network``.
         nccl: the file's backend used NCCL; None: without a file, NCCL is assumed if this machine has CUDA.
     """
 
@@ -111,6 +122,7 @@ class Job:
     compute: float | None = None
     rows: Mapping[str, Measured] = field(default_factory=dict)
     nccl: bool | None = None
+    measured: Network | None = None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,13 +144,14 @@ def run(arguments: argparse.Namespace) -> int:
     check_file("--json", arguments.json)
     check_file("--plot", arguments.plot)
     plan = _Plan(arguments, job, console)
-    with _threads(plan.cores(max(arguments.ranks))):
-        plan.measure()
+    with _restored_threads():
+        plan.measure(errors)
         specs = arguments.policies or list(dict.fromkeys([*POLICIES, *job.rows]))
         ordered = sorted(specs, key=lambda spec: spec not in job.rows)  # rows give the overhead of policies without one
-        for spec in track(ordered, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal):
+        tracked = track(ordered, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal)
+        for number, spec in enumerate(tracked, start=1):
             if not errors.is_terminal:
-                errors.print(f"arithmetic of {spec}", highlight=False, markup=False)
+                errors.print(f"arithmetic of {spec} ({number} of {len(ordered)})", highlight=False, markup=False)
             try:
                 plan.add(spec, from_spec(spec))
             except (ConfigurationError, Unsupported) as error:  # another model's module may register FILE's policies
@@ -158,10 +171,12 @@ class _Plan:
         comparisons: for each row of the file, its prediction and the measured seconds of its step.
         overheads: CPU seconds of each row's step beyond its prediction; a policy without a row has the least of them.
         scale: planned computation time divided by the time measured on this machine.
+        here: how the computation was measured on this machine, in words.
         planner: the job except for cores, overhead and bucket size, which depend on policy and ranks.
     """
 
     scale: float
+    here: str
     planner: Planner
 
     def __init__(self, arguments: argparse.Namespace, job: Job, console: Console) -> None:
@@ -181,21 +196,47 @@ class _Plan:
         machine = len(usable_cores()) if network.cores is None else network.cores * network.local_size
         return float(self.arguments.cores or max(self.min_cores, machine / min(self.local_size, ranks)))
 
-    def measure(self) -> None:
-        """Time forward, backward and optimizer of the model on this machine, and set ``scale`` and ``planner``."""
+    def threads(self) -> list[int]:
+        """Return the numbers of threads to measure with; the fastest counts.
+
+        A rank has one thread if ranks share its node, as ``hb.init()`` sets it, else one per core. On cores that other
+        programs use, threads wait for each other, and one thread can be a hundred times as fast as two.
+        """
+        import torch
+
+        if "OMP_NUM_THREADS" in os.environ:
+            return [torch.get_num_threads()]
+        ranks = max(self.arguments.ranks)
+        cores = 1 if min(self.local_size, ranks) > 1 else max(1, min(int(self.cores(ranks)), len(usable_cores())))
+        return sorted({1, cores})
+
+    def measure(self, errors: Console) -> None:
+        """Time forward, backward and optimizer of the model on this machine; set ``scale``, ``here``, ``planner``."""
         from torch.optim import SGD
 
         from hvdbridge.reduction.parameters import trainable
         from hvdbridge.reduction.source import prefer_bucket_views
-        from hvdbridge.tools.bench.cost import Planner, measure_copy, timed
+        from hvdbridge.tools.bench.cost import Planner, measure_copy, medians
         from hvdbridge.tools.bench.models import model
 
         job = self.job
+        errors.print(f"timing {job.model} on this machine", highlight=False, markup=False, soft_wrap=True)
         module, loss = model(job.model, job.samples)
         module.to(self.device)
         params = {name: p.detach() for name, p in trainable(module).items()}
         sgd = SGD(module.parameters(), lr=1e-6)
-        _, (passes, busy), (optimizer, more) = timed(sgd.zero_grad, lambda: loss(module).backward(), sgd.step)
+        threads, rounds = _fastest(self.threads(), sgd.zero_grad, lambda: loss(module).backward(), sgd.step)
+        (passes, busy), (optimizer, more) = map(medians, rounds[1:])
+        self.here, varied = _measured_here(threads, [p + o for (p, _), (o, _) in zip(*rounds[1:], strict=True)])
+        errors.print(self.here, highlight=False, markup=False, soft_wrap=True)
+        if varied:
+            subject = "Predictions of policies without a row in FILE" if job.rows else "Predictions"
+            remedy = "" if job.compute else ", or give --compute-ms: hvdbridge bench has it in the column compute"
+            errors.print(
+                "Warning: the quartiles differ by more than a factor of 2. Other programs seem to use the cores. "
+                f"{subject} may be wrong by as much. Repeat this on an idle machine{remedy}.",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
         compute = passes + optimizer if job.compute is None else job.compute
         scale = self.scale = compute / (passes + optimizer)  # the planned machine scales all computation alike
         shares = [row.compute_cpu / row.compute for row in job.rows.values()]
@@ -236,12 +277,13 @@ class _Plan:
 
     def _as_measured(self, row: Measured, bucket_mb: float) -> Planner:
         """Return the planner for the machine and the computation time of a row."""
-        planner, network = self.planner, self.job.network
+        planner, network = self.planner, self.job.measured or self.job.network
         scaled = planner.scaled(row.compute / (planner.forward + planner.backward + planner.optimizer))
         cores = network.cores or self.cores(row.ranks)
         return replace(
-            scaled, compute_cpu=row.compute_cpu, cores=cores, local_size=network.local_size, bucket_mb=bucket_mb
-        )
+            scaled, network=network, compute_cpu=row.compute_cpu, cores=cores, local_size=network.local_size,
+            bucket_mb=bucket_mb,
+        )  # fmt: skip
 
     def _bucket_sizes(self, policy: Policy, row: Measured | None) -> tuple[float, dict[int, float]]:
         """Return the bucket size (MiB) of the row, and a map from number of ranks to its bucket size.
@@ -257,7 +299,7 @@ class _Plan:
 
         explicit, ranks = self.arguments.bucket_mb, self.arguments.ranks
         row_size = explicit or (row.bucket_mb if row else usual(max(ranks), self.local_size))
-        if row and row.bucket_mb != usual(row.ranks, self.job.network.local_size):
+        if row and row.bucket_mb != usual(row.ranks, (self.job.measured or self.job.network).local_size):
             explicit = row_size
         return row_size, {n: explicit or usual(n, self.local_size) for n in ranks}
 
@@ -271,11 +313,13 @@ class _Plan:
         planned = sorted({prediction.ranks for prediction in self.predictions})
         for ranks in planned:
             self.console.print(report.recommend(self.predictions, ranks), highlight=False, markup=False)
-        origin = " as given" if self.arguments.compute_ms is not None else ""
+        given = self.arguments.compute_ms is not None
+        origin = " as given" if given else "" if self.job.compute is None else " as in FILE"
         per_rank = " to ".join(f"{n:.3g}" for n in sorted({self.cores(planned[0]), self.cores(planned[-1])}))
         self.console.print(
             "Step times say nothing of what a policy does to the loss: see docs/explanation/convergence.md. "
-            f"Computation {1e3 * self.predictions[0].compute:.1f} ms a step{origin}, {per_rank} cores per rank.",
+            f"Computation {1e3 * self.predictions[0].compute:.1f} ms a step{origin}, {per_rank} cores per rank. "
+            f"{self.here}",
             highlight=False,
         )
         if self.arguments.json is not None:
@@ -306,9 +350,9 @@ def _job_of_file(arguments: argparse.Namespace, errors: Console) -> Job:
     from hvdbridge.tools.bench.transport import Network
 
     local, compute, source = _local(arguments), _compute(arguments), f"--from {arguments.source}"
-    if conflicting := [_option(name) for name in ("gbits", "latency_us") if getattr(arguments, name) is not None]:
-        raise ConfigurationError(f"{', '.join(conflicting)} and {source}: FILE has a network already")
-    network, all_rows = _read(arguments.source)
+    if arguments.latency_us is not None and arguments.gbits is None:
+        raise ConfigurationError(f"--latency-us {arguments.latency_us:g} and {source}: it needs --gbits")
+    network, all_rows = measured, _ = _read(arguments.source)
     models = list(dict.fromkeys(row.model for row in all_rows))
     model = arguments.model or (models[0] if len(models) == 1 else None)
     backend, most_ranks = all_rows[-1].backend, max(row.ranks for row in all_rows)  # the network is the last row's
@@ -326,17 +370,22 @@ def _job_of_file(arguments: argparse.Namespace, errors: Console) -> Job:
         )
     used = f"rows of {model} with {backend}" if rows else f"the network alone: it has no row of {model}"
     errors.print(f"{arguments.source}: {used}", highlight=False, markup=False, soft_wrap=True)
-    if most_ranks <= network.local_size:
+    one_node = most_ranks <= network.local_size
+    if arguments.gbits is not None:  # the file's machine, with another link between nodes
+        link = Network.given(*_link(arguments.latency_us, 25.0, arguments.gbits))
+        machine = None if network.cores is None else network.cores * network.local_size
+        network = replace(link, local=network.local or (network.lines if one_node else None), cores=machine)
+    elif one_node:
         errors.print(
             f"All {most_ranks} ranks were on one node: what several nodes take is predicted as if nothing slower lay "
-            "between them. Measure there, or give --gbits in place of --from.", highlight=False, soft_wrap=True,
+            "between them. Measure there, or give their link by --gbits.", highlight=False, soft_wrap=True,
         )  # fmt: skip
     if local is not None:
         network = replace(network, local=Network.given(*local).lines)
     if compute is None and rows:
         compute = statistics.median(row.compute for row in rows.values())
     nccl = backend == "torch" and any(row.enqueued for row in rows.values())
-    return Job(network, model, samples.pop(), compute, rows, nccl)
+    return Job(network, model, samples.pop(), compute, rows, nccl, measured)
 
 
 def _read(path: Path) -> tuple[Network, list[Measured]]:
@@ -379,14 +428,53 @@ def _link(microseconds: float | None, default: float, gbits: float) -> tuple[flo
     return (default if microseconds is None else microseconds) / 1e6, gbits * 1e9 / 8
 
 
+def _fastest(
+    threads: Sequence[int], *functions: Callable[[], object]
+) -> tuple[int, list[list[tuple[float, float]]]]:
+    """Time functions with each number of threads; return the fastest number, which stays set, and its rounds.
+
+    A number whose first rounds take longer than the best so far is not measured further.
+    """
+    import torch
+
+    from hvdbridge.tools.bench.cost import medians, time_rounds
+
+    def seconds(rounds: list[list[tuple[float, float]]]) -> float:
+        return sum(medians(runs)[0] for runs in rounds)
+
+    best = 0
+    best_rounds: list[list[tuple[float, float]]] = []
+    for number in threads:
+        torch.set_num_threads(number)
+        if best and seconds(time_rounds(*functions, repeats=2)) > seconds(best_rounds):
+            continue
+        rounds = time_rounds(*functions)
+        if not best or seconds(rounds) < seconds(best_rounds):
+            best, best_rounds = number, rounds
+    torch.set_num_threads(best)
+    return best, best_rounds
+
+
+def _measured_here(threads: int, steps: Sequence[float]) -> tuple[str, bool]:
+    """Return a sentence on the computation that was measured, and whether its quartiles differ by a factor above 2.
+
+    >>> _measured_here(1, [0.010, 0.011, 0.012, 0.013, 0.014])
+    ('This machine computes a step in 12.0 ms (1 thread, median of 5; quartiles 11.0 to 13.0).', False)
+    """
+    low, middle, high = statistics.quantiles(steps, n=4, method="inclusive")
+    text = (
+        f"This machine computes a step in {1e3 * middle:.1f} ms ({threads} thread{'s' * (threads > 1)}, "
+        f"median of {len(steps)}; quartiles {1e3 * low:.1f} to {1e3 * high:.1f})."
+    )
+    return text, high > 2 * low
+
+
 @contextmanager
-def _threads(cores: float) -> Iterator[None]:
-    """Give torch as many threads as a rank has cores, unless ``OMP_NUM_THREADS`` is set; restore them at exit."""
+def _restored_threads() -> Iterator[None]:
+    """Restore torch's number of threads at exit."""
     import torch
 
     previous = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(int(cores), len(usable_cores()))))
     try:
         yield
     finally:

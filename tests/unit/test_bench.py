@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +24,7 @@ from hvdbridge.policy.base import Policy
 from hvdbridge.policy.dry_run import Asked, Ended, dry_run
 from hvdbridge.reduction.source import default_bucket_mb
 from hvdbridge.startup.world import World, usable_cores
-from hvdbridge.tools import main
+from hvdbridge.tools import main, plan
 from hvdbridge.tools.bench import checks, command, models
 from hvdbridge.tools.bench.cost import (
     MAX_DRY_RUN_RANKS,
@@ -505,11 +507,110 @@ def test_plan_is_of_the_files_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "has small:4, small:3: say which by --model" in capsys.readouterr().err
 
 
-def test_plan_refuses_two_networks_and_files_without_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_files_machine_with_another_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --gbits ranks have a node each, the file's computation and the given link; its own row keeps its network."""
+    path, out = tmp_path / "bench.json", tmp_path / "plan.json"
+    words = written(path, ("torch", "small:4", None))
+    content = json.loads(path.read_text())
+    content["network"] |= {"local_size": 2, "cores": 1.0}
+    path.write_text(json.dumps(content))
+
+    def figures(*more: str) -> tuple[float, float, float]:
+        assert main([*words, *more, "--json", str(out)]) == 0
+        (row,) = json.loads(out.read_text())["rows"]
+        printed = capsys.readouterr()
+        compared = re.search(r"mean\W+2\W+([\d.]+)\W+2000\.0\W+[\d.]+", printed.out)
+        assert compared is not None
+        assert ("All 2 ranks were on one node" in printed.err) == ("--gbits" not in more)
+        return row["communication"], row["compute"], float(compared[1])
+
+    seconds, compute, row = figures()
+    slow, same_compute, same_row = figures("--gbits", "1e-5", "--latency-us", "0")
+    assert slow == pytest.approx(json.loads(out.read_text())["rows"][0]["bytes_sent"] * 8 / 1e4)
+    assert slow > 2 > 100 * seconds
+    assert same_compute == pytest.approx(compute)
+    assert same_row == pytest.approx(row, rel=0.2)
+    assert json.loads(out.read_text())["network"]["cores"] == 2.0, "a rank has the cores of both ranks of the file"
+    within, _, _ = figures("--gbits", "1e-5", "--local-size", "2")
+    assert within == pytest.approx(seconds), "on one node the file's network counts"
+
+
+@pytest.mark.parametrize(
+    ("variable", "more", "expected"),
+    [
+        (None, [], [1, 3]),  # a rank alone on its node has a thread per core
+        (None, ["--local-size", "2"], [1]),  # as hb.init() sets it
+        (None, ["--local-size", "2", "--ranks", "1"], [1, 3]),
+        (None, ["--cores", "2"], [1, 2]),
+        ("2", [], [2]),
+    ],
+)
+def test_plan_measures_with_the_threads_of_a_rank(
+    variable: str | None, more: list[str], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "usable_cores", lambda: [0, 1, 2])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    before, found = torch.get_num_threads(), []
+
+    def spy(threads: list[int], *functions: Callable[[], object]) -> tuple[int, list[list[tuple[float, float]]]]:
+        found.extend(threads)
+        return fastest(threads, *functions)
+
+    fastest = plan._fastest
+    monkeypatch.setattr(plan, "_fastest", spy)
+    try:
+        torch.set_num_threads(int(variable or before))
+        assert main(["plan", "--model", "small:4", "--gbits", "1", "--ranks", "2", "--policies", "mean", *more]) == 0
+        assert torch.get_num_threads() == int(variable or before)
+    finally:
+        torch.set_num_threads(before)
+    assert found == expected
+
+
+@pytest.mark.parametrize(("seconds", "best"), [({1: 0.004, 2: 0.04}, 1), ({1: 0.04, 2: 0.004}, 2)])
+def test_the_faster_number_of_threads_counts(seconds: dict[int, float], best: int) -> None:
+    """On cores that other programs use, two threads may take a hundred times as long as one."""
+    before = torch.get_num_threads()
+    try:
+        number, (runs,) = plan._fastest([1, 2], lambda: time.sleep(seconds[torch.get_num_threads()]))
+        assert number == torch.get_num_threads() == best
+    finally:
+        torch.set_num_threads(before)
+    assert len(runs) == 5
+    assert sum(t for t, _ in runs) >= 5 * seconds[best]
+
+
+@pytest.mark.parametrize("more", [[], ["--compute-ms", "300"]])
+@pytest.mark.parametrize(("steps", "warns"), [([10, 12, 14, 16, 18], False), ([10, 12, 14, 30, 90], True)])
+def test_plan_warns_of_computation_that_varies(
+    steps: list[int], warns: bool, more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [(ms / 1e3, ms / 1e3) for ms in steps]
+    monkeypatch.setattr(plan, "_fastest", lambda threads, *functions: (1, [[(0.0, 0.0)] * 5, runs, [(0.0, 0.0)] * 5]))
+    words = ["plan", "--model", "small:4", "--gbits", "1", "--ranks", "2", "--policies", "mean", *more]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    assert f"14.0 ms (1 thread, median of 5; quartiles 12.0 to {steps[3]}.0)" in printed.out
+    assert ("Warning: the quartiles differ" in printed.err) is warns
+    assert ("give --compute-ms" in printed.err) is (warns and not more)
+    assert "timing small:4 on this machine" in printed.err
+    assert "arithmetic of mean (1 of 1)" in printed.err
+
+
+def test_small_messages_have_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    show(predicted([Prediction("powersgd", 2, 0.5, 0.1, 0.0, 0.9, 46_112)]))
+    assert "500.0 (0.0461)" in capsys.readouterr().out
+
+
+def test_plan_refuses_a_latency_alone_and_files_without_a_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "bench.json"
     words = written(path, ("torch", "small:4", None))
-    assert main([*words, "--gbits", "1", "--latency-us", "1"]) == 2
-    assert "--gbits, --latency-us and --from" in capsys.readouterr().err
+    assert main([*words, "--latency-us", "1"]) == 2
+    assert f"--latency-us 1 and --from {path}: it needs --gbits" in capsys.readouterr().err
     assert main([*words, "--local-gbits", "100"]) == 0
     content = json.loads(path.read_text())
     for wrong in ({"rows": []}, {"network": {"lines": []}}, {"rows": [content["rows"][0] | {"ranks": 1}]}):
@@ -677,7 +778,7 @@ def test_no_figure_is_cut_in_a_narrow_terminal(
     monkeypatch.setenv("COLUMNS", "80")
     show(predicted([Prediction("mean", ranks, 1234.5, 1.0, 0.0, 0.9, 1e9) for ranks in range(2, 12)]))
     printed = capsys.readouterr().out
-    assert printed.count("1234500.0 (1000.0)") == 10
+    assert printed.count("1234500.0 (1000.00)") == 10
 
 
 @pytest.mark.parametrize(

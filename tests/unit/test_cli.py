@@ -172,6 +172,19 @@ def test_the_report_has_every_remedy_once(facts):
         assert lines.count(remedy) == 1
 
 
+def test_remedies_of_what_a_job_needs_come_before_those_of_other_backends():
+    """torchrun with torch suffices; whoever wants no other launcher or backend needs nothing from the second list."""
+    hosts = doctor.Finding("host name", "loopback", "a line in /etc/hosts", optional=True)
+    iface = doctor.Finding("HVDBRIDGE_IFACE", "none such", "unset HVDBRIDGE_IFACE")
+    facts = replace(WITHOUT_HOROVOD, starts=[hosts, iface])
+    console = Console(width=100, highlight=False, markup=False)
+    with console.capture() as captured:
+        doctor.report(facts, cells(facts), console)
+    needed, others = captured.get().split("Remedies:")[1].split("Only if you want the launcher or backend concerned")
+    assert needed.split("\n") == ["", "  unset HVDBRIDGE_IFACE", ""]
+    assert others.split("\n")[1:] == ["  hvdbridge install-horovod", "  a line in /etc/hosts", ""]
+
+
 def test_variables_show_what_they_parse_to(monkeypatch):
     variables = doctor._variables({"HVDBRIDGE_DEBUG": "yes", "HVDBRIDGE_BUCKET_MB": "many", "HVDBRIDGE_X": "1"})
     assert variables["HVDBRIDGE_DEBUG"] == "True"

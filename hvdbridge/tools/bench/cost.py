@@ -66,8 +66,8 @@ def step_kinds(policy: Policy) -> tuple[dict[bool, int], float]:
     return {kind: steps[-1] for kind, steps in by_kind.items() if steps}, share
 
 
-def timed(*functions: Callable[[], object], repeats: int = 5) -> list[tuple[float, float]]:
-    """Return median seconds and CPU seconds of each function. They run in rotation; the first round is not counted."""
+def time_rounds(*functions: Callable[[], object], repeats: int = 5) -> list[list[tuple[float, float]]]:
+    """Run functions in rotation; return each function's seconds and CPU seconds per round, without a first round."""
     times: list[list[tuple[float, float]]] = [[] for _ in functions]
     for _ in range(repeats + 1):
         for function, runs in zip(functions, times, strict=True):
@@ -76,14 +76,19 @@ def timed(*functions: Callable[[], object], repeats: int = 5) -> list[tuple[floa
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             runs.append((time.perf_counter() - start, time.process_time() - cpu_start))
-    return [(statistics.median(t for t, _ in runs[1:]), statistics.median(t for _, t in runs[1:])) for runs in times]
+    return [runs[1:] for runs in times]
+
+
+def medians(runs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the median seconds and the median CPU seconds of a function's runs."""
+    return statistics.median(t for t, _ in runs), statistics.median(t for _, t in runs)
 
 
 def measure_copy(device: torch.device | str) -> float:
     """Measure a copy of DDP_MB MiB of float32 on ``device``, and return seconds per element."""
     source = torch.ones(int(DDP_MB * 2**18), device=device)
     target = torch.empty_like(source)
-    return timed(lambda: target.copy_(source))[0][0] / source.numel()
+    return medians(time_rounds(lambda: target.copy_(source))[0])[0] / source.numel()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from jobs import leave_torch, record
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 PLAIN, COPIES = "plain" in sys.argv, "copies" in sys.argv
@@ -469,6 +470,13 @@ def nan_travels() -> str:
     return "nan"
 
 
+def addresses(state: dict[str, Any]) -> set[int]:
+    """Return where the tensors of a state lie."""
+    found = {tensor.data_ptr() for tensor in tree_leaves(state)}
+    assert found
+    return found
+
+
 def error_feedback_bf16() -> str:
     model = mlp()
     sync = synchronize(model, sgd(model), policy="ef(bf16)")
@@ -478,6 +486,9 @@ def error_feedback_bf16() -> str:
     train(sync)
     gathered = sync.state_dict(gather=True)
     assert (len(gathered.get("ranks", ())) == SIZE) == (RANK == 0)
+    if RANK == 0:  # torch.save writes a state once although it is under two keys, and no two ranks share one
+        assert addresses(gathered["state"]) == addresses(gathered["ranks"][0])
+        assert all(addresses(gathered["state"]).isdisjoint(addresses(other)) for other in gathered["ranks"][1:])
     return digest(model)
 
 
