@@ -26,6 +26,7 @@ import multiprocessing
 import statistics
 import sys
 import sysconfig
+import textwrap
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -199,13 +200,18 @@ TASKS = {
             "gpt", "GPT on Python source",
             {"length": 128, "width": 192, "layers": 4, "heads": 3}, batch_size=1, steps=300, test=256, clip=1.0,
             rates={"sgd": 0.05, "adamw": 0.002, "muon": 0.012},
-            grid={"sgd": (0.02, 0.05, 0.15, 0.5), "adamw": (0.001, 0.002, 0.005), "muon": (0.002, 0.005, 0.012)},
+            grid={
+                "sgd": (0.02, 0.05, 0.15, 0.5, 1.5), "adamw": (0.001, 0.002, 0.005, 0.012),
+                "muon": (0.002, 0.005, 0.012),
+            },
         ),
         Task(
             "resnet", "ResNet-8 on Fashion-MNIST",
             {"blocks": 1}, batch_size=16, steps=300, test=10_000, clip=0.0,
             rates={"sgd": 0.5, "adamw": 0.03, "muon": 0.1},
-            grid={"sgd": (0.15, 0.5, 1.5), "adamw": (0.01, 0.03, 0.1), "muon": (0.01, 0.03, 0.1)},
+            grid={
+                "sgd": (0.05, 0.15, 0.5, 1.5), "adamw": (0.003, 0.01, 0.03, 0.1), "muon": (0.003, 0.01, 0.03, 0.1),
+            },
         ),
     )
 }  # fmt: skip
@@ -515,7 +521,8 @@ class Line:
         return self.row.spec
 
     def cells(self, task: Task) -> list[str]:
-        losses, deviation = self.losses, statistics.stdev(self.losses) if len(self.losses) > 1 else 0.0
+        losses = self.losses
+        deviation = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
         recipe = f", lr × {self.row.lr:g}" if self.row.lr != 1 else ""
         share = f"{convergence.share(self.share)} ({convergence.share(self.whole)})"
         mean, half = interval(self.differences)
@@ -528,7 +535,7 @@ class Line:
         return [
             OPTIMIZERS[self.optimizer], f"`{self.row.policy(task.steps)}`{recipe}",
             f"{self.per_step / 1e3:,.0f}", share,
-            f"{statistics.fmean(losses):.3f} ± {deviation:.3f}{seeds}", f"{self.accuracy:.1%}", difference, outcome,
+            f"{statistics.fmean(losses):.3f}{deviation}{seeds}", f"{self.accuracy:.1%}", difference, outcome,
         ]  # fmt: skip
 
 
@@ -597,7 +604,7 @@ def description(task: Task, store: Store) -> str:
             f"{images:,} in total (the training set has 60,000), without augmentation. The held-out set is the 10,000 "
             "test images."
         )
-    return f"{what} Data: {stored.get('data', 'none')}; torch {stored.get('torch', '')}."
+    return textwrap.fill(f"{what} Data: {stored.get('data', 'none')}; torch {stored.get('torch', '')}.", 120)
 
 
 READING = f"""\
@@ -615,10 +622,11 @@ READING = f"""\
 - A row "(control)" must be worse: otherwise the experiment could not distinguish policies.
 
 Four simulated ranks train, as above. Learning rates rise over the first tenth of the steps and fall to zero along a
-cosine. They are tuned for `mean` with each optimizer, and all policies use them. "lr × 0.5" marks the exceptions. Muon
-takes the weight matrices of hidden layers (a convolution's as `[outputs, inputs × 9]`) with
-`adjust_lr_fn="match_rms_adamw"`. AdamW takes all other parameters at the same learning rate. Before the evaluation,
-the statistics of batch normalisation are computed anew from 2,000 training images for every policy alike.
+cosine. They are tuned for `mean` with each optimizer, and all policies use them. "lr × 0.5" marks the exceptions. The
+rate chosen for Muon is the highest that was tried, so a still higher one could be better. Muon takes the weight
+matrices of hidden layers (a convolution's as `[outputs, inputs × 9]`) with `adjust_lr_fn="match_rms_adamw"`. AdamW
+takes all other parameters at the same learning rate. Before the evaluation, the statistics of batch normalisation are
+computed anew from 2,000 training images, for every policy alike.
 
 What these runs do not show: both models are small, training is short, and there are four ranks. A policy might do
 better at a learning rate of its own. Longer training, larger models and more ranks may change the differences.
