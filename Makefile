@@ -58,7 +58,7 @@ test-recipes: $(STAMP)  ## pages and recipes with Lightning, Accelerate, transfo
 
 test-launchers: $(STAMP)  ## Slurm, Open MPI, Intel MPI and odd hosts; installs Debian's packages, as root (15 minutes)
 	@$(BIN)/python tests/launchers/install.py
-	@$(PYTEST) tests/launchers
+	@$(PYTEST) -rs tests/launchers
 
 OLDEST := $(shell sed -n 's/^ *torch>=//p' setup.cfg)
 test-versions:  ## the oldest and the newest torch of setup.cfg's range: units, policies, the demo's cells (GB)
