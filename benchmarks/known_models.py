@@ -607,20 +607,19 @@ def description(task: Task, store: Store) -> str:
     return textwrap.fill(f"{what} Data: {stored.get('data', 'none')}; torch {stored.get('torch', '')}.", 120)
 
 
-READING = f"""\
+READING = """\
 - **kB per step**: kilobytes that a rank sends per step after any warm-up. **share**: the same relative to `mean` in
   float32. In parentheses: the share in the whole run, with its dense warm-up.
-- **held-out loss**: cross-entropy at the end, mean ± standard deviation over {SEEDS} seeds. **accuracy**: the share of
+- **held-out loss**: cross-entropy at the end, mean ± standard deviation over {seeds} seeds. **accuracy**: the share of
   correct predictions, mean over the seeds.
 - **difference to `mean`**: held-out loss minus that of `mean` with the same seed, mean over the seeds, and in brackets
   its 95 % interval. Both runs of a pair begin with equal parameters and see the same batches, so most of what differs
   between seeds cancels. The interval is that of Student's t, which allows for a deviation estimated from few seeds:
-  with three, {STUDENT[1]} standard errors to each side.
+  with three, {student} standard errors to each side.
 - **verdict**: "worse" or "better" only if the interval excludes zero. "within 2 %" only if the whole interval is
   within 2 % of the loss of `mean`. "equal within 2 %": the interval contains zero and is within 2 %. "undecided": three
   seeds do not tell. Of twenty comparisons of equal policies, about one excludes zero by chance.
-- A row "(control)" must be worse: otherwise the experiment could not distinguish policies.
-
+{control}
 Four simulated ranks train, as above. Learning rates rise over the first tenth of the steps and fall to zero along a
 cosine. They are tuned for `mean` with each optimizer, and all policies use them. "lr × 0.5" marks the exceptions. The
 rate chosen for Muon is the highest that was tried, so a still higher one could be better. Muon takes the weight
@@ -630,6 +629,9 @@ computed anew from 2,000 training images, for every policy alike.
 
 What these runs do not show: both models are small, training is short, and there are four ranks. A policy might do
 better at a learning rate of its own. Longer training, larger models and more ranks may change the differences.
+"""
+CONTROL = """\
+- A row "(control)" must be worse: otherwise the experiment could not distinguish policies.
 """
 REPEAT = """\
 `make convergence-known` executes the runs that `benchmarks/results/known_models.json` lacks, and writes this
@@ -641,7 +643,8 @@ package `dataset-fashion-mnist`; `--data-dir` names another directory.
 
 def text(tasks: Sequence[Task], store: Store) -> str:
     """Return the tables of all tasks, with what was trained."""
-    parts = [READING]
+    has_control = any(line.row.control for task in tasks for line in lines(task, store))
+    parts = [READING.format(seeds=SEEDS, student=STUDENT[SEEDS - 2], control=CONTROL if has_control else "")]
     for task in tasks:
         table = [COLUMNS, ("---", "---", "--:", "--:", "--:", "--:", "--:", "---")]
         table += [line.cells(task) for line in lines(task, store)]
