@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,18 +19,29 @@ exec ip netns exec {name} unshare --uts /bin/sh -c 'hostname "$0"; exec /bin/bas
 """
 """In place of bash, in the first folder of PATH: a shell on the first node, which finds the real bash."""
 
+SBATCH = """#!/bin/sh
+test "$1" = --wait || exec {sbatch} "$@"
+shift
+line=$({sbatch} "$@") || exit
+echo "$line"
+while squeue --noheader --jobs "${{line##* }}" | grep -q .; do sleep 0.5; done
+scontrol show job "${{line##* }}" | grep -q ExitCode=0:0
+"""
+"""sbatch, whose own ``--wait`` looks for the end of a job once in half a minute."""
+
 
 @pytest.mark.parametrize("page", pages.needing("slurm"), ids=pages.name)
 def test_page_of_slurm(page: Path, slurm: Slurm, tmp_path: Path) -> None:
-    folder, binaries = tmp_path / "page", tmp_path / "bin"
-    folder.mkdir()
-    binaries.mkdir()
-    bash = binaries / "bash"
-    bash.write_text(BASH.format(name=slurm.hosts.names[0]))
-    bash.chmod(0o755)
+    folder, first, second = (tmp_path / name for name in ("page", "first", "second"))
+    for path in (folder, first, second):
+        path.mkdir()
+    (first / "bash").write_text(BASH.format(name=slurm.hosts.names[0]))
+    (second / "sbatch").write_text(SBATCH.format(sbatch=shutil.which("sbatch")))
+    for file in (first / "bash", second / "sbatch"):
+        file.chmod(0o755)
     variables = slurm.environment(None)
     env = {name: variables[name] for name in ("SLURM_CONF", "UCX_TLS")}
-    pages.run(page, folder, {"slurm"}, [binaries, slurm.hosts.folder, jobs.BIN], env, real=True, seconds=150)
+    pages.run(page, folder, {"slurm"}, [first, second, slurm.hosts.folder, jobs.BIN], env, real=True, seconds=150)
 
 
 @pytest.mark.parametrize("page", pages.needing("open-mpi"), ids=pages.name)
