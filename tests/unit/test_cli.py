@@ -173,7 +173,7 @@ def test_the_report_has_every_remedy_once(facts):
 
 
 def test_remedies_of_what_a_job_needs_come_before_those_of_other_backends():
-    """torchrun with torch suffices; whoever wants no other launcher or backend needs nothing from the second list."""
+    """A job with torchrun and torch needs nothing from the second list."""
     hosts = doctor.Finding("host name", "loopback", "a line in /etc/hosts", optional=True)
     iface = doctor.Finding("HVDBRIDGE_IFACE", "none such", "unset HVDBRIDGE_IFACE")
     facts = replace(WITHOUT_HOROVOD, starts=[hosts, iface])
