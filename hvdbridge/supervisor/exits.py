@@ -114,8 +114,12 @@ class ExitHooks:
         """Report ``error`` as this rank's failure and end the process."""
         first = self._monitor.report(error)
         self._monitor.wait_for_origin()
-        shown = isinstance(error, HvdbridgeError) and str(first) == str(error)
-        end_process(status, "" if first is error or shown else f"rank {self._monitor.rank} ends: {first}")
+        text = f"rank {self._monitor.rank} ends: {first}"
+        if isinstance(error, SystemExit):  # printed here too: a launcher may kill the other ranks before they print it
+            text = f"rank {self._monitor.rank} ends: it left with sys.exit({error.code!r})" if first is error else text
+        elif first is error or (isinstance(error, HvdbridgeError) and str(first) == str(error)):
+            text = ""  # the traceback has been printed
+        end_process(status, text)
 
 
 def _last_error() -> BaseException | None:

@@ -139,7 +139,7 @@ def test_shutdown_in_a_finally_does_not_hide_the_error(backend: str) -> None:
 
 def test_sys_exit_has_its_own_status() -> None:
     ended = fault("collective", "exit", "mpiexec", "mpi")
-    judge(ended, r"rank 1 .*left with sys.exit\(3\)")
+    judge(ended, r"rank 1 ends: it left with sys.exit\(3\)")  # by rank 1: mpiexec may kill rank 0 before it prints
     assert ended.job.status == 3
 
 
