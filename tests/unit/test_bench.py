@@ -240,6 +240,19 @@ def test_arithmetic_takes_the_time_of_backward_where_no_core_is_free() -> None:
     assert alone.compression == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(
+    ("seconds_per_bucket", "cores", "step"),
+    [(0.25, 1, 7.25), (1.0, 1, 8.0), (2.0, 1, 10.5), (2.0, 0.5, 10.5)],  # waits for: the last bucket, twice; all four
+)
+def test_arithmetic_on_backwards_core_goes_on_while_the_network_sends(
+    seconds_per_bucket: float, cores: float, step: float
+) -> None:
+    """Each bucket takes a second of backward and half of one of arithmetic, after one of forward."""
+    busy = Computation({(2, False): 2.0}, {(2, False): 0.0})
+    network = Network.given(0.0, 4000 / seconds_per_bucket)
+    assert planner(network, cores=cores).predict("mean", from_spec("mean"), 2, busy).step == pytest.approx(step)
+
+
 @pytest.mark.parametrize("line", [AlphaBeta(0.0, 16_000, cpu=1.0), AlphaBeta(0.125, 1e15, latency_cpu=1.0)])
 @pytest.mark.parametrize(("cores", "step"), [(2, 5.25), (1, 6.0), (0.5, 7.0)])
 def test_sending_takes_the_time_of_backward_where_no_core_is_free(cores: float, step: float, line: AlphaBeta) -> None:

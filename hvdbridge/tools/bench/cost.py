@@ -10,8 +10,9 @@ Rules:
 3. Buckets become ready during backward, in proportion to their elements, and the network serves one bucket at a time.
    So the last result arrives at the largest of ``ready_k + service_k + ... + service_last`` over all buckets k (a
    queue with one server, Lindley 1952).
-4. With less than two cores per rank, computing and sending a bucket delays backward. A step takes at least the CPU time
-   of all its work, divided by the cores.
+4. With less than two cores per rank, computing and sending a bucket delays backward, while the network serves earlier
+   buckets. Computing takes as long as measured, on cores that were shared as they will be; sending takes longer with
+   less than one core per rank. A step takes at least the CPU time of all its work, divided by the cores.
 """
 
 from __future__ import annotations
@@ -254,16 +255,16 @@ class Planner:
         for bucket in buckets:
             computing = compression * bucket.numel / elements
             ready += (self.backward + self.copies) * bucket.numel / elements
-            transfer = total(bucket.loads)
+            transfer, handling = total(bucket.loads), total(bucket.loads, self.network.cpu_seconds)
             if own_core:
-                service = max(transfer, computing)
+                service, last_service = max(transfer, computing), transfer + computing
             else:
-                transfer += total(bucket.loads, self.network.cpu_seconds) * (slowdown - 1)
-                service = transfer + computing
+                delay += computing
+                service = last_service = transfer + (slowdown - 1) * handling
             if bucket.loads or not bucket.behind:
-                queue.append((ready + delay, service, transfer + computing))
+                queue.append((ready + delay, service, last_service))
             if not own_core:
-                delay += slowdown * (computing + total([*bucket.loads, *bucket.behind], self.network.cpu_seconds))
+                delay += slowdown * total([*bucket.loads, *bucket.behind], self.network.cpu_seconds)
         end, remaining = self.forward + self.backward + self.copies + delay * (not queue), 0.0
         for i, (ready_at, service, last_service) in enumerate(reversed(queue)):
             remaining += last_service if i == 0 else service
