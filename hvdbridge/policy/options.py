@@ -107,7 +107,8 @@ def _fits(value: object, wanted: Any) -> bool:
     if choices(wanted):
         return value in choices(wanted)
     for kind in alternatives(wanted):
-        if not isinstance(kind, type):  # tuple[...] and similar types, which the policy checks itself
+        # tuple[...] and similar types, which the policy checks itself. For Python 3.10 tuple[...] is an instance of type.
+        if get_origin(kind) or not isinstance(kind, type):
             return True
         if isinstance(value, kind) and not (isinstance(value, bool) and kind is int):
             return True

@@ -14,7 +14,7 @@ from hvdbridge.errors import HvdbridgeError
 
 # subcommand -> (module, help text)
 COMMANDS = {
-    "bench": ("hvdbridge.tools.bench.command", "measure the step times of policies against the native way of each backend"),
+    "bench": ("hvdbridge.tools.bench.command", "measure policies against the native way of each backend"),
     "doctor": ("hvdbridge.tools.doctor", "what is installed, and what each launcher and backend would do here"),
     "install-horovod": ("hvdbridge.tools.install_horovod", "build Horovod against the torch that is installed"),
     "plan": ("hvdbridge.tools.plan", "predict step times at any number of ranks, and recommend a policy"),

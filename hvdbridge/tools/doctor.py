@@ -206,13 +206,13 @@ def mpi_family(text: str) -> str:
 
     Implementations with MPICH's ABI and PMI-1 count as MPICH.
 
-    >>> mpi_family("Open MPI v5.0.11"), mpi_family("mpirun (Open MPI) 4.1.4"), mpi_family("LAM 7.1")
+    >>> mpi_family("Open MPI v5.0.11"), mpi_family("mpiexec (OpenRTE) 4.1.4"), mpi_family("LAM 7.1")
     ('Open MPI 5', 'Open MPI 4', '')
     >>> mpi_family("HYDRA build details:"), mpi_family("Intel(R) MPI Library 2021.17")
     ('MPICH', 'MPICH')
     """
     if re.search("Open MPI|OpenRTE|PRRTE", text):
-        release = re.search(r"Open MPI\)? v?(\d+)", text)
+        release = re.search(r"(?:Open MPI|OpenRTE)\)? v?(\d+)", text)
         return f"Open MPI {release[1]}" if release else "Open MPI"
     return "MPICH" if re.search(r"MPICH|HYDRA|MVAPICH|Intel\(R\) MPI", text) else ""
 

@@ -121,7 +121,7 @@ def test_open_mpi_cannot_be_started_by_the_others():
     nine = table(OPEN_MPI)
     assert working(OPEN_MPI) == set(nine) - {("torchrun", "mpi"), ("horovodrun", "mpi")}
     cell = nine["torchrun", "mpi"]
-    assert "Open MPI does not speak PMI-1" in cell.how
+    assert "Open MPI 5 does not speak PMI-1" in cell.how
     assert "mpiexec" in cell.remedy
 
 
@@ -157,7 +157,7 @@ def test_an_mpiexec_of_another_mpi(mpiexec, library, works):
 
 def test_an_mpiexec_of_another_mpi_first_on_the_path(monkeypatch, capsys, tmp_path):
     """The environment's mpi4py loads MPICH; the path begins with the mpiexec of a site's Open MPI."""
-    (tmp_path / "mpiexec").write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 4.1.4'\n")
+    (tmp_path / "mpiexec").write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert main(["doctor", "--json"]) == 0
