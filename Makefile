@@ -61,11 +61,13 @@ test-launchers: $(STAMP)  ## Slurm, Open MPI, Intel MPI and odd hosts; installs 
 	@$(PYTEST) -rs tests/launchers
 
 OLDEST := $(shell sed -n 's/^ *torch>=//p' setup.cfg)
-test-versions:  ## the oldest and the newest torch of setup.cfg's range: units, policies, the demo's cells (GB)
+OLDEST_PYTHON ?= $(shell sed -n 's/^python_requires *= *>=/python/p' setup.cfg)
+test-versions:  ## the oldest Python and torch of setup.cfg (OLDEST_PYTHON=python3.10), then the newest torch (GB)
 	@for name in oldest newest; do \
-		torch=torch; test $$name = newest || torch='torch==$(OLDEST).*'; env=.versions/$$name; \
-		echo "[$$name] $$torch, in an environment of its own"; \
-		$(PYTHON) -m venv --clear $$env \
+		torch=torch; python=$(PYTHON); env=.versions/$$name; \
+		test $$name = newest || { torch='torch==$(OLDEST).*'; python=$(OLDEST_PYTHON); }; \
+		echo "[$$name] $$torch on $$($$python -V), in an environment of its own"; \
+		$$python -m venv --clear $$env \
 		&& $$env/bin/pip install -qq --disable-pip-version-check "$$torch" -e '.[mpich,tools]' \
 		&& $$env/bin/hvdbridge install-horovod \
 		&& OMP_NUM_THREADS=1 $$env/bin/python -m pytest -q -n auto -m "not waits" tests/unit tests/policies \

@@ -1,4 +1,4 @@
-"""Train on handwritten digits or text: one script for any launcher, on torch.distributed, Horovod or MPI.
+"""Train on handwritten digits or text: one script for four launchers, on torch.distributed, Horovod or MPI.
 
 One process::
 

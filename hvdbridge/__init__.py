@@ -1,4 +1,4 @@
-"""Gradient aggregation for distributed training, with the same result on torch.distributed, Horovod and MPI.
+"""Gradient aggregation for distributed training: the same policies on torch.distributed, Horovod and MPI.
 
 ::
 

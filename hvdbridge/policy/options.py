@@ -90,6 +90,15 @@ def alternatives(wanted: Any) -> tuple[Any, ...]:
     return get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
 
 
+def is_class(kind: Any) -> bool:
+    """Return whether a type is a class. In Python 3.10 ``tuple[int]`` is an instance of ``type``, but no class.
+
+    >>> is_class(int), is_class(tuple[int])
+    (True, False)
+    """
+    return isinstance(kind, type) and get_origin(kind) is None
+
+
 def describe(wanted: Any) -> str:
     """Return a type in words, for messages.
 
@@ -107,7 +116,7 @@ def _fits(value: object, wanted: Any) -> bool:
     if choices(wanted):
         return value in choices(wanted)
     for kind in alternatives(wanted):
-        if not isinstance(kind, type):  # tuple[...] and similar types, which the policy checks itself
+        if not is_class(kind):  # tuple[...] and similar types, which the policy checks itself
             return True
         if isinstance(value, kind) and not (isinstance(value, bool) and kind is int):
             return True

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from hvdbridge.errors import ConfigurationError, SpecError, nearest
 from hvdbridge.policy.base import Policy
-from hvdbridge.policy.options import alternatives, choices, describe, options_of, types_of
+from hvdbridge.policy.options import alternatives, choices, describe, is_class, options_of, types_of
 
 WORD = re.compile(r"[A-Za-z0-9_.+\-]+")
 KEY = re.compile(r"[<>]=?[0-9]+d?(?=\s*=)|[^\s=,:()'\"]+(?=\s*=)")
@@ -204,7 +204,7 @@ def _value(text: str, node: _Node, where: str, wanted: Any, lookup: Callable[[st
 
 def _takes_policy(wanted: Any) -> bool:
     """Return whether an option of type ``wanted`` accepts a policy."""
-    return any(isinstance(kind, type) and issubclass(kind, Policy) for kind in alternatives(wanted))
+    return any(is_class(kind) and issubclass(kind, Policy) for kind in alternatives(wanted))
 
 
 def _join(name: str, options: list[str]) -> str:

@@ -14,7 +14,7 @@ from hvdbridge.errors import HvdbridgeError
 
 # subcommand -> (module, help text)
 COMMANDS = {
-    "bench": ("hvdbridge.tools.bench.command", "measure policies against the native way, under any launcher"),
+    "bench": ("hvdbridge.tools.bench.command", "measure policies against the native way of each backend"),
     "doctor": ("hvdbridge.tools.doctor", "what is installed, and what each launcher and backend would do here"),
     "install-horovod": ("hvdbridge.tools.install_horovod", "build Horovod against the torch that is installed"),
     "plan": ("hvdbridge.tools.plan", "predict step times at any number of ranks, and recommend a policy"),
@@ -24,7 +24,7 @@ COMMANDS = {
 
 def parser_of(names: Collection[str]) -> argparse.ArgumentParser:
     """Return the command's parser. Of the subcommands only those of ``names`` have their options."""
-    about = "One training script, any backend, any launcher."
+    about = "One training script; torch.distributed, Horovod or MPI below it."
     parser = argparse.ArgumentParser(prog="hvdbridge", description=about)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, (module, summary) in COMMANDS.items():

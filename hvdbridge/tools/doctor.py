@@ -202,14 +202,35 @@ def _output(*command: str) -> str:
 
 
 def mpi_family(text: str) -> str:
-    """Return the MPI family of a version text. Implementations with MPICH's ABI and PMI-1 count as MPICH.
+    """Return the MPI family of a version text: Open MPI with its main release, or MPICH.
 
-    >>> mpi_family("Open MPI v5.0.11"), mpi_family("HYDRA build details:"), mpi_family("LAM 7.1")
-    ('Open MPI', 'MPICH', '')
+    Implementations with MPICH's ABI and PMI-1 count as MPICH.
+
+    >>> mpi_family("Open MPI v5.0.11"), mpi_family("mpiexec (OpenRTE) 4.1.4"), mpi_family("LAM 7.1")
+    ('Open MPI 5', 'Open MPI 4', '')
+    >>> mpi_family("HYDRA build details:"), mpi_family("Intel(R) MPI Library 2021.17")
+    ('MPICH', 'MPICH')
     """
     if re.search("Open MPI|OpenRTE|PRRTE", text):
-        return "Open MPI"
+        release = re.search(r"(?:Open MPI|OpenRTE)\)? v?(\d+)", text)
+        return f"Open MPI {release[1]}" if release else "Open MPI"
     return "MPICH" if re.search(r"MPICH|HYDRA|MVAPICH|Intel\(R\) MPI", text) else ""
+
+
+def starts_library(mpiexec: str, library: str) -> bool:
+    """Return whether an mpiexec of one MPI family starts the ranks of another family's library. Unknown ones may.
+
+    The mpiexec of Open MPI 4 starts the library of Open MPI 5, and not the reverse.
+
+    >>> starts_library("Open MPI 4", "Open MPI 5"), starts_library("Open MPI 5", "Open MPI 4")
+    (True, False)
+    """
+    if not (mpiexec and library):
+        return True
+    if mpiexec.startswith("Open MPI") != library.startswith("Open MPI"):
+        return False
+    unknown, *old = "Open MPI", "Open MPI 3", "Open MPI 4"
+    return library not in old or mpiexec in (unknown, *old)
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -262,12 +283,17 @@ def _world(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
 def _slurm(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
     shown = _output("scontrol", "show", "config") if shutil.which("scontrol") and shutil.which("srun") else ""
     if default := re.search(r"MpiDefault\s*=\s*(\S+)", shown):
-        backend, remedy = "mpi", ""
-        if default[1] == "none":
-            backend = "torch"
-            remedy = "srun --mpi=pmi2 (MPICH, Intel MPI) or srun --mpi=pmix (Open MPI), for MPI under Slurm"
-        choice = f"srun python train.py takes the {backend} backend"
-        yield Finding("srun", f"Slurm's MpiDefault is {default[1]}: {choice}", remedy, optional=True)
+        kind, library = default[1], mpi_family(getattr(ask(probe.MPI), "implementation", ""))
+        backend, obstacle, remedy = "mpi" if library and kind != "none" else "torch", "", ""
+        if library.startswith("Open MPI") and not kind.startswith("pmix"):
+            obstacle = f". It cannot start mpi4py's {library}, which needs pmix"
+            remedy = "srun --mpi=pmix, for MPI under Slurm"
+            if "pmix" not in _output("srun", "--mpi=list"):
+                remedy = f"mpirun of {library} within the allocation, for MPI: this Slurm has no pmix"
+        elif library and kind == "none":
+            remedy = "srun --mpi=pmi2, for MPI under Slurm"
+        text = f"Slurm's MpiDefault is {kind}: srun python train.py takes the {backend} backend{obstacle}"
+        yield Finding("srun", text, remedy, optional=True)
     if "SLURM_STEP_ID" in environ:
         yield Finding("Slurm's port", f"torch and Horovod meet at {channels.slurm_port(environ, config)}")
 
@@ -360,11 +386,17 @@ def _obstacles(facts: Facts, launcher: str, backend: str) -> Iterator[tuple[str,
         remedy = "pip install 'hvdbridge[mpi]'" if "mpiexec" in facts.launchers else INSTALL_MPICH
         yield f"mpi4py or its MPI library cannot be loaded: {facts.mpi.why}", remedy
     library, starter = mpi_family(getattr(facts.mpi, "implementation", "")), _starter(facts, launcher)
-    family = facts.launchers[launcher].family if launcher in facts.launchers else ""
-    if launcher == "mpiexec" and family and library and family != library:
+    family = facts.launchers[starter].family if starter in facts.launchers else ""
+    if not starts_library(family, library):
         yield (
-            f"mpiexec is {family}'s and mpi4py loads {library}: each rank would be a job of size 1",
+            f"mpiexec is {family}'s, which cannot start the ranks of mpi4py's {library}",
             f"put {library}'s mpiexec first on PATH, or let mpi4py load {family} (MPI4PY_LIBMPI)",
+        )
+    built = mpi_family(getattr(facts.horovod, "implementation", ""))
+    if backend == "horovod" and starter == "mpiexec" and built and library and built != library:
+        yield (
+            f"Horovod was built with {built} and mpi4py loads {library}: one process cannot start both",
+            f"let mpi4py load {built} (MPI4PY_LIBMPI); or {INSTALL_HOROVOD} --rebuild",
         )
     if backend == "mpi" and starter != "mpiexec" and library != "MPICH":
         library = library or "this MPI library"

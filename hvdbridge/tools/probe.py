@@ -39,9 +39,15 @@ answer = dict(
 """
 
 HOROVOD = """
-import horovod, horovod.torch as hvd
+import ctypes, pathlib, re, horovod, horovod.torch as hvd
 answer = dict(version=horovod.__version__, location=horovod.__path__[0], gloo=bool(hvd.gloo_built()),
-              mpi=bool(hvd.mpi_built()), nccl=bool(hvd.nccl_built()))
+              mpi=bool(hvd.mpi_built()), nccl=bool(hvd.nccl_built()), implementation="")
+maps = pathlib.Path("/proc/self/maps")
+library = re.search(r"/\\S*/libmpi(ch|_abi)?\\.so\\S*", maps.read_text()) if answer["mpi"] and maps.exists() else None
+if library:
+    text = ctypes.create_string_buffer(8192)
+    ctypes.CDLL(library[0]).MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
+    answer["implementation"] = " ".join(text.value.decode().split("\\n")[0].split())
 """
 
 MPI = """

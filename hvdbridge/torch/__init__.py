@@ -1,8 +1,8 @@
 """Horovod's API for PyTorch on any backend: ``import hvdbridge.torch as hvd``.
 
 The names, signatures and results are those of ``horovod.torch`` 0.28. Horovod need not be installed. The backend that
-``HVDBRIDGE_BACKEND`` selects (torch.distributed, the real Horovod, or MPI) carries the data, under any launcher.
-docs/reference/horovod-api.md lists every name.
+``HVDBRIDGE_BACKEND`` selects (torch.distributed, the real Horovod, or MPI) carries the data.
+docs/how-to/several-hosts.md says which launchers start which backend; docs/reference/horovod-api.md lists every name.
 """
 
 # ruff: noqa: I001

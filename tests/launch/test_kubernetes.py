@@ -1,7 +1,10 @@
-"""The manifests of docs/how-to/kubernetes: fields and types against the APIs' schemas, and torchrun's command.
+"""The manifests of docs/how-to/kubernetes: fields and types against two sets of schemas, and torchrun's command.
 
-The schemas below are written from the API references (core v1, batch/v1, kubeflow.org/v2beta1), as far as the manifests
-use them. An object may have the keys of its dictionary and no others; those with "!" it must have.
+1. Kubernetes' own schemas, of the package kubernetes-validate, which needs 100 MB (``make test-recipes``). It has no
+   schema of MPIJob, but one of its pods.
+2. The schemas below. They are ours, written from the references of core v1, batch/v1, and kubeflow.org/v2beta1 of the
+   MPI operator 0.6, as far as the manifests use them. They also limit names, quantities and enumerations. An object may
+   have the keys of its dictionary and no others; those with "!" it must have.
 """
 
 from __future__ import annotations
@@ -109,6 +112,30 @@ def test_fields_and_types(name: str, kinds: set[str]) -> None:
     assert not [text for kind, document in found.items() for text in problems(document, SCHEMAS[kind], kind)]
 
 
+OF_JOB = [  # fields that replace those of the Job's spec, and our schema's first problem
+    ({"completions": "2"}, "Job.spec.completions: '2' is no int"),
+    ({"backofflimit": 0}, "Job.spec.backofflimit is unknown"),
+    ({"template": {"spec": {"restartPolicy": "Never"}}}, "Job.spec.template.spec.containers is missing"),
+    ({"template": {"spec": {"restartPolicy": "Never", "containers": {}}}}, "Job.spec.template.spec.containers: {}"),
+]
+
+
+@pytest.mark.recipes
+@pytest.mark.parametrize("version", ["1.27", "1.37"])  # the first with the label batch.kubernetes.io/job-name; the last
+def test_schemas_of_kubernetes(version: str) -> None:
+    import kubernetes_validate
+
+    service, job = documents("torchrun.yaml").values()
+    pods = documents("mpijob.yaml")["MPIJob"]["spec"]["mpiReplicaSpecs"]
+    objects = [{"apiVersion": "v1", "kind": "PodTemplate", "template": pod["template"]} for pod in pods.values()]
+    assert len(objects) == 2
+    for document in (service, job, *objects):
+        assert kubernetes_validate.validate(document, version, strict=True) == version
+    for change, _ in OF_JOB:
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate({**job, "spec": job["spec"] | change}, version, strict=True)
+
+
 def test_no_manifest_is_left_out() -> None:
     assert {path.name for path in FOLDER.iterdir()} == {"torchrun.yaml", "mpijob.yaml"}
     page = FOLDER.with_suffix(".md").read_text()
@@ -117,13 +144,7 @@ def test_no_manifest_is_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("change", "problem"),
-    [
-        ({"completions": "2"}, "Job.spec.completions: '2' is no int"),
-        ({"backofflimit": 0}, "Job.spec.backofflimit is unknown"),
-        ({"completionMode": "indexed"}, "Job.spec.completionMode: 'indexed' is none of"),
-        ({"template": {"spec": {"restartPolicy": "Never"}}}, "Job.spec.template.spec.containers is missing"),
-        ({"template": {"spec": {"restartPolicy": "Never", "containers": {}}}}, "Job.spec.template.spec.containers: {}"),
-    ],
+    [*OF_JOB, ({"completionMode": "indexed"}, "Job.spec.completionMode: 'indexed' is none of")],
 )
 def test_a_mistake_is_found(change: dict[str, Any], problem: str) -> None:
     job = documents("torchrun.yaml")["Job"]
@@ -151,9 +172,10 @@ def test_the_commands_of_the_job(tmp_path: Path) -> None:
     assert service["spec"]["clusterIP"] == "None"
     shell, option, text = pod["containers"][0]["command"]
     address = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    for told, here in ((f"addr={address} ", "addr=127.0.0.1 "), ("29500", str(free_port())), ("train.py", str(SCRIPT))):
-        assert text.count(told) == 1
-        text = text.replace(told, here)
+    port, script = str(free_port()), str(SCRIPT)
+    for old, new in ((f"addr={address} ", "addr=127.0.0.1 "), ("29500", port), ("train.py", script)):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
     pods = [f"JOB_COMPLETION_INDEX={i} {shlex.join([shell, option, text])}" for i in range(2)]
     env = {item["name"]: item["value"] for item in pod["containers"][0]["env"]} | {
         "HVDBRIDGE_SERVICE_HOST": "10.96.0.7", "HVDBRIDGE_SERVICE_PORT": "80", "HVDBRIDGE_PORT": "tcp://10.96.0.7:80",

@@ -58,7 +58,7 @@ WITHOUT_HOROVOD = replace(
 OPEN_MPI = replace(
     EVERYTHING,
     mpi=SimpleNamespace(mpi4py="4.1.2", implementation="Open MPI v5.0.11"),
-    launchers={**EVERYTHING.launchers, "mpiexec": Launcher("/usr/bin/mpiexec", family="Open MPI")},
+    launchers={**EVERYTHING.launchers, "mpiexec": Launcher("/usr/bin/mpiexec", family="Open MPI 5")},
 )
 WITHOUT_TORCH = replace(EVERYTHING, torch=probe.Missing("ModuleNotFoundError: No module named 'torch'"))
 
@@ -121,7 +121,7 @@ def test_open_mpi_cannot_be_started_by_the_others():
     nine = table(OPEN_MPI)
     assert working(OPEN_MPI) == set(nine) - {("torchrun", "mpi"), ("horovodrun", "mpi")}
     cell = nine["torchrun", "mpi"]
-    assert "Open MPI does not speak PMI-1" in cell.how
+    assert "Open MPI 5 does not speak PMI-1" in cell.how
     assert "mpiexec" in cell.remedy
 
 
@@ -133,10 +133,39 @@ def test_without_mpi4py_nothing_runs_under_mpiexec():
     assert table(no_launcher)["torchrun", "mpi"].remedy == "pip install 'hvdbridge[mpich]'"
 
 
-def test_an_mpiexec_of_another_mpi_would_start_jobs_of_size_1():
-    facts = replace(OPEN_MPI, mpi=EVERYTHING.mpi)
-    assert {key for key in table(facts) if key[0] == "mpiexec"}.isdisjoint(working(facts))
-    assert "each rank would be a job of size 1" in table(facts)["mpiexec", "mpi"].how
+@pytest.mark.parametrize(
+    ("mpiexec", "library", "works"),
+    [
+        ("Open MPI 5", "MPICH Version: 5.0.2", False),
+        ("MPICH", "Open MPI v5.0.11, package: x", False),
+        ("Open MPI 5", "Open MPI v4.1.4, package: x", False),
+        ("Open MPI 4", "Open MPI v5.0.11, package: x", True),
+        ("MPICH", "Intel(R) MPI Library 2021.17 for Linux* OS", True),
+        ("", "MPICH Version: 5.0.2", True),
+    ],
+)
+def test_an_mpiexec_of_another_mpi(mpiexec, library, works):
+    mpi = SimpleNamespace(mpi4py="4.1.2", implementation=library)
+    facts = replace(EVERYTHING, mpi=mpi, launchers={"mpiexec": Launcher("/usr/bin/mpiexec", family=mpiexec)})
+    for backend in ("torch", "horovod", "mpi"):
+        cell = table(facts)["mpiexec", backend]
+        assert cell.works == works
+        if not works:
+            assert cell.how.startswith(f"mpiexec is {mpiexec}'s, which cannot start the ranks of mpi4py's ")
+            assert "first on PATH" in cell.remedy
+
+
+def test_an_mpiexec_of_another_mpi_first_on_the_path(monkeypatch, capsys, tmp_path):
+    """The environment's mpi4py loads MPICH; the path begins with the mpiexec of a site's Open MPI."""
+    (tmp_path / "mpiexec").write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
+    (tmp_path / "mpiexec").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main(["doctor", "--json"]) == 0
+    found = {(c["launcher"], c["backend"]): c for c in json.loads(capsys.readouterr().out)["cells"]}
+    assert [found["torchrun", backend]["works"] for backend in ("torch", "mpi")] == [True, True]
+    assert found["mpiexec", "torch"]["how"] == (
+        "mpiexec is Open MPI 4's, which cannot start the ranks of mpi4py's MPICH"
+    )
 
 
 def test_a_sites_horovod_with_mpi_alone():
@@ -146,6 +175,29 @@ def test_a_sites_horovod_with_mpi_alone():
     assert nine["mpiexec", "horovod"].how == nine["horovodrun", "horovod"].how == "natively"
     assert nine["horovodrun", "torch"].how == "address by an MPI broadcast"
     assert working(facts) == set(nine) - {("torchrun", "horovod")}
+
+
+def test_a_horovod_with_another_mpi_than_mpi4py():
+    built = SimpleNamespace(gloo=True, mpi=True, nccl=False, version="0.28.1", implementation="Open MPI v4.1.4")
+    facts = replace(EVERYTHING, horovod=built)
+    assert set(table(facts)) - working(facts) == {("mpiexec", "horovod"), ("horovodrun", "horovod")}
+    cell = table(facts)["mpiexec", "horovod"]
+    assert cell.how.startswith("Horovod was built with Open MPI 4 and mpi4py loads MPICH")
+    assert "MPI4PY_LIBMPI" in cell.remedy
+    same = SimpleNamespace(**vars(built) | {"implementation": EVERYTHING.mpi.implementation})
+    assert working(replace(EVERYTHING, horovod=same)) == set(table(EVERYTHING))
+
+
+def test_the_mpi_that_horovod_was_built_with(monkeypatch, tmp_path):
+    """A package in Horovod's place loads the MPI library that mpi4py loads, as a Horovod with MPI does."""
+    source = "from mpi4py import rc; rc(initialize=False, finalize=False); from mpi4py import MPI\n"
+    source += "mpi_built = lambda: True\ngloo_built = nccl_built = lambda: False\n"
+    (tmp_path / "horovod" / "torch").mkdir(parents=True)
+    (tmp_path / "horovod" / "__init__.py").write_text("__version__ = '0'\n")
+    (tmp_path / "horovod" / "torch" / "__init__.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    horovod, mpi = probe.ask(probe.HOROVOD), probe.ask(probe.MPI)
+    assert horovod.implementation == mpi.implementation != ""
 
 
 def test_without_torch_nothing_works():
@@ -219,15 +271,31 @@ def test_what_a_start_from_this_shell_would_meet(environ: dict[str, str], what: 
     assert bool(remedy) == bool(found.remedy)
 
 
-@pytest.mark.parametrize(("way", "remedy"), [("none", "srun --mpi=pmi2"), ("pmix", "")])
-def test_what_srun_would_take(way: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, says in (("srun", ""), ("scontrol", f"MpiDefault              = {way}")):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}'\n")
+@pytest.mark.parametrize(
+    ("library", "way", "plugins", "backend", "remedy"),
+    [
+        ("MPICH Version: 5.0.2", "none", "none pmi2", "torch", "srun --mpi=pmi2"),
+        ("MPICH Version: 5.0.2", "pmix", "none pmi2 pmix", "mpi", ""),
+        ("Open MPI v5.0.11", "pmix_v4", "none pmi2 pmix", "mpi", ""),
+        ("Open MPI v5.0.11", "pmi2", "none pmi2 pmix", "mpi", "srun --mpi=pmix"),
+        ("Open MPI v5.0.11", "none", "none pmi2", "torch", "mpirun of Open MPI 5 within the allocation"),
+        (None, "pmi2", "none pmi2", "torch", ""),
+    ],
+)
+def test_what_srun_would_take(
+    library: str | None, way: str, plugins: str, backend: str, remedy: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    outputs = {"srun": f"MPI plugin types are... {plugins}", "scontrol": f"MpiDefault              = {way}"}
+    for name, output in outputs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{output}'\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    answer = SimpleNamespace(implementation=library) if library else probe.Missing("no mpi4py")
+    monkeypatch.setattr(doctor, "ask", {probe.MPI: answer}.get)
     found = {finding.what: finding for finding in doctor.findings({})}["srun"]
-    assert f"MpiDefault is {way}" in found.text
-    assert remedy in found.remedy
+    assert found.text.startswith(f"Slurm's MpiDefault is {way}: srun python train.py takes the {backend} backend")
+    assert found.remedy.startswith(remedy)
     assert bool(remedy) == bool(found.remedy)
 
 

@@ -163,7 +163,7 @@ def test_fields_of_the_first_edition_by_position() -> None:
 def test_members_that_only_a_users_class_has_still_decide() -> None:
     @dataclass(frozen=True)
     class Phased(LocalSgd):
-        slots: ClassVar = {"extra": hvdbridge.Slot()}
+        slots: ClassVar[dict[str, hvdbridge.Slot]] = {"extra": hvdbridge.Slot()}  # Python 3.10 needs the type
 
         def averaged(self, step: int) -> bool:
             return step == 3
