@@ -46,9 +46,9 @@ NODE_FILE_SYSTEMS = (
 )  # fmt: skip
 """Types of file systems, as in :data:`MOUNTS`, that belong to one node."""
 SHARED_FILE_SYSTEMS = (
-    "nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "wekafs", "panfs", "pvfs2", "dvs", "gfs2", "ocfs2", "cifs", "smb3",
-    "smbfs", "afs", "fuse.ceph", "fuse.ceph-fuse", "fuse.daos", "fuse.gcsfuse", "fuse.glusterfs", "fuse.juicefs",
-    "fuse.mfs", "fuse.s3fs", "fuse.sshfs",
+    "nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "wekafs", "panfs", "pvfs2", "dvs", "gfs2", "ocfs2", "cifs",
+    "smb3", "smbfs", "afs", "fuse.ceph", "fuse.ceph-fuse", "fuse.daos", "fuse.gcsfuse", "fuse.glusterfs",
+    "fuse.juicefs", "fuse.mfs", "fuse.s3fs", "fuse.sshfs",
 )  # fmt: skip
 """Types of file systems that nodes may share. A type in neither set may be a sandbox's own."""
 P, I32, I64, U32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
