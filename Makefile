@@ -15,7 +15,7 @@ PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-ch
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test computes waits quick test-recipes test-launchers test-versions lint types parity convergence convergence-known bench docs dist ci clean
+.PHONY: help install demo test computes waits quick test-recipes test-launchers test-versions test-dist lint types parity convergence convergence-known bench docs dist ci clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -34,7 +34,7 @@ demo: $(STAMP)  ## the main job: 3 launchers x 3 backends x 3 policies, a table,
 	@$(BIN)/python examples/demo.py
 
 # Tests use no GPU; benchmarks/cuda_check.py does
-test computes waits quick test-recipes test-launchers test-versions: export CUDA_VISIBLE_DEVICES :=
+test computes waits quick test-recipes test-launchers test-versions test-dist: export CUDA_VISIBLE_DEVICES :=
 PYTEST := $(BIN)/python -m pytest -q
 
 test: $(STAMP)  ## all tests and doctests
@@ -110,6 +110,10 @@ dist: $(STAMP)  ## the sdist and the wheel with compiled kernels, checked, in di
 	@$(BIN)/auditwheel repair -w dist build/dist/*.whl
 	@mv build/dist/*.tar.gz dist
 	@$(BIN)/twine check --strict dist/*
+
+# A fixture installs torch by pip, which may take longer than any test
+test-dist: dist  ## what dist builds: both installed by pip in new environments, doctor and jobs of two ranks (GB)
+	@$(PYTEST) -o faulthandler_timeout=1800 tests/artifacts
 
 ci: lint types docs test  ## what must pass before a change is handed in
 

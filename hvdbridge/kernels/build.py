@@ -13,8 +13,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("native.c")
 # Without trapping math and errno, rounding is one instruction. Neither option changes a result. Contraction would: it
-# rounds a product and a sum once, and torch's operations round them one after the other.
-FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+# rounds a product and a sum once, and torch's operations round them one after the other. So would -ffast-math, which
+# icx has by default and CC may contain. -fno-fast-math precedes the other options, because it resets them.
+FLAGS = ("-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 X86 = platform.machine() == "x86_64"
 THIS_PROCESSOR = "-march=native" if X86 else "-mcpu=native"
 AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -36,7 +37,8 @@ def run(command: list[str], output: Path) -> None:
     Raises:
         OSError, subprocess.SubprocessError: there is no compiler, or it fails (``stderr`` has its output).
     """
-    subprocess.run([*command, "-o", str(output)], check=True, capture_output=True, text=True, timeout=60)
+    call = [*command, "-o", str(output)]
+    subprocess.run(call, check=True, capture_output=True, text=True, errors="replace", timeout=60)
 
 
 def prebuild(folder: Path) -> None:

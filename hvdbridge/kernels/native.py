@@ -9,6 +9,8 @@ Rules:
    the default, it is a warning.
 4. One process of a node compiles, under a lock, and the others wait. Nodes share neither the result nor the lock,
    because network file systems may not support locks and their nodes' processors differ.
+5. A failure to compile counts for the processes that have imported this module before it: the other ranks of the job.
+   A later job tries again.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import hashlib
 import logging
 import os
 import platform
+import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,11 +39,18 @@ from hvdbridge.kernels import build
 
 WAIT_SECONDS = 90.0
 """Time limit for a process that waits until another one of its node has compiled; :mod:`.build` allows that 60 s."""
-NODE_FILE_SYSTEMS = {
-    0xEF53: "ext4", 0x58465342: "xfs", 0x9123683E: "btrfs", 0x2FC12FC1: "zfs", 0xF2F52010: "f2fs",
-    0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x794C7630: "overlay",
-}  # fmt: skip
-"""File systems that belong to one node, by the number that Linux's ``statfs`` returns."""
+IMPORTED = time.time()
+MOUNTS = Path("/proc/self/mounts")
+NODE_FILE_SYSTEMS = (
+    "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay", "fuse.fuse-overlayfs",
+)  # fmt: skip
+"""Types of file systems, as in :data:`MOUNTS`, that belong to one node."""
+SHARED_FILE_SYSTEMS = (
+    "nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "wekafs", "panfs", "pvfs2", "dvs", "gfs2", "ocfs2", "cifs",
+    "smb3", "smbfs", "afs", "fuse.ceph", "fuse.ceph-fuse", "fuse.daos", "fuse.gcsfuse", "fuse.glusterfs",
+    "fuse.juicefs", "fuse.mfs", "fuse.s3fs", "fuse.sshfs",
+)  # fmt: skip
+"""Types of file systems that nodes may share. A type in neither set may be a sandbox's own."""
 P, I32, I64, U32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 F32 = ctypes.c_float
 LINEAR, TERNARY, SIGN, FLOAT8, POWER = range(5)
@@ -111,21 +122,28 @@ def report_unavailable(name: str, remedy: str, error: Exception) -> None:
     """Warn that the kernels ``name`` do not work, so that torch's operations replace them.
 
     Args:
-        remedy: what the user should install.
+        remedy: what the user should install, unless ``error`` is a ConfigurationError.
 
     Raises:
         ConfigurationError: ``HVDBRIDGE_KERNELS=native``.
     """
-    reason = getattr(error, "stderr", None) or f"{type(error).__name__}: {error}"
+    node = "set HVDBRIDGE_CACHE to a directory of this node"
+    remedy = node if isinstance(error, ConfigurationError) else f"install {remedy}"
     if Config.from_environment().kernels == "native":
         raise ConfigurationError(
-            f"HVDBRIDGE_KERNELS=native: {name}: compilation failed: {reason}. Install {remedy}, or unset the variable: "
-            "torch's operations do the same, more slowly."
+            f"HVDBRIDGE_KERNELS=native: {name}: compilation failed: {_reason(error)}. Either {remedy}, or unset "
+            "the variable: torch's operations do the same, more slowly."
         ) from error
     logger.warning(
-        "compression takes several times as long with torch's operations in place of %s (install %s; or set "
-        "HVDBRIDGE_KERNELS=torch): compilation failed: %s", name, remedy, reason,
+        "compression takes several times as long with torch's operations in place of %s (%s; or set "
+        "HVDBRIDGE_KERNELS=torch): compilation failed: %s", name, remedy, _reason(error),
     )  # fmt: skip
+
+
+def _reason(error: Exception) -> str:
+    """Return a compiler's messages, or else the error's."""
+    messages = getattr(error, "stderr", None)  # bytes after a timeout
+    return messages if messages and isinstance(messages, str) else f"{type(error).__name__}: {error}"
 
 
 def library(cache: Path) -> ctypes.CDLL:
@@ -133,21 +151,44 @@ def library(cache: Path) -> ctypes.CDLL:
 
     Raises:
         OSError, subprocess.SubprocessError: there is no compiler, or it fails (``stderr`` has its output).
-        ConfigurationError: the directory that it needs below the temporary directory belongs to another user.
+        ConfigurationError: no directory of this node can keep the kernels.
     """
     if prebuilt := _prebuilt(build.SOURCE.parent):
         return ctypes.CDLL(str(prebuilt))
     command = build.command(build.THIS_PROCESSOR)
     key = hashlib.sha256("\0".join([build.SOURCE.read_text(), *command, _processor()]).encode()).hexdigest()[:16]
     target = _node_folder(cache) / f"native-{key}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_suffix(".lock")):
-            if not target.exists():
-                partial, started = target.with_suffix(".partial"), time.perf_counter()
-                build.run(command, partial)
-                os.replace(partial, target)  # a process that does not wait sees the complete file or none
-                logger.info("native.c took %.1f s to compile", time.perf_counter() - started)
+    lock = target.with_suffix(".lock")
+    if found := _loaded(target):
+        return found
+    with _locked(lock):
+        if found := _loaded(target):
+            return found
+        if (failure := lock.read_text()) and lock.stat().st_mtime > IMPORTED:
+            raise OSError(f"another process of this node could not compile: {failure}")
+        try:
+            return _compile(command, target)
+        except (OSError, subprocess.SubprocessError) as error:
+            lock.write_text(_reason(error))
+            raise
+
+
+def _loaded(path: Path) -> ctypes.CDLL | None:
+    """Load the library ``path``; return None if it is missing or damaged."""
+    if path.exists():
+        with suppress(OSError):
+            return ctypes.CDLL(str(path))
+    return None
+
+
+def _compile(command: list[str], target: Path) -> ctypes.CDLL:
+    started = time.perf_counter()
+    # Its own directory, in case that nodes share files after all, or that locks have no effect.
+    prefix = f"partial-{socket.gethostname()}-{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as own:
+        build.run(command, Path(own, target.name))
+        os.replace(Path(own, target.name), target)  # a process that does not wait sees the complete file or none
+    logger.info("native.c took %.1f s to compile", time.perf_counter() - started)
     return ctypes.CDLL(str(target))
 
 
@@ -159,19 +200,45 @@ def _prebuilt(folder: Path) -> Path | None:
 
 
 def _node_folder(cache: Path) -> Path:
-    """Return where this node keeps compiled kernels: below ``cache``, or else below the temporary directory.
+    """Return the directory of this node's compiled kernels, after creating it.
 
-    It is the temporary directory if ``cache`` cannot be written, or may be on a file system that nodes share.
+    It is below ``cache``, else below the temporary directory, else below /dev/shm. Each is used only if this user can
+    write it, it is not mounted with noexec, and nodes do not share it. Of an unknown file system ``cache``, which is
+    often on a network, is taken to be shared, and the others are not.
+
+    Raises:
+        ConfigurationError: none is possible, or the directory belongs to another user.
     """
-    existing = next(path for path in (cache, *cache.parents) if os.path.exists(path))
-    usable = os.access(existing, os.W_OK | os.X_OK) and _file_system(existing) in NODE_FILE_SYSTEMS
-    return (cache if usable else own_directory()) / "kernels"
+    refused = []
+    temporary, memory = (Path(root, f"hvdbridge-{os.getuid()}") for root in (tempfile.gettempdir(), "/dev/shm"))
+    for base in (cache, temporary, memory):
+        folder = base.absolute() / "kernels"
+        existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+        kind = _file_system(existing)
+        if not os.access(existing, os.W_OK | os.X_OK):
+            refused.append(f"{existing} cannot be written")
+        elif os.statvfs(existing).f_flag & os.ST_NOEXEC:
+            refused.append(f"{existing} is mounted with noexec")
+        elif kind in SHARED_FILE_SYSTEMS or (base is cache and kind not in NODE_FILE_SYSTEMS):
+            refused.append(f"{existing} is on {kind or 'an unknown file system'}, which nodes may share")
+        else:
+            if base is not cache:
+                own_directory(base)
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+    raise ConfigurationError(f"No directory of this node can keep compiled kernels: {'; '.join(refused)}")
 
 
-def _file_system(path: Path) -> int:
-    """Return the file system's number in Linux's ``struct statfs``; another number on other systems."""
-    statfs = (ctypes.c_long * 512)()  # larger than any system's struct
-    return statfs[0] if ctypes.CDLL(None).statfs(os.fsencode(path), statfs) == 0 else 0
+def _file_system(path: Path) -> str:
+    """Return the type of the file system of ``path``, as in Linux's :data:`MOUNTS`; empty if it is not known."""
+    try:
+        mounts = [line.split() for line in MOUNTS.read_bytes().splitlines()]
+    except OSError:
+        return ""
+    # A later mount hides an earlier one at the same point.
+    types = {os.fsdecode(mount[1].replace(rb"\040", b" ")): os.fsdecode(mount[2]) for mount in mounts}
+    resolved = path.resolve()
+    return next((types[str(p)] for p in (resolved, *resolved.parents) if str(p) in types), "")
 
 
 @contextmanager
@@ -182,7 +249,7 @@ def _locked(path: Path) -> Iterator[None]:
         TimeoutError: another process has held it for :data:`WAIT_SECONDS`.
     """
     deadline = time.monotonic() + WAIT_SECONDS
-    with path.open("w") as file:
+    with path.open("a") as file:  # it may contain the last failure
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,10 +1,15 @@
-"""The source distribution and its wheel, installed in an environment that lacks the repository."""
+"""The source distribution and its wheel, installed in an environment that lacks the repository.
+
+Nothing comes from a network: the environment finds torch in this one. ``make test-dist`` (``tests/artifacts``)
+installs what ``make dist`` has built, and torch, by pip.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +18,9 @@ import tarfile
 import venv
 import zipfile
 from dataclasses import dataclass
+from email import message_from_bytes
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,26 +72,52 @@ def build(kind: str, tree: Path, out: Path, **env: str) -> tuple[Path, str]:
 
 @dataclass
 class Installed:
-    """An environment with the wheel, and an empty directory."""
+    """An environment with hvdbridge, and an empty directory.
+
+    Attributes:
+        variables: what its commands get beside this process's environment.
+    """
+
+    prefix: Path
+    empty: Path
+    variables: dict[str, str]
+
+    def run(self, *command: str, **env: str) -> str:
+        """Run a command of the environment in the empty directory. Return its standard output."""
+        whole = environment(**self.variables, **env)
+        program, *arguments = command
+        call = [str(self.prefix / "bin" / program), *arguments]
+        done = subprocess.run(call, cwd=self.empty, env=whole, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def ranks(self, *launcher: str, **env: str) -> list[dict[str, Any]]:
+        """Run :data:`JOB` on two ranks, which take hvdbridge from the environment. Return what each has found."""
+        (self.empty / "job.py").write_text(JOB)
+        lines = self.run(*launcher, "job.py", **env).splitlines()
+        found = [json.loads(line.removeprefix("found ")) for line in lines if line.startswith("found ")]
+        assert sorted((rank["rank"], rank["size"]) for rank in found) == [(0, 2), (1, 2)]
+        for rank in found:
+            assert Path(rank["package"]).is_relative_to(self.prefix)
+            assert str(ROOT) not in rank["path"]
+        return found
+
+    def prebuilt(self, file: str) -> bool:
+        """Return whether a library of kernels was installed, in place of compiled here."""
+        return Path(file).is_relative_to(self.prefix) and Path(file).name.startswith("libnative")
+
+
+@dataclass
+class Built(Installed):
+    """An environment with the wheel, and what it was built from."""
 
     sdist: Path
     tree: Path
     wheel: Path
-    prefix: Path
-    empty: Path
-
-    def run(self, *command: str, **env: str) -> str:
-        """Run a command of the environment in the empty directory, without a compiler. Return its standard output."""
-        fixed = {"PATH": f"{self.prefix}/bin:/usr/bin:/bin", "CC": "/bin/false", "HVDBRIDGE_CACHE": "cache",
-                 "OMP_NUM_THREADS": "1"}  # fmt: skip
-        whole = environment(**fixed, **env)
-        done = subprocess.run(command, cwd=self.empty, env=whole, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("dist")
     shutil.copytree(ROOT, folder / "checkout", ignore=shutil.ignore_patterns(*GENERATED))
     sdist, _ = build("sdist", folder / "checkout", folder / "out")
@@ -102,10 +135,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     # in one, so that an editable installation of hvdbridge there stays out.
     packages = next(prefix.glob("lib/python*/site-packages"))
     (packages / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
-    return Installed(sdist, tree, wheel, prefix, empty)
+    variables = {"PATH": f"{prefix}/bin:/usr/bin:/bin", "CC": "/bin/false", "HVDBRIDGE_CACHE": "cache",
+                 "OMP_NUM_THREADS": "1"}  # fmt: skip
+    return Built(prefix, empty, variables, sdist, tree, wheel)
 
 
-def test_source_distribution(installed: Installed) -> None:
+def test_source_distribution(installed: Built) -> None:
     """It contains what the package, its tests and its documentation are made of."""
     sources = ("hvdbridge", "tests", "examples", "benchmarks", "docs")
     wanted = {path.relative_to(ROOT) for folder in sources for path in (ROOT / folder).rglob("*.*") if path.is_file()}
@@ -114,7 +149,7 @@ def test_source_distribution(installed: Installed) -> None:
     assert not [str(path) for path in sorted(wanted) if not (installed.tree / path).exists()]
 
 
-def test_wheel(installed: Installed) -> None:
+def test_wheel(installed: Built) -> None:
     """It is for this platform and any Python, and contains each file of the package and the license."""
     assert installed.wheel.name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl")
     names = set(zipfile.ZipFile(installed.wheel).namelist())
@@ -125,34 +160,38 @@ def test_wheel(installed: Installed) -> None:
         assert sum(name.endswith(".so") for name in names) == 4
 
 
-def test_doctor(installed: Installed) -> None:
-    found = json.loads(installed.run("hvdbridge", "doctor", "--json"))
-    kernels = Path(found["facts"]["kernels"]["file"])
-    assert kernels.is_relative_to(installed.prefix), found["facts"]["kernels"]
-    assert kernels.name.startswith("libnative")
+def test_extras(installed: Built) -> None:
+    """docs/how-to/install.md has a row for each extra."""
+    with zipfile.ZipFile(installed.wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+        extras = message_from_bytes(archive.read(name)).get_all("Provides-Extra")
+    text = (ROOT / "docs" / "how-to" / "install.md").read_text()
+    table = text[text.index("| extra |") :].partition("\n\n")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(extras or [])
 
 
-def test_two_ranks(installed: Installed) -> None:
+def test_doctor(installed: Built) -> None:
+    kernels = json.loads(installed.run("hvdbridge", "doctor", "--json"))["facts"]["kernels"]
+    assert installed.prebuilt(kernels["file"]), kernels
+
+
+def test_two_ranks(installed: Built) -> None:
     """A job by torchrun uses the wheel's modules and its kernels, which give the bits of torch's operations."""
-    (installed.empty / "job.py").write_text(JOB)
-    found = {}
-    for kernels in ("native", "torch"):
-        torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "job.py"]
-        lines = installed.run(*torchrun, HVDBRIDGE_KERNELS=kernels, HVDBRIDGE_BACKEND="torch").splitlines()
-        found[kernels] = [json.loads(line.removeprefix("found ")) for line in lines if line.startswith("found ")]
-        assert sorted((rank["rank"], rank["size"]) for rank in found[kernels]) == [(0, 2), (1, 2)]
-    for rank in found["native"] + found["torch"]:
-        assert Path(rank["package"]).is_relative_to(installed.prefix)
-        assert str(ROOT) not in rank["path"]
-        assert rank["digests"] == found["native"][0]["digests"]
-    assert len(set(found["native"][0]["digests"].values())) == 4, "each policy trains in its own way"
-    for rank in found["native"]:
-        assert Path(rank["kernels"]).is_relative_to(installed.prefix)
-    assert {rank["kernels"] for rank in found["torch"]} == {None}
+    torchrun = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    native, operations = (
+        installed.ranks(*torchrun, HVDBRIDGE_KERNELS=kernels, HVDBRIDGE_BACKEND="torch")
+        for kernels in ("native", "torch")
+    )
+    for rank in native + operations:
+        assert rank["digests"] == native[0]["digests"]
+    assert len(set(native[0]["digests"].values())) == 4, "each policy trains in its own way"
+    for rank in native:
+        assert installed.prebuilt(rank["kernels"])
+    assert {rank["kernels"] for rank in operations} == {None}
     assert not (installed.empty / "cache" / "kernels").exists()
 
 
-def test_wheel_without_a_compiler(installed: Installed, tmp_path: Path) -> None:
+def test_wheel_without_a_compiler(installed: Built, tmp_path: Path) -> None:
     """It is for any platform, and has no kernels of an earlier build; a node compiles them at first use."""
     assert list((installed.tree / "build").rglob("libnative*.so"))
     wheel, output = build("wheel", installed.tree, tmp_path / "out", CC="/nowhere/cc")

@@ -340,42 +340,98 @@ def test_a_cache_that_cannot_be_written(fresh: Path) -> None:
     assert isinstance(native._load(), ctypes.CDLL)
 
 
-COUNTING = """#!/bin/sh
-echo compiled >> "{log}"
-sleep 1
-exec cc "$@"
-"""
 LOADING = """
+from contextlib import nullcontext
 from hvdbridge.kernels import native
+{change}
 print("ready", flush=True)
 input()
-print(native._load()._name)
+loaded = native._load()
+print(loaded and loaded._name)
 """
 
 
-@pytest.mark.slow
-def test_one_process_compiles(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several that begin at once with an empty cache; all load the same file."""
+@pytest.fixture
+def outputs(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """A compiler that takes a second and fails if the file ``fails`` exists; return the files that it was to write."""
     compiler, log = fresh / "cc", fresh / "log"
-    compiler.write_text(COUNTING.format(log=log))
+    compiler.write_text(
+        f"#!/bin/sh\nfor output; do :; done\necho $output >> {log}\nsleep 1\n"
+        f'if test -e {fresh}/fails; then echo "error: no header" >&2; exit 1; fi\nexec cc "$@"\n'
+    )
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    pipe = subprocess.PIPE
-    ranks = [subprocess.Popen([sys.executable, "-c", LOADING], stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
+    return lambda: log.read_text().splitlines()
+
+
+def load(first: int, later: int = 0, change: str = "") -> list[tuple[str, str]]:
+    """Load the kernels in ``first`` processes at once, then in ``later`` others, all of which were ready before.
+
+    Return what each one has loaded, and its warnings.
+    """
+    call, pipe = [sys.executable, "-c", LOADING.format(change=change)], subprocess.PIPE
+    start = partial(subprocess.Popen, call, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    found = []
     with ExitStack() as stack:
+        ranks = [stack.enter_context(start()) for _ in range(first + later)]
         for rank in ranks:
-            stack.enter_context(rank)
             stack.callback(rank.kill)
         for rank in ranks:
             assert rank.stdout
             assert rank.stdout.readline() == "ready\n"
-        for rank in ranks:
-            assert rank.stdin
-            rank.stdin.write("now\n")
-            rank.stdin.flush()
-        loaded = {rank.communicate(timeout=60)[0] for rank in ranks}
-    assert log.read_text().splitlines() == ["compiled"]
-    assert loaded == {f"{path}\n" for path in (fresh / "cache" / "kernels").glob("*.so")}
+        for group in (ranks[:first], ranks[first:]):
+            for rank in group:
+                assert rank.stdin
+                rank.stdin.write("now\n")
+                rank.stdin.flush()
+            found += [rank.communicate(timeout=60) for rank in group]
+    return [(out.strip(), warnings) for out, warnings in found]
+
+
+@pytest.mark.slow
+def test_one_process_compiles(fresh: Path, outputs: Callable[[], list[str]]) -> None:
+    """Of several that begin at once with an empty cache; all load the same file."""
+    found = load(3)
+    assert len(outputs()) == 1
+    (made,) = (fresh / "cache" / "kernels").glob("*.so")
+    assert found == [(str(made), "")] * 3
+
+
+@pytest.mark.slow
+def test_one_failure_of_the_compiler(fresh: Path, outputs: Callable[[], list[str]]) -> None:
+    """One process of a node fails to compile. The job's others have its message; a later job tries again."""
+    (fresh / "fails").touch()
+    found = load(first=2, later=1)
+    assert len(outputs()) == 1
+    assert [name for name, _ in found] == ["None"] * 3
+    for _, warnings in found:
+        assert warnings.count("compression takes several times as long") == 1
+        assert "error: no header" in warnings
+    assert sorted("another process" in warnings for _, warnings in found) == [False, True, True]
+    assert load(1)[0][0] == "None"
+    assert len(outputs()) == 2
+    (fresh / "fails").unlink()
+    ((name, warnings),) = load(1)
+    assert name.endswith(".so")
+    assert not warnings
+
+
+@pytest.mark.slow
+def test_two_processes_write_two_files(fresh: Path, outputs: Callable[[], list[str]]) -> None:
+    """As on nodes that share files: their locks have no effect on each other. One complete library remains."""
+    found = load(2, change="native._locked = lambda path: nullcontext(path.touch())")
+    assert len(set(outputs())) == 2
+    (made,) = (fresh / "cache" / "kernels").glob("*[!k]")  # all but the lock
+    assert found == [(str(made), "")] * 2
+
+
+def test_a_damaged_library_is_compiled_again(fresh: Path) -> None:
+    """A power failure may leave a file without its contents."""
+    made = fresh / "cache" / "kernels" / Path(native.library(fresh / "other")._name).name
+    made.parent.mkdir(parents=True)
+    made.touch()
+    assert isinstance(native._load(), ctypes.CDLL)
+    assert made.stat().st_size > 0
 
 
 def test_waiting_for_the_compiler_has_a_limit(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
@@ -395,21 +451,79 @@ def test_waiting_for_the_compiler_has_a_limit(fresh: Path, monkeypatch: pytest.M
 def test_kernels_are_not_kept_where_nodes_share_files(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No network file system can be mounted here. procfs is another one that is not known to belong to one node."""
-    temporary = fresh / "temporary"
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    """No network file system can be mounted here. A file in the format of /proc/self/mounts has some."""
+    temporary, cache, mounts = fresh / "temporary", fresh / "a cache", fresh / "mounts"
     elsewhere = temporary / f"hvdbridge-{os.getuid()}" / "kernels"
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("HVDBRIDGE_CACHE", str(cache))
     assert native._node_folder(Path("/proc/1/cache")) == elsewhere
-    assert native._node_folder(Path("/dev/shm/cache")) == Path("/dev/shm/cache/kernels")
-    assert native._node_folder(fresh / "cache") == fresh / "cache" / "kernels"
-    monkeypatch.setattr(native, "NODE_FILE_SYSTEMS", {})  # as if the cache were shared
+    assert native._node_folder(cache) == cache / "kernels"
+    monkeypatch.setattr(native, "MOUNTS", mounts)
+    assert native._node_folder(cache) == elsewhere, "without a list of mounts no file system is known"
+
+    def mount(on_cache: str, on_temporary: str, on_memory: str = "tmpfs") -> None:
+        mounts.write_text(
+            f"/dev/vda / ext4 rw,relatime 0 0\nserver:/x {fresh}/a\\040cache {on_cache} rw 0 0\n"
+            f"x {temporary} {on_temporary} rw 0 0\ntmpfs /dev/shm {on_memory} rw 0 0\n"
+        )
+
+    for kind in ("nfs4", "lustre", "fuse.sshfs", "unknown"):
+        mount(kind, "unknown")
+        assert native._node_folder(cache) == elsewhere
+    mount("fuse.fuse-overlayfs", "nfs4")
+    assert native._node_folder(cache) == cache / "kernels"
+    mount("nfs4", "lustre", "ceph")
+    assert native._load() is None
+    (warning,) = caplog.messages
+    assert "(set HVDBRIDGE_CACHE to a directory of this node; or set HVDBRIDGE_KERNELS=torch)" in warning
+    for text in (f"{cache}/kernels is on nfs4, which nodes may share", f"{elsewhere} is on lustre", " is on ceph"):
+        assert text in warning
+    mount("nfs4", "xfs")
+    forget()
     assert isinstance(native._load(), ctypes.CDLL)
     assert len(list(elsewhere.glob("*.so"))) == 1
-    assert not (fresh / "cache").exists()
     forget()
+    caplog.clear()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert native._load() is None, "a library that another user may have written is not loaded"
     assert f"{temporary}/hvdbridge-12345 belongs to another user" in caplog.text
+
+
+NAMESPACE = """
+mount -t tmpfs -o {shm} tmpfs /dev/shm
+mkdir {folder}/own
+mount -t tmpfs -o noexec tmpfs {folder}/own
+HVDBRIDGE_CACHE={folder}/own/cache TMPDIR={folder}/own exec {python} -c "{code}"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shm", ["exec", "noexec"])
+def test_directories_from_which_nothing_can_be_loaded(shm: str, tmp_path: Path) -> None:
+    """Kernels are kept in memory where cache and temporary directory are mounted with noexec."""
+    unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
+    if subprocess.run([*unshare, "mount -t tmpfs tmpfs /mnt"], capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount a file system in a namespace")
+    code = "from hvdbridge.kernels import native; loaded = native._load(); print(loaded and loaded._name)"
+    script = NAMESPACE.format(shm=shm, folder=tmp_path, python=sys.executable, code=code)
+    done = subprocess.run([*unshare, script], capture_output=True, text=True, timeout=60, check=True)
+    if shm == "exec":
+        assert re.fullmatch(r"/dev/shm/hvdbridge-0/kernels/native-\w+\.so\n", done.stdout), done.stdout + done.stderr
+        assert not done.stderr
+    else:
+        assert done.stdout == "None\n"
+        assert done.stderr.count("is mounted with noexec") == 3
+        assert done.stderr.count("set HVDBRIDGE_CACHE to a directory of this node") == 1
+
+
+@pytest.mark.slow
+def test_a_compiler_that_would_change_bits(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast arithmetic, which CC may request and is icx's default, would change results, and flush denormals."""
+    monkeypatch.setenv("CC", "cc -ffast-math")
+    assert isinstance(native._load(), ctypes.CDLL)
+    for seed, (code, width, special) in enumerate(itertools.product(CODES, (16, 1024), (0.0, 0.01))):
+        same_codes(both, seed, code, width, 5_003, special)
+    assert torch.tensor([1e-45]).mul(2.0).item() > 0
 
 
 @pytest.mark.slow
@@ -449,7 +563,7 @@ def test_no_compiler(compiler: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
     assert "torch's operations in place of hvdbridge/kernels/native.c" in caplog.text
     monkeypatch.setenv("HVDBRIDGE_KERNELS", "native")
     forget()
-    with pytest.raises(ConfigurationError, match="Install a C compiler, or name one in CC, or unset"):
+    with pytest.raises(ConfigurationError, match="install a C compiler, or name one in CC, or unset"):
         native.compiled(torch.ones(2))
 
 
