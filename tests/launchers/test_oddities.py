@@ -95,7 +95,7 @@ def test_few_open_files(launcher: str, backend: str) -> None:
     ("launcher", "backend", "limit", "text"),
     [
         ("torchrun", "torch", 32, "epoll_create: Too many open files"),
-        ("horovodrun", "horovod", 24, "Too many open files"),
+        ("horovodrun", "horovod", 14, "Too many open files"),
         ("mpiexec", "mpi", 24, "try to increase the limit by setting the max open files limit (ulimit -n)"),
     ],
 )

@@ -132,7 +132,7 @@ MIB = 1 << 20
 
 
 def shared_memory(monkeypatch: pytest.MonkeyPatch, library: str, blocks: int, free: int, **place: int) -> None:
-    """Check a /dev/shm with ``blocks`` and ``free`` bytes, for rank 0 of four on one host unless ``place`` says else."""
+    """Check a /dev/shm with ``blocks`` and ``free`` bytes, as rank 0 of four on one host; ``place`` changes that."""
     monkeypatch.setattr(starter, "_version", lambda: library)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=blocks, f_bavail=free, f_frsize=1))
     starter.check_shared_memory(World(**({"rank": 0, "size": 4, "local_rank": 0, "local_size": 4} | place)))

@@ -167,8 +167,8 @@ def check_shared_memory(world: World, folder: Path = SHM) -> None:
     if not found.f_blocks or free >= SEGMENT_BYTES * max(world.local_size, 1):  # no blocks: no limit
         return
     text = (
-        f"rank {world.rank}: {folder} of {socket.gethostname()} has {free / 1e6:.1f} MB free. Where it is full, ranks of "
-        f"{_version()} end by SIGBUS (Bus error). Enlarge it (containers: --shm-size=1g), or remove files there"
+        f"rank {world.rank}: {folder} of {socket.gethostname()} has {free / 1e6:.1f} MB free. Where it is full, ranks "
+        f"of {_version()} end by SIGBUS (Bus error). Enlarge it (containers: --shm-size=1g), or remove files there"
     )
     if free < MINIMUM_BYTES:
         raise BackendUnavailable(text)
