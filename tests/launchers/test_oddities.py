@@ -69,6 +69,13 @@ def test_a_full_shared_memory_on_mpi(name: str, launcher: str, library: Callable
     assert "BAD TERMINATION" not in job.output
 
 
+def test_a_full_shared_memory_and_one_process() -> None:
+    permitted(*SHARED_MEMORY, "true")
+    job = shell(f"{FULL}; python {PLACES}", "mpi", 1, enter=SHARED_MEMORY)
+    assert job.status == 1
+    assert " has 0.0 MB free" in last_error(job.output, "BackendUnavailable")
+
+
 @pytest.mark.parametrize("name", ["Open MPI 4.1", "Open MPI 5"])
 def test_a_full_shared_memory_on_open_mpi(name: str, library: Callable[[str], Library]) -> None:
     """It goes on by another transport."""

@@ -138,10 +138,12 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch, library: str, blocks: int, fr
     starter.check_shared_memory(World(**({"rank": 0, "size": 4, "local_rank": 0, "local_size": 4} | place)))
 
 
+@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("library", [MPICH, INTEL])
-def test_a_full_shared_memory_is_refused(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_shared_memory_is_refused(library: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process alone would end by SIGBUS, too."""
     with pytest.raises(BackendUnavailable, match=r"^rank 0: /dev/shm of .* has 1\.0 MB free\. .*SIGBUS.*--shm-size"):
-        shared_memory(monkeypatch, library, 64 * MIB, MIB - 1)
+        shared_memory(monkeypatch, library, 64 * MIB, MIB - 1, size=size, local_size=size)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_a_full_shared_memory_is_refused(library: str, monkeypatch: pytest.Monke
         (23 * MIB, {}, True), (24 * MIB, {}, False), (MIB, {}, True),
         (23 * MIB, {"rank": 1, "local_rank": 1}, False),
         (5 * MIB, {"local_rank": -1, "local_size": -1}, True),
-        (0, {"local_size": 1}, False),
+        (5 * MIB, {"local_size": 1}, True), (6 * MIB, {"local_size": 1}, False),
     ],
 )  # fmt: skip
 def test_a_small_shared_memory_is_named_once_on_each_host(
