@@ -59,7 +59,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=10 State=UP
 
 
 class NoCluster(RuntimeError):
-    """This machine cannot run such a cluster; the message says why."""
+    """A program of Slurm is not installed; the message names it."""
 
 
 @dataclass
@@ -116,12 +116,13 @@ def cluster(count: int = 2, conf: str = "") -> Iterator[Slurm]:
     """Start a cluster of ``count`` hosts, with more lines of slurm.conf.
 
     Raises:
-        NoCluster: a program is missing, or a daemon does not start.
-        NoHosts: this machine cannot simulate hosts.
+        NoCluster: a program is missing.
+        NoHosts: this machine cannot simulate hosts: no root, or network namespaces are refused.
+        RuntimeError: a daemon does not start.
     """
     missing = [name for name in ("munged", "slurmctld", "slurmd", "srun") if shutil.which(name) is None]
     if missing:
-        raise NoCluster(f"not installed: {', '.join(missing)} (Debian: slurm-wlm, munge)")
+        raise NoCluster(f"not installed: {', '.join(missing)}: make test-launchers installs Debian's, as root")
     with tempfile.TemporaryDirectory(prefix="hvdbridge-slurm-") as root, hosts(count) as simulated:
         folder = Path(root)
         folder.chmod(0o755)
@@ -176,7 +177,8 @@ def _munged(folder: Path) -> subprocess.Popen[bytes]:
         if daemon.poll() is not None or time.monotonic() > deadline:
             daemon.kill()
             daemon.wait()
-            raise NoCluster("munged does not start")
+            lines = "".join(log.read_text()[-1500:] for log in own.glob("log"))
+            raise RuntimeError(f"munged does not start:\n{lines}")
         time.sleep(0.05)
     return daemon
 
@@ -186,5 +188,5 @@ def _wait_for_nodes(slurm: Slurm, count: int, daemons: Sequence[subprocess.Popen
     while slurm.command("sinfo --noheader --Node --format=%T").split() != ["idle"] * count:
         if any(daemon.poll() is not None for daemon in daemons) or time.monotonic() > deadline:
             logs = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(slurm.folder.glob("*.log")))
-            raise NoCluster(f"Slurm does not start:\n{logs}")
+            raise RuntimeError(f"Slurm does not start:\n{logs}")
         time.sleep(0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -36,6 +37,12 @@ def hosts() -> Iterator[Hosts]:
         pytest.skip(str(error))
 
 
+def output(command: list[str], env: dict[str, str] | None = None) -> str:
+    """Run a command with further variables, and return its output."""
+    done = subprocess.run(command, env=os.environ | (env or {}), capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
 @dataclass(frozen=True)
 class Library:
     """An MPI library: the Python whose mpi4py loads it, its own mpiexec, and variables that select it."""
@@ -53,9 +60,9 @@ def libraries() -> dict[str, Library]:
         environment = install.FOLDER / name
         if (environment / "complete").exists():
             found[title] = Library(f"{environment}/bin/python", f"{environment}/bin/{mpiexec}")
-    if mpirun := shutil.which("mpirun.openmpi"):
-        linked = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=False).stdout.split()
-        path = next((word for word in linked if word.endswith("/libmpi.so.40")), "")
+    if (mpirun := shutil.which("mpirun.openmpi")) and "4.1." in output([mpirun, "--version"]):
+        ldconfig = shutil.which("ldconfig") or "/sbin/ldconfig"  # not on every user's PATH
+        path = next((word for word in output([ldconfig, "-p"]).split() if word.endswith("/libmpi.so.40")), "")
         found["Open MPI 4.1"] = Library(f"{jobs.BIN}/python", mpirun, {"MPI4PY_LIBMPI": path})
     return found
 

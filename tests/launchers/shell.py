@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import tempfile
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import jobs
 import psutil
+import pytest
 
 PLACES = str(Path(__file__).parents[1] / "launch" / "scripts" / "places.py")
 TRAINS = f"{PLACES} again"
@@ -70,6 +72,13 @@ def shell(
         files = [out / f"{rank}.json" for rank in range(size)]
         records = [json.loads(file.read_text()) if file.exists() else None for file in files]
         return jobs.Job(status, seconds, output, records)
+
+
+def permitted(*command: str) -> None:
+    """Skip the test where this machine refuses ``command``, as containers do without CAP_SYS_ADMIN."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"refused here: {shlex.join(command)}: {done.stderr.strip()}")
 
 
 def gone(records: str, seconds: float = GRACE_SECONDS) -> list[str]:

@@ -20,7 +20,7 @@ OWN = {"MPICH": "mpiexec", "Intel MPI": "mpiexec", "Open MPI 4.1": "mpirun", "Op
 
 
 def table() -> list[tuple[str, str, str]]:
-    """Return (library, launcher, what the table says) for each cell."""
+    """Return (library, launcher, the cell's word) for each cell of the page's table."""
     lines = PAGE.read_text().partition("<!-- table: launchers")[2].partition("<!-- end of table -->")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     head = [cell.replace("`", "") for cell in rows[0]]
@@ -36,11 +36,11 @@ def named(text: str) -> str:
 
 def cells(by_srun: bool) -> pytest.MarkDecorator:
     chosen = [cell for cell in CELLS if cell[1].startswith("srun") == by_srun]
-    return pytest.mark.parametrize(("title", "launcher", "said"), chosen, ids=lambda text: text)
+    return pytest.mark.parametrize(("title", "launcher", "expected"), chosen, ids=lambda text: text)
 
 
 @cells(by_srun=False)
-def test_under_a_launcher(title: str, launcher: str, said: str, library: Callable[[str], Library]) -> None:
+def test_under_a_launcher(title: str, launcher: str, expected: str, library: Callable[[str], Library]) -> None:
     found, name = library(named(title)), "mpiexec" if "'s " in launcher else launcher
     if name == "mpiexec":
         over = " --oversubscribe" if "Open" in launcher else ""
@@ -51,25 +51,25 @@ def test_under_a_launcher(title: str, launcher: str, said: str, library: Callabl
         command = f"horovodrun -np 2 {found.python} {TRAINS}"
     env = environment("mpi", **found.env)
     job = shell(command, "mpi", 2, env=env)
-    if said == "yes":
+    if expected == "yes":
         check(job, "mpi", name)
         return
     refused(job, title, launcher)
-    if said == "address":
+    if expected == "address":
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         check(shell(command, "mpi", 2, env=env), "mpi", name)
     else:
-        assert said == "no"
+        assert expected == "no"
 
 
 @cells(by_srun=True)
-def test_under_srun(title: str, launcher: str, said: str, library: Callable[[str], Library], slurm: Slurm) -> None:
+def test_under_srun(title: str, launcher: str, expected: str, library: Callable[[str], Library], slurm: Slurm) -> None:
     found = library(named(title))
     job = slurm.run(f"{launcher} -N 2 -n 2 {found.python} {TRAINS}", "mpi", 2, **found.env)
-    if said == "yes":
+    if expected == "yes":
         check(job, "mpi", "srun", [0, 1])
     else:
-        assert said == "no"
+        assert expected == "no"
         refused(job, title, launcher)
 
 

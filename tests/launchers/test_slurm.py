@@ -126,7 +126,7 @@ def test_a_rank_that_fails(slurm: Slurm) -> None:
 def test_scancel(backend: str, slurm: Slurm) -> None:
     """All processes of both nodes are gone within seconds. ``Slurm.run`` checks that nothing is left."""
     lines = (
-        f"job=$(sbatch --parsable -N 2 -n 3 -o j.out --wrap 'srun python {SCRIPTS / 'told.py'}'); "
+        f"job=$(sbatch --parsable -N 2 -n 3 -o j.out --wrap 'srun python {SCRIPTS / 'until_stopped.py'}'); "
         "until [ -e 0.json ] && [ -e 1.json ] && [ -e 2.json ]; do sleep 0.2; done; "
         "scancel $job; for i in $(seq 100); do "
         "kill -0 $(cat 0.json) || kill -0 $(cat 1.json) || kill -0 $(cat 2.json) || exit 0; sleep 0.1; done; exit 7"
@@ -141,10 +141,10 @@ def test_signals_and_the_time_limit(slurm: Slurm) -> None:
     Slurm's shortest limit is one minute. It looks every half minute, so the signal comes up to a minute early.
     """
     folder = "d=$PWD/$0; mkdir $d; cd $d; JOB_RECORDS=$d sbatch --wait -o j.out"
-    told = SCRIPTS / "told.py"
+    script = SCRIPTS / "until_stopped.py"
     lines = (
-        f"bash -c '{folder} -t 1 --signal=USR1@1 -N 2 -n 3 --wrap \"srun python {told}\"' usr1 & "
-        f"bash -c '{folder} -t 1 -n 2 --wrap \"exec srun python {told}\"' term & wait; "
+        f"bash -c '{folder} -t 1 --signal=USR1@1 -N 2 -n 3 --wrap \"srun python {script}\"' usr1 & "
+        f"bash -c '{folder} -t 1 -n 2 --wrap \"exec srun python {script}\"' term & wait; "
         "cat */j.out; cp usr1/0.json 0.json; cp usr1/1.json 1.json; cp usr1/2.json 2.json; "
         "cp term/0.json 3.json; cp term/1.json 4.json"
     )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hvdbridge.backends.mpi import starter
 from hvdbridge.backends.starting import choose
+from hvdbridge.errors import BackendUnavailable
 from hvdbridge.startup import launchers
+from hvdbridge.startup.world import World
 
 MPICH, OPEN_4, OPEN_5 = "MPICH Version: 5.0.2", "Open MPI v4.1.4", "Open MPI v5.0.11"
 INTEL = "Intel(R) MPI Library 2021"
@@ -122,3 +126,46 @@ def test_auto_takes_mpi_where_slurm_starts_it(monkeypatch: pytest.MonkeyPatch) -
     for variables, backend in [(PMI2, "mpi"), (PMIX, "mpi"), ({}, "torch")]:
         reason(monkeypatch, MPICH, SRUN | variables)
         assert choose("auto", launchers.detect()) == (backend, False)
+
+
+MIB = 1 << 20
+
+
+def shared_memory(monkeypatch: pytest.MonkeyPatch, library: str, blocks: int, free: int, **place: int) -> None:
+    """Check a /dev/shm with ``blocks`` and ``free`` bytes, as rank 0 of four on one host; ``place`` changes that."""
+    monkeypatch.setattr(starter, "_version", lambda: library)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=blocks, f_bavail=free, f_frsize=1))
+    starter.check_shared_memory(World(**({"rank": 0, "size": 4, "local_rank": 0, "local_size": 4} | place)))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("library", [MPICH, INTEL])
+def test_a_full_shared_memory_is_refused(library: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process alone would end by SIGBUS, too."""
+    with pytest.raises(BackendUnavailable, match=r"^rank 0: /dev/shm of .* has 1\.0 MB free\. .*SIGBUS.*--shm-size"):
+        shared_memory(monkeypatch, library, 64 * MIB, MIB - 1, size=size, local_size=size)
+
+
+@pytest.mark.parametrize(
+    ("free", "place", "warned"),
+    [
+        (23 * MIB, {}, True), (24 * MIB, {}, False), (MIB, {}, True),
+        (23 * MIB, {"rank": 1, "local_rank": 1}, False),
+        (5 * MIB, {"local_rank": -1, "local_size": -1}, True),
+        (5 * MIB, {"local_size": 1}, True), (6 * MIB, {"local_size": 1}, False),
+    ],
+)  # fmt: skip
+def test_a_small_shared_memory_is_named_once_on_each_host(
+    free: int, place: dict[str, int], warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared_memory(monkeypatch, MPICH, 64 * MIB, free, **place)
+    assert ("MB free" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(("library", "blocks"), [(OPEN_4, 64 * MIB), (OPEN_5, 64 * MIB), (MPICH, 0)])
+def test_a_full_shared_memory_that_does_no_harm(
+    library: str, blocks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Open MPI goes on without it. No blocks: a tmpfs without a limit."""
+    shared_memory(monkeypatch, library, blocks, 0)
+    assert not caplog.text

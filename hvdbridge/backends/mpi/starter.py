@@ -16,8 +16,10 @@ Rules:
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +32,11 @@ from hvdbridge.errors import BackendUnavailable
 from hvdbridge.startup.channels import Channel, ObjectChannel
 from hvdbridge.startup.world import World
 from hvdbridge.supervisor.guard import Guard
+from hvdbridge.supervisor.processes import SHM
 
+log = logging.getLogger("hvdbridge")
+SEGMENT_BYTES = 6 << 20  # what MPICH 5 maps for a rank of a shared host, its cells included
+MINIMUM_BYTES = 1 << 20  # what a rank touches in MPI_Init
 PMI1_LIBRARIES = ("MPICH Version", "Intel(R) MPI", "MVAPICH")
 _started_by_hvdbridge = False  # global, since a process has one MPI, which starts once
 
@@ -59,6 +65,7 @@ class MpiStarter(Starter):
         self.check(world)
         rank_text = f"rank {world.rank} of {world.size} ({world.launcher})"
         _set_network(config)
+        check_shared_memory(world)
         guard = Guard(config.start_seconds, rank_text, world.local_size)
         _initialize()
         guard.started()
@@ -85,6 +92,7 @@ class MpiStarter(Starter):
         mpi = _library()
         if mpi.Is_initialized():
             return
+        check_shared_memory(rendezvous.world)
         overrides = EnvironmentOverrides()
         if rendezvous.helper is not None or incompatibility(rendezvous.world):
             overrides.unset(("PMI_", "PMIX_", "MPI_LOCAL", "HYDI_"))  # set by an outer launcher
@@ -141,6 +149,31 @@ def incompatibility(world: World) -> str:
         if by_open_mpi and library.startswith("Open MPI v4") and os.environ.get("OMPI_VERSION", "4") >= "5":
             return f"mpirun of Open MPI {os.environ['OMPI_VERSION']} starts no {library}. {_remedy(world)}"
     return ""
+
+
+def check_shared_memory(world: World, folder: Path = SHM) -> None:
+    """Warn where MPICH or Intel MPI may find ``folder`` full during the job, since the kernel then sends SIGBUS.
+
+    Raises:
+        BackendUnavailable: it is full already, so that MPI_Init would end by SIGBUS.
+    """
+    if not any(name in _version() for name in PMI1_LIBRARIES):
+        return
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return
+    free = found.f_bavail * found.f_frsize
+    if not found.f_blocks or free >= SEGMENT_BYTES * max(world.local_size, 1):  # no blocks: no limit
+        return
+    text = (
+        f"rank {world.rank}: {folder} of {socket.gethostname()} has {free / 1e6:.1f} MB free. Where it is full, ranks "
+        f"of {_version()} end by SIGBUS (Bus error). Enlarge it (containers: --shm-size=1g), or remove files there"
+    )
+    if free < MINIMUM_BYTES:
+        raise BackendUnavailable(text)
+    if world.local_rank <= 0:
+        log.warning("%s", text)
 
 
 def _has_old_pmi(world: World) -> bool:

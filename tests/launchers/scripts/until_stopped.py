@@ -1,4 +1,4 @@
-"""Trains until the job is told to stop. Each rank records its pid at first, and at the end its steps and parameters."""
+"""Train until a stop is requested. Each rank records its pid after ten steps, at the end its steps and parameters."""
 
 import hashlib
 import os
