@@ -75,16 +75,13 @@ def digest(markdown: str) -> str:
 
 
 def adapter(rows: Table, plt: Any) -> Any:
-    """Step time relative to the native way: one panel per model, one line per backend and machine."""
-    models = list(rows[0])[3:]
-    figure, panels = plt.subplots(1, len(models), figsize=(WIDTH, 2.6), sharey=True)
-    labels = [f"{row['backend']}, machine {row['machine']}" for row in rows]
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    """Step time relative to the native way: one panel per model, one line per backend."""
+    models = list(rows[0])[2:]
+    figure, panels = plt.subplots(1, len(models), figsize=(WIDTH, 1.8), sharey=True)
     for model, axes in zip(models, panels, strict=True):
         axes.axvline(1.0, color="0.6", linewidth=1)
-        for label, row in zip(labels, rows, strict=True):
-            colour, shape = SERIES[backends.index(row["backend"])]
-            values = numbers(row[model])
+        for row, (colour, shape) in zip(rows, SERIES, strict=False):
+            label, values = row["backend"], numbers(row[model])
             axes.plot([min(values), max(values)], [label, label], color=colour, linewidth=3, alpha=0.5)
             axes.plot(values, [label] * len(values), shape, color=colour, markersize=5)
         axes.set(title=model, xlim=(0.75, 1.2), xlabel="step time / native step time")
@@ -161,7 +158,7 @@ def plan(rows: Table, plt: Any) -> Any:
     axes.set_yticks(range(len(rows)), [plain(row[name]) for row in rows])
     axes.set(xlabel="predicted / measured", xlim=(0.8, 1.2), ylim=(len(rows) - 0.4, -0.6))
     axes.grid(axis="y", color="0.95")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.14), ncols=6, frameon=False, handletextpad=0.2)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.24), ncols=6, frameon=False, handletextpad=0.2)
     return figure
 
 
