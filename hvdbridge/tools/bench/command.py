@@ -2,8 +2,8 @@
 
 ::
 
-    torchrun --nproc-per-node 2 -m hvdbridge bench --models bert-base --policies mean bf16 int8
-    horovodrun -np 4 hvdbridge bench --backends horovod
+    torchrun --standalone --nproc-per-node 2 -m hvdbridge bench --policies mean bf16 int8 --json bench.json
+    horovodrun -np 2 hvdbridge bench --backends horovod --steps 10
     hvdbridge bench                                        # no launcher: 2 ranks here, each backend by its own
 
 A policy of your own is one that the module or file of a model registers: --models own.py:model --policies own:share=0.5
