@@ -195,7 +195,7 @@ def _blocks(page: Path) -> Iterator[Block]:
                 for i, command in enumerate(text):
                     if COMMANDS.fullmatch(command.strip()):
                         number = first + i
-                        raise wrong(f"a command in ```{language} does not run; it may in ```bash or ```console: {command}")
+                        raise wrong(f"a command in ```{language} does not run, use ```bash or ```console: {command}")
             if language == "diff" and block.title is None:
                 raise wrong('a diff needs a title, the file that it changes: ```diff title="train.py"')
             if block.fails and not (block.runs and language != "bash"):

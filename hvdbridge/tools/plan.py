@@ -2,7 +2,7 @@
 
 ::
 
-    hvdbridge plan --model small --gbits 10 --latency-us 30
+    hvdbridge plan --model small:4 --gbits 10 --latency-us 30
     hvdbridge plan --from bench.json     # model, network, computation, compression as `bench --json` found
 
 With --from, a second table compares each measured step with its prediction, which uses the computation time of that
