@@ -57,7 +57,7 @@ test-recipes: $(STAMP)  ## pages and recipes with Lightning, Accelerate, transfo
 	@$(PYTEST) -m recipes tests/launch
 
 test-install: $(STAMP)  ## pages that clone, install and build Horovod, in new environments and a new home (30 minutes)
-	@$(PYTEST) -rs -m network -o faulthandler_timeout=3600 tests/launch
+	@$(PYTEST) -rs -m network -o faulthandler_timeout=7200 tests/launch
 
 test-launchers: $(STAMP)  ## Slurm, Open MPI, Intel MPI and odd hosts; installs Debian's packages, as root (15 minutes)
 	@$(BIN)/python tests/launchers/install.py

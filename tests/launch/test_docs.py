@@ -86,7 +86,7 @@ def test_page_of_network(page: Path, user: dict[str, str], tmp_path: Path) -> No
         subprocess.run([*clone, str(folder)], check=True)
     else:
         subprocess.run([*clone, "--bare", str(folder / "REPOSITORY")], check=True)
-    pages.run(page, folder, available={"network"}, env=user, real=True, seconds=1500)
+    pages.run(page, folder, available={"network"}, env=user, real=True, seconds=3600)
 
 
 def test_every_need_has_a_test() -> None:

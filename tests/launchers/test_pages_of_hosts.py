@@ -29,6 +29,6 @@ def test_page(name: str, page: Path, library: Callable[[str], Library], tmp_path
             enter = {f"node{i}": [str(cluster.folder / "ssh"), to] for i, to in enumerate(cluster.addresses, 1)}
             env = {**AS_ROOT, **found.env}
             available = {"hosts", "open-mpi"}
-            pages.run(only, folder, available, [cluster.folder], env, real=True, seconds=90, enter=enter)
+            pages.run(only, folder, available, [cluster.folder], env, real=True, seconds=150, enter=enter)
     except NoHosts as error:
         pytest.skip(str(error))
