@@ -390,11 +390,13 @@ def _commands(page: Path, block: Block) -> list[Command]:
 
 
 def _shell(text: str, terminal: Terminal, host: str | None) -> Result:
-    """Run a script of bash. If it ends well, its directory and variables become the terminal's."""
+    """Run a script of bash. If it ends well, its directory and the variables that it changed become the terminal's."""
     with tempfile.TemporaryDirectory(prefix="hvdbridge-page-") as out:
-        script, start, last, after = (Path(out) / name for name in ("block.sh", "start.sh", "last", "after"))
+        script, start, last = (Path(out) / name for name in ("block.sh", "start.sh", "last"))
+        before, after = Path(out) / "before", Path(out) / "after"
         script.write_text(f"{text}\n/usr/bin/env -0 >{shlex.quote(str(after))}\n")
-        start.write_text(f"unset BASH_ENV\ntrap 'echo \"$LINENO $BASH_COMMAND\" >{shlex.quote(str(last))}' DEBUG\n")
+        begin = f"unset BASH_ENV\n/usr/bin/env -0 >{shlex.quote(str(before))}\n"
+        start.write_text(f"{begin}trap 'echo \"$LINENO $BASH_COMMAND\" >{shlex.quote(str(last))}' DEBUG\n")
         environ = terminal.environ | {"JOB_RECORDS": out, "TMPDIR": out, "BASH_ENV": str(start)}
         log, started = Path(out) / "log", time.monotonic()
         argv = [*terminal.enter[host], f"bash -e {script}"] if host else ["bash", "-e", str(script)]
@@ -403,8 +405,12 @@ def _shell(text: str, terminal: Terminal, host: str | None) -> Result:
         if left:
             status, output = 1, f"{output}\nprocesses that this block left: {left}"
         if after.exists() and host is None:
-            terminal.environ = dict(pair.split("=", 1) for pair in after.read_text().split("\0") if pair)
-            terminal.folder = Path(terminal.environ["PWD"])
+            old, new = (
+                dict(pair.split("=", 1) for pair in file.read_text().split("\0") if pair) for file in (before, after)
+            )
+            kept = {k: v for k, v in terminal.environ.items() if k not in old.keys() - new.keys()}
+            terminal.environ = kept | {k: v for k, v in new.items() if old.get(k) != v}
+            terminal.folder = Path(new["PWD"])
         return Result(
             status, output, time.monotonic() - started, last.read_text().strip() if last.exists() else ""
         )
