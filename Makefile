@@ -15,7 +15,7 @@ PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-ch
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test computes waits quick test-recipes test-launchers test-versions test-dist lint types parity convergence convergence-known bench docs dist ci clean
+.PHONY: help install demo test computes waits quick test-recipes test-install test-launchers test-versions test-dist lint types parity convergence convergence-known bench docs dist ci clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -34,7 +34,7 @@ demo: $(STAMP)  ## the main job: 3 launchers x 3 backends x 3 policies, a table,
 	@$(BIN)/python examples/demo.py
 
 # Tests use no GPU; benchmarks/cuda_check.py does
-test computes waits quick test-recipes test-launchers test-versions test-dist: export CUDA_VISIBLE_DEVICES :=
+test computes waits quick test-recipes test-install test-launchers test-versions test-dist: export CUDA_VISIBLE_DEVICES :=
 PYTEST := $(BIN)/python -m pytest -q
 
 test: $(STAMP)  ## all tests and doctests
@@ -43,7 +43,7 @@ test: $(STAMP)  ## all tests and doctests
 
 # MPI's and Horovod's ranks spin while they wait: two such jobs take longer beside each other than in turns
 computes:
-	@$(PYTEST) -m "not waits and not recipes" tests/conformance tests/launch
+	@$(PYTEST) -m "not waits and not recipes and not network" tests/conformance tests/launch
 
 waits:
 	@$(PYTEST) -n 3 -m waits tests/unit tests/conformance tests/launch
@@ -55,6 +55,9 @@ quick: $(STAMP)  ## before each commit: the quick tests of units and policies, o
 test-recipes: $(STAMP)  ## pages and recipes with Lightning, Accelerate, transformers and Ray (hundreds of MB)
 	@$(PIP) -e '.[recipes]'
 	@$(PYTEST) -m recipes tests/launch
+
+test-install: $(STAMP)  ## pages that clone, install and build Horovod, in new environments and a new home (30 minutes)
+	@$(PYTEST) -rs -m network -o faulthandler_timeout=7200 tests/launch
 
 test-launchers: $(STAMP)  ## Slurm, Open MPI, Intel MPI and odd hosts; installs Debian's packages, as root (15 minutes)
 	@$(BIN)/python tests/launchers/install.py

@@ -32,11 +32,11 @@ import os, sys
 hosts = {hosts}
 words = sys.argv[1:]
 at = next(i for i, word in enumerate(words) if word in hosts)
-name, words = hosts[words[at]], words[at + 1:]
+(space, name), words = hosts[words[at]], words[at + 1:]
 while words[0].startswith("-"):
     del words[:2]
 command = f"hostname {{name}}; {{' '.join(words)}}"
-os.execvp("ip", ["ip", "netns", "exec", name, "unshare", "--uts", "bash", "-c", command])
+os.execvp("ip", ["ip", "netns", "exec", space, "unshare", "--uts", "bash", "-c", command])
 """
 
 
@@ -46,7 +46,7 @@ class NoHosts(RuntimeError):
 
 @dataclass(frozen=True)
 class Hosts:
-    """The names and IPv4 addresses of existing hosts; ``folder`` contains the substitute for ssh."""
+    """The namespaces and IPv4 addresses of existing hosts; ``folder`` contains the substitute for ssh."""
 
     names: tuple[str, ...]
     addresses: tuple[str, ...]
@@ -116,8 +116,13 @@ def sh(*command: str) -> None:
 
 
 @contextmanager
-def hosts(count: int, mbits: float | None = None, delay_ms: float = 0.0) -> Iterator[Hosts]:
+def hosts(
+    count: int, mbits: float | None = None, delay_ms: float = 0.0, host_names: Sequence[str] = ()
+) -> Iterator[Hosts]:
     """Create ``count`` hosts on one bridge; without ``mbits`` their links are not limited.
+
+    Args:
+        host_names: the names of the hosts, by default those of their namespaces.
 
     Raises:
         NoHosts: not root, no iproute2, or the kernel cannot create bridges, namespaces or such links.
@@ -130,6 +135,7 @@ def hosts(count: int, mbits: float | None = None, delay_ms: float = 0.0) -> Iter
     tag = f"hb{os.getpid() % 100000}" + (f"x{number}" if (number := next(_made)) else "")
     names = tuple(f"{tag}{chr(ord('a') + i)}" for i in range(count))
     addresses = tuple(f"10.231.77.{i + 1}" for i in range(count))
+    host_names = tuple(host_names) or names
     in_main_thread = threading.current_thread() is threading.main_thread()
     previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) if in_main_thread else None
     folder = Path(tempfile.mkdtemp(prefix="hvdbridge-"))
@@ -139,7 +145,7 @@ def hosts(count: int, mbits: float | None = None, delay_ms: float = 0.0) -> Iter
         for name, address in zip(names, addresses, strict=True):
             etc = Path("/etc/netns") / name  # `ip netns exec` mounts its files over those of /etc
             etc.mkdir(parents=True)
-            lines = ["127.0.0.1 localhost", *map(" ".join, zip(addresses, names, strict=True))]
+            lines = ["127.0.0.1 localhost", *map(" ".join, zip(addresses, host_names, strict=True))]
             (etc / "hosts").write_text("\n".join(lines) + "\n")
             sh("ip", "netns", "add", name)
             sh("ip", "link", "add", f"{name}0", "type", "veth", "peer", "name", "net0", "netns", name)
@@ -148,7 +154,9 @@ def hosts(count: int, mbits: float | None = None, delay_ms: float = 0.0) -> Iter
             for device in ("lo", "net0"):
                 sh("ip", "-n", name, "link", "set", device, "up")
         ssh = folder / "ssh"
-        ssh.write_text(SSH.format(python=sys.executable, hosts=dict(zip((*addresses, *names), names * 2, strict=True))))
+        both = tuple(zip(names, host_names, strict=True))
+        known = dict(zip((*addresses, *host_names), both * 2, strict=True))
+        ssh.write_text(SSH.format(python=sys.executable, hosts=known))
         ssh.chmod(0o755)
         cluster = Hosts(names, addresses, folder)
         if mbits is not None:

@@ -15,6 +15,7 @@ SEVERAL = re.compile(
     re.MULTILINE,
 )
 EXAMPLE = re.compile(r"^(?P<indent> *)>>> .*\n?(?:(?P=indent).*\S.*\n?)*", re.MULTILINE)
+COMMANDS = ("torchrun ", "hvdbridge ", "python ")
 BLOCK = re.compile(r"^(?P<indent> *)(?P<lead>[^\n]*?)::\n\n(?P<text>(?:(?P=indent) +[^\n]*\n|\n)+)", re.MULTILINE)
 
 
@@ -50,7 +51,7 @@ def markdown(text: str, link: Callable[[str], str | None] = lambda target: None)
         try:
             compile("\n".join(code), "docstring", "exec")
         except SyntaxError:
-            return "text"
+            return "bash" if code[0].startswith(COMMANDS) else "text"
         return "python"
 
     def example(match: re.Match[str]) -> str:

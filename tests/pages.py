@@ -2,7 +2,9 @@
 
 RULES
 
-1. Blocks run in order. The folder is empty, apart from a link ``examples`` to the repository's folder of that name.
+1. Blocks run in order, as in one terminal: a block of commands begins in the directory and with the exported variables
+   that the one before it left, and files are written to that directory. The folder in which a page begins has links to
+   the repository's ``examples`` and ``benchmarks``.
 2. ``title="FILE"`` on a block of any language but diff writes that file. A titled ``diff`` changes it: in each hunk
    (``@@`` starts the next) the lines with ' ' and '-' must stand together exactly once in the file. A Python file that
    is written must compile, and a later block must name it.
@@ -12,12 +14,15 @@ RULES
    about OMP_NUM_THREADS are left out of the output.
 4. ``text``, ``ini`` and ``yaml`` do not run. ``<!-- output -->`` before ``text`` makes it the expected output of the
    block above it. ``<!-- fails -->`` before ``python`` or ``console`` means that the (last) command must fail.
-5. ``<!-- needs: X -->`` before a block names what it needs beyond ``make test`` (:data:`NEEDS`). The block is left out
-   unless ``available`` names all of it.
-6. A fence with another language, an unknown mark, a mark without a block and a diff without a title are errors.
-7. Each block has a limit of :data:`SECONDS`. No process of a block may remain when it has ended.
+5. ``<!-- needs: X -->`` before a block names what it needs beyond one host and minutes (:data:`NEEDS`). The block is
+   left out unless ``available`` names all of it. In a ``console`` block ``node1$ `` begins a command on that host
+   (``enter``); the hosts of a block run at the same time, each in a shell of its own.
+6. A line of ``text`` or ``ini`` that begins with a command (:data:`COMMANDS`) is an error: what can run is ``bash`` or
+   ``console``. ``<!-- not run: REASON -->`` before a block is for what no test can run.
+7. A fence with another language, an unknown mark, a mark without a block and a diff without a title are errors.
+8. Each block has a limit of :data:`SECONDS`. No process of a block may remain when it has ended.
 
-Blocks that need Slurm run from another test::
+A need has a test that runs its pages, from :func:`needing`::
 
     @pytest.mark.parametrize("page", pages.needing("slurm"), ids=pages.name)
     def test_page(page: Path, tmp_path: Path) -> None:
@@ -33,24 +38,40 @@ import shlex
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jobs
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 120.0
-NEEDS = {"slurm", "open-mpi", "intel-mpi", "recipes", "gpu", "hosts", "kubernetes", "network"}
+NEEDS = {
+    "slurm": "make test-launchers",
+    "open-mpi": "make test-launchers",
+    "intel-mpi": "make test-launchers",
+    "recipes": "make test-recipes",
+    "network": "make test-install",
+    "hosts": "make test, as root",
+    "gpu": "python -m pytest tests/launch/test_docs.py -k page_of_gpu, where torch finds a GPU",
+    "kubernetes": "nothing: tests/launch/test_kubernetes.py checks the manifests",
+}
+"""What a block may need -> what runs it."""
 RUN = ("python", "bash", "console")
 LANGUAGES = (*RUN, "diff", "text", "ini", "yaml")
 FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,})(?P<info>.*)")
 INFO = re.compile(r"(?P<language>[\w+-]*)(?: +title=\"(?P<title>[^\"/][^\"]*)\")?")
-MARK = re.compile(r" *<!-- *(?P<mark>needs|fails|output)\b:? *(?P<value>.*?) *-->")
+MARK = re.compile(r" *<!-- *(?P<mark>needs|fails|output|not run)\b:? *(?P<value>.*?) *-->")
 LIKE_A_MARK = re.compile(r" *<!-- *[\w-]+(: *[\w, -]+)? *-->")
 OTHER_COMMENTS = re.compile(r" *<!-- *(table: |end of table|convergence: |generated)")
 """Comments that tools of this repository read."""
 NOISE = re.compile(r"\x1b\[[0-9;]*[a-zA-Z]|\r|^W\d{4} \S+ \d+ torch/distributed/run\.py:\d+\].*\n", re.MULTILINE)
 """Colours, and torchrun's warning that it sets OMP_NUM_THREADS, which every job under it prints."""
+COMMANDS = re.compile(
+    r"(\$ +)?(\w+=\S+ +)*(python3?|pip3?|torchrun|mpiexec|mpirun|horovodrun|srun|sbatch|salloc|hvdbridge|make|git|sudo"
+    r"|apt|apt-get|bash|cd|source|export|kubectl)( .*)?"
+)
+PROMPT = re.compile(r"(?P<host>node\d+)?\$ (?P<command>.*)")
 COMMAND = "\x1e"
 """Printed before each command of a console block."""
 
@@ -70,10 +91,31 @@ class Block:
     needs: frozenset[str] = frozenset()
     fails: bool = False
     output: bool = False
+    not_run: bool = False
 
     @property
     def runs(self) -> bool:
-        return self.language in RUN and self.title is None
+        return self.language in RUN and self.title is None and not self.not_run
+
+
+@dataclass
+class Terminal:
+    """Where blocks run. A block changes ``folder`` and ``environ``."""
+
+    folder: Path
+    environ: dict[str, str]
+    seconds: float
+    enter: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a console block: the host of its prompt, its line in the page, and its expected output."""
+
+    host: str | None
+    line: int
+    text: str
+    want: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,11 +137,11 @@ def all_pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def needing(what: str) -> list[Path]:
-    """Return the pages that have a block with the mark ``<!-- needs: what -->``."""
-    assert what in NEEDS, what
-    mark = re.compile(rf"<!-- *needs:[^>]*(?<![\w-]){what}(?![\w-])")
-    return [page for page in all_pages() if mark.search(page.read_text())]
+def needing(*what: str) -> list[Path]:
+    """Return the pages that have a block which needs ``what``, no less and no more."""
+    assert NEEDS.keys() >= set(what), what
+    found = {page: re.findall(r"<!-- *needs: *(.*?) *-->", page.read_text()) for page in all_pages()}
+    return [page for page, needs in found.items() if any(set(re.split(", *", need)) == set(what) for need in needs)]
 
 
 def blocks(page: Path) -> list[Block]:
@@ -122,7 +164,8 @@ def _blocks(page: Path) -> Iterator[Block]:
             marks[mark["mark"]] = mark["value"]
         elif (start := FENCE.fullmatch(line)) is None:
             if LIKE_A_MARK.fullmatch(line) and not OTHER_COMMENTS.match(line):
-                raise wrong(f"unknown mark {line.strip()}; known: needs: {', '.join(sorted(NEEDS))}; fails; output")
+                known = f"needs: {', '.join(sorted(NEEDS))}; fails; output; not run: REASON"
+                raise wrong(f"unknown mark {line.strip()}; known: {known}")
             if line.strip() and marks:
                 raise wrong(f"the mark above ({', '.join(marks)}) belongs to no block")
         else:
@@ -140,11 +183,19 @@ def _blocks(page: Path) -> Iterator[Block]:
             else:
                 raise wrong(f"the block of line {first - 1} has no end")
             needs = frozenset(re.split(", *", marks["needs"])) if "needs" in marks else frozenset()
-            if needs - NEEDS:
-                raise wrong(f"needs: {', '.join(needs - NEEDS)} is none of {', '.join(sorted(NEEDS))}")
+            if unknown := needs - NEEDS.keys():
+                raise wrong(f"needs: {', '.join(unknown)} is none of {', '.join(sorted(NEEDS))}")
             block = Block(
-                language, info["title"], "\n".join(text) + "\n", first, needs, "fails" in marks, "output" in marks
-            )
+                language, info["title"], "\n".join(text) + "\n", first, needs, "fails" in marks, "output" in marks,
+                "not run" in marks,
+            )  # fmt: skip
+            if block.not_run and not marks["not run"]:
+                raise wrong("`not run` needs a reason: <!-- not run: REASON -->")
+            if language in ("text", "ini") and not (block.title or block.output or block.not_run):
+                for i, command in enumerate(text):
+                    if COMMANDS.fullmatch(command.strip()):
+                        number = first + i
+                        raise wrong(f"a command in ```{language} does not run, use ```bash or ```console: {command}")
             if language == "diff" and block.title is None:
                 raise wrong('a diff needs a title, the file that it changes: ```diff title="train.py"')
             if block.fails and not (block.runs and language != "bash"):
@@ -165,6 +216,7 @@ def run(
     env: Mapping[str, str] | None = None,
     real: bool = False,
     seconds: float = SECONDS,
+    enter: Mapping[str, Sequence[str]] | None = None,
 ) -> int:
     """Run the blocks of ``page`` in ``folder``, except those that need more than ``available``.
 
@@ -173,6 +225,7 @@ def run(
         env: variables for the blocks, beside those of this process without ``HVDBRIDGE_*`` and ``OMP_NUM_THREADS``.
         real: start new interpreters; otherwise ``python`` and the launchers are forked (``forkserver.py``).
         seconds: limit of each block.
+        enter: name of a host -> the command that runs a shell command there, for blocks that need hosts.
 
     Returns:
         The number of blocks that ran: scripts, commands, and files that were written or changed.
@@ -182,7 +235,10 @@ def run(
     """
     found = blocks(page)
     _check_files(page, found)
-    (folder / "examples").symlink_to(ROOT / "examples")
+    for link in ("examples", "benchmarks"):
+        if not (folder / link).exists():
+            (folder / link).symlink_to(ROOT / link)
+    terminal = Terminal(folder, _environment(folder, path, env or {}, real), seconds, enter or {})
     ran, before = 0, None
     for block in found:
         if not block.needs <= set(available):
@@ -192,12 +248,13 @@ def run(
             if before is not None:
                 _compare(page, block.line, block.text, before)
         elif block.language == "diff":
-            _apply(page, block, folder)
+            _apply(page, block, terminal.folder)
         elif block.title:
-            (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
-            (folder / block.title).write_text(block.text)
+            file = terminal.folder / block.title
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.text)
         elif block.runs:
-            before = _run(page, block, folder, path, env or {}, real, seconds).output
+            before = _run(page, block, terminal)
         else:
             continue
         ran += 1
@@ -253,81 +310,107 @@ def _patched(lines: list[str], hunk: list[str], where: str) -> list[str]:
     return lines[: places[0]] + new + lines[places[0] + len(old) :]
 
 
-def _run(
-    page: Path, block: Block, folder: Path, path: Sequence[str | Path], env: Mapping[str, str], real: bool,
-    seconds: float,
-) -> Result:  # fmt: skip
-    """Run a block, and check its status and the output of its commands."""
-    expected: list[tuple[int, str, str]] = []
+def _environment(folder: Path, path: Sequence[str | Path], env: Mapping[str, str], real: bool) -> dict[str, str]:
+    """Return the variables with which a page begins."""
+    environ = {k: v for k, v in jobs.environment().items() if k != "OMP_NUM_THREADS"}
+    environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
+    binaries = [*path, *([] if real else [jobs.forking()]), environ["PATH"]]
+    fixed = {"PATH": os.pathsep.join(map(str, binaries)), "PWD": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    return environ | fixed | dict(env)
+
+
+def _run(page: Path, block: Block, terminal: Terminal) -> str:
+    """Run a block, check its status and the output of its commands, and return the output."""
+    if block.language != "console":
+        return _run_shell(page, block, terminal, None, [])
+    commands = _commands(page, block)
+    hosts = list(dict.fromkeys(command.host for command in commands))
+    with ThreadPoolExecutor() as pool:
+        shells = [
+            pool.submit(_run_shell, page, block, terminal, host, [c for c in commands if c.host == host])
+            for host in hosts
+        ]
+        return "".join(shell.result() for shell in shells)
+
+
+def _run_shell(page: Path, block: Block, terminal: Terminal, host: str | None, commands: Sequence[Command]) -> str:
+    """Run a script, a block of bash, or the commands that a console block has for one host."""
+    if host not in (None, *terminal.enter):
+        raise PageError(f"{name(page)}:{commands[0].line}: {host} is a host of blocks with <!-- needs: hosts -->")
     if block.language == "python":
-        script = folder / f"_line{block.line}.py"
+        script = terminal.folder / f"_line{block.line}.py"
         script.write_text(block.text)
         text = f"exec python {script.name}\n"
     elif block.language == "console":
-        expected = _commands(page, block)
         text = "exec 2>&1\n" + "".join(
-            f"printf '{COMMAND}%s\\n' {i}\n{command}\n" for i, (_, command, _) in enumerate(expected)
+            f"printf '{COMMAND}%s\\n' {i}\n{command.text}\n" for i, command in enumerate(commands)
         )
     else:
         text = block.text
-    result = _shell(text, folder, path, env, real, seconds)
-    outputs = result.output.split(COMMAND)[1:] if expected else [result.output]
-    if expected:
-        line, command, _ = expected[max(len(outputs) - 1, 0)]
+    result = _shell(text, terminal, host)
+    outputs = result.output.split(COMMAND)[1:] if commands else [result.output]
+    if commands:
+        last = commands[max(len(outputs) - 1, 0)]
+        line, shown = last.line, last.text
     elif block.language == "bash":
-        number, _, command = result.last.partition(" ")
+        number, _, shown = result.last.partition(" ")
         line = block.line + int(number or 1) - 1
     else:
-        line, command = block.line, "python"
-    where = f"{name(page)}:{line}: {command}"
+        line, shown = block.line, "python"
+    where = f"{name(page)}:{line}: {shown}"
     if result.status is None:
-        raise PageError(f"{where}\nwas ended after its block's limit of {seconds:.0f} s\n{result.output[-4000:]}")
-    last = not expected or len(outputs) == len(expected)
-    if result.status and not (block.fails and last):
+        limit = f"its block's limit of {terminal.seconds:.0f} s"
+        raise PageError(f"{where}\nwas ended after {limit}\n{result.output[-4000:]}")
+    complete = not commands or len(outputs) == len(commands)
+    if result.status and not (block.fails and complete):
         raise PageError(f"{where}\nexit status {result.status} after {result.seconds:.1f} s\n{result.output[-4000:]}")
     if block.fails and not result.status:
         raise PageError(f"{where}\nshould fail, but did not\n{result.output[-4000:]}")
-    for (line, _, want), got in zip(expected, outputs, strict=bool(expected)):
-        if want:
-            _compare(page, line, want, got.partition("\n")[2])
-    return result
+    for command, got in zip(commands, outputs, strict=bool(commands)):
+        if command.want:
+            _compare(page, command.line, command.want, got.partition("\n")[2])
+    return result.output
 
 
-def _commands(page: Path, block: Block) -> list[tuple[int, str, str]]:
-    """Return line, command and expected output of each command of a console block."""
-    found: list[tuple[int, str, str]] = []
+def _commands(page: Path, block: Block) -> list[Command]:
+    """Return the commands of a console block."""
+    found: list[Command] = []
     continued = False
     for number, text in enumerate(block.text.splitlines(), block.line):
-        if text.startswith("$ "):
-            found.append((number, text[2:], ""))
+        if prompt := PROMPT.fullmatch(text):
+            found.append(Command(prompt["host"], number, prompt["command"]))
         elif not found:
             raise PageError(f"{name(page)}:{number}: a console block begins with `$ ` and a command")
         elif continued:
-            found[-1] = (found[-1][0], f"{found[-1][1]}\n{text.removeprefix('> ')}", "")
+            found[-1] = replace(found[-1], text=f"{found[-1].text}\n{text.removeprefix('> ')}")
         else:
-            line, command, want = found[-1]
-            found[-1] = (line, command, f"{want}{text}\n")
-        continued = not found[-1][2] and text.endswith("\\")
+            found[-1] = replace(found[-1], want=f"{found[-1].want}{text}\n")
+        continued = not found[-1].want and text.endswith("\\")
     return found
 
 
-def _shell(
-    text: str, folder: Path, path: Sequence[str | Path], env: Mapping[str, str], real: bool, seconds: float
-) -> Result:
+def _shell(text: str, terminal: Terminal, host: str | None) -> Result:
+    """Run a script of bash. If it ends well, its directory and the variables that it changed become the terminal's."""
     with tempfile.TemporaryDirectory(prefix="hvdbridge-page-") as out:
         script, start, last = (Path(out) / name for name in ("block.sh", "start.sh", "last"))
-        script.write_text(text)
-        start.write_text(f"unset BASH_ENV\ntrap 'echo \"$LINENO $BASH_COMMAND\" >{shlex.quote(str(last))}' DEBUG\n")
-        environ = {k: v for k, v in jobs.environment().items() if k != "OMP_NUM_THREADS"}
-        environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
-        binaries = [*path, *([] if real else [jobs.forking()]), environ["PATH"]]
-        environ |= {"PATH": os.pathsep.join(map(str, binaries)), "PWD": str(folder), "JOB_RECORDS": out, "TMPDIR": out}
-        environ |= {"BASH_ENV": str(start), "CUDA_VISIBLE_DEVICES": "", **env}
+        before, after = Path(out) / "before", Path(out) / "after"
+        script.write_text(f"{text}\n/usr/bin/env -0 >{shlex.quote(str(after))}\n")
+        begin = f"unset BASH_ENV\n/usr/bin/env -0 >{shlex.quote(str(before))}\n"
+        start.write_text(f"{begin}trap 'echo \"$LINENO $BASH_COMMAND\" >{shlex.quote(str(last))}' DEBUG\n")
+        environ = terminal.environ | {"JOB_RECORDS": out, "TMPDIR": out, "BASH_ENV": str(start)}
         log, started = Path(out) / "log", time.monotonic()
-        status, left = jobs.launch(["bash", "-e", str(script)], environ, log, seconds, folder)
+        argv = [*terminal.enter[host], f"bash -e {script}"] if host else ["bash", "-e", str(script)]
+        status, left = jobs.launch(argv, environ, log, terminal.seconds, terminal.folder)
         output = NOISE.sub("", log.read_text(errors="replace"))
         if left:
             status, output = 1, f"{output}\nprocesses that this block left: {left}"
+        if after.exists() and host is None:
+            old, new = (
+                dict(pair.split("=", 1) for pair in file.read_text().split("\0") if pair) for file in (before, after)
+            )
+            kept = {k: v for k, v in terminal.environ.items() if k not in old.keys() - new.keys()}
+            terminal.environ = kept | {k: v for k, v in new.items() if old.get(k) != v}
+            terminal.folder = Path(new["PWD"])
         return Result(
             status, output, time.monotonic() - started, last.read_text().strip() if last.exists() else ""
         )

@@ -2,8 +2,8 @@
 
 ::
 
-    hvdbridge plan --model bert-base --gbits 10 --latency-us 30
-    hvdbridge plan --model gpt2 --from bench.json     # network, computation, compression as `bench --json` found
+    hvdbridge plan --model small:4 --gbits 10 --latency-us 30
+    hvdbridge plan --from bench.json     # model, network, computation, compression as `bench --json` found
 
 With --from, a second table compares each measured step with its prediction, which uses the computation time of that
 run. Forecasts use the median of all runs. With --gbits, they are for that link in place of FILE's network, with one

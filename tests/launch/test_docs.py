@@ -1,15 +1,25 @@
 """Every code block of the README and of docs/ does what its page says (``tests/pages.py`` has the rules).
 
-``python -m pytest tests/launch/test_docs.py -k PAGE`` runs one page.
+``python -m pytest -m "not recipes and not network" tests/launch/test_docs.py -k PAGE`` runs one page. ``pages.NEEDS``
+says what runs the blocks that need more.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jobs
 import pages
 import pytest
+import torch
+
+from benchmarks.hosts import Hosts, NoHosts
+from benchmarks.hosts import hosts as make_hosts
 
 
 @pytest.mark.parametrize("page", pages.all_pages(), ids=pages.name)
@@ -24,6 +34,70 @@ def test_page(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", pages.needing("recipes"), ids=pages.name)
 def test_page_of_recipes(page: Path, tmp_path: Path) -> None:
     pages.run(page, tmp_path, available={"recipes"}, seconds=180)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    try:
+        with make_hosts(2, host_names=("node1", "node2")) as cluster:
+            yield cluster
+    except NoHosts as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("page", pages.needing("hosts"), ids=pages.name)
+def test_page_of_hosts(page: Path, hosts: Hosts, tmp_path: Path) -> None:
+    enter = {f"node{i}": [str(hosts.folder / "ssh"), address] for i, address in enumerate(hosts.addresses, 1)}
+    # All hosts share one kernel. MPICH's UCX would detect that and bypass the network.
+    env = {"UCX_TLS": "tcp,self"}
+    pages.run(page, tmp_path, available={"hosts"}, path=[hosts.folder], env=env, enter=enter)
+
+
+@pytest.mark.parametrize("page", pages.needing("gpu"), ids=pages.name)
+def test_page_of_gpu(page: Path, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    env = {"CUDA_VISIBLE_DEVICES": visible}
+    pages.run(page, tmp_path, available={"gpu"}, env=env, real=True, seconds=600)
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables of a user with a new home, who has Python, pip's settings, and nothing of this environment."""
+    others = [f for f in os.environ["PATH"].split(os.pathsep) if Path(f).resolve() != jobs.BIN.resolve()]
+    home = tmp_path_factory.mktemp("home")
+    return {
+        "HOME": str(home),
+        "XDG_CACHE_HOME": str(home / ".cache"),
+        "PATH": os.pathsep.join([f"{sys.base_prefix}/bin", *others]),
+        "PYTHONPATH": "",
+        "PIP_CONFIG_FILE": str(Path.home() / ".config" / "pip" / "pip.conf"),
+    }
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("page", pages.needing("network"), ids=pages.name)
+def test_page_of_network(page: Path, user: dict[str, str], tmp_path: Path) -> None:
+    """Each page begins with a clone of REPOSITORY; the README is read in one. Horovod is built once."""
+    folder = tmp_path / "page"
+    clone = ["git", "clone", "--quiet", "--no-hardlinks", str(pages.ROOT)]
+    if page.name == "README.md":
+        subprocess.run([*clone, str(folder)], check=True)
+    else:
+        subprocess.run([*clone, "--bare", str(folder / "REPOSITORY")], check=True)
+    pages.run(page, folder, available={"network"}, env=user, real=True, seconds=3600)
+
+
+def test_every_need_has_a_test() -> None:
+    """Nothing runs the blocks for Kubernetes; ``test_kubernetes.py`` checks the manifests that they apply."""
+    files = (pages.ROOT / "tests").glob("*/test_*.py")
+    calls = re.findall(r'"page", pages\.needing\((.*?)\)', "\n".join(file.read_text() for file in files))
+    available = [frozenset(re.findall(r'"(.*?)"', call)) for call in calls]
+    assert frozenset().union(*available) == pages.NEEDS.keys() - {"kubernetes"}
+    used = {block.needs: pages.name(page) for page in pages.all_pages() for block in pages.blocks(page)}
+    used.pop(frozenset({"kubernetes"}), None)
+    assert {page: needs for needs, page in used.items() if not any(needs <= has for has in available)} == {}
 
 
 # -- the runner itself -----------------------------------------------------------------------------------
@@ -50,6 +124,14 @@ GOOD = {
     "an indented block": ("- list\n\n    ```console\n    $ echo 1 \\\n    >   2\n    1 2\n    ```\n", 1),
     "a command that must fail": ('<!-- fails -->\n```console\n$ python -c "raise OSError(7)"\n...\nOSError: 7\n```', 1),
     "what needs more": ("<!-- needs: gpu, hosts -->\n```bash\nfalse\n```\n\n```yaml\na: 1\n```\n", 0),
+    "a terminal's state between blocks": (
+        "```bash\nmkdir a\ncd a\nexport A='1\n2'\n```\n```text title=\"b\"\n1\n2\n```\n"
+        '```bash\ndiff b <(echo "$A")\n```\n```python\nprint(open("../a/b").read())\n```', 4),
+    "the repository's folders": ("```bash\ntest -f examples/demo.py -a -f benchmarks/hosts.py\n```", 1),
+    "what cannot run": ("<!-- not run: it asks a question -->\n```bash\nfalse\n```\n"
+                        "<!-- not run: it asks a question -->\n```text\n$ sudo true\n```\n", 0),
+    "text like commands": ("```text\npythons are there\nmakes\nsource: a\n```\n<!-- output -->\n```text\ngit\n```", 1),
+    "a file with commands": ('```text title="a"\nmake all\n```\n```bash\ngrep make a\n```', 2),
     "a comment": ("<!-- a comment, of several words -->\n<!-- table: printed by `make demo` -->\ntext\n", 0),
 }  # fmt: skip
 
@@ -91,6 +173,10 @@ BAD = {
     "a file that nothing runs": (TRAIN, "page.md:2: no later block runs or imports train.py"),
     "a file with an error": ('```python title="a.py"\nx = \n```\n```bash\npython a.py\n```', "does not compile"),
     "a console without a command": ("```console\nls\n```", "page.md:2: a console block begins with"),
+    "a command in text": ("```text\na\nA=1 B=2 torchrun x.py\n```", "page.md:3: a command in ```text does.* A=1"),
+    "a command in ini": ("```ini\n$ make\n```", "page.md:2: a command in ```ini does not run"),
+    "what does not run, without a reason": ("<!-- not run -->\n```bash\nfalse\n```", "`not run` needs a reason"),
+    "a host without the mark": ("```console\nnode1$ true\n```", "page.md:2: node1 is a host of blocks with"),
     "a process that stays": ("```bash\nsleep 50 & true\n```", "processes that this block left"),
 }  # fmt: skip
 
@@ -114,14 +200,29 @@ def test_a_block_that_needs_more_runs_where_it_can(tmp_path: Path) -> None:
     assert pages.run(*page_with(tmp_path, text), available={"slurm"}, env={"A": "b"}, real=True) == 1
 
 
+def test_hosts_run_at_the_same_time(tmp_path: Path) -> None:
+    """The first command of each host ends only if the other one's has begun."""
+    both = "touch {}; until test -e {}; do sleep 0.01; done"
+    block = f"node1$ {both.format(1, 2)}\nnode2$ {both.format(2, 1)}\n"
+    block += "node1$ echo $HOST $A\nfirst 7\nnode2$ echo $HOST\nsecond\n"
+    text = f"```bash\nexport A=7\n```\n<!-- needs: hosts -->\n```console\n{block}```\n"
+    enter = {host: ["env", f"HOST={title}", "bash", "-c"] for host, title in (("node1", "first"), ("node2", "second"))}
+    page, folder = page_with(tmp_path, text)
+    assert pages.run(page, folder, available={"hosts"}, enter=enter) == 2
+    page.write_text(text.replace("second", "first"))
+    with pytest.raises(pages.PageError, match=r"page.md:10: the output is not the page's"):
+        pages.run(page, tmp_path, available={"hosts"}, enter=enter)
+
+
 def test_pages_are_found_by_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("<!-- needs: hosts, open-mpi -->\n```bash\ntrue\n```\n")
-    (tmp_path / "docs" / "a.md").write_text("needs: open-mpi")
+    (tmp_path / "docs" / "a.md").write_text("needs: gpu\n\n1. b\n\n    <!-- needs: open-mpi -->\n    ```bash\n")
     assert [page.name for page in pages.all_pages()] == ["README.md", "a.md"]
-    assert [page.name for page in pages.needing("open-mpi")] == ["README.md"]
-    assert pages.needing("gpu") == []
+    assert [page.name for page in pages.needing("open-mpi")] == ["a.md"]
+    assert [page.name for page in pages.needing("open-mpi", "hosts")] == ["README.md"]
+    assert pages.needing("gpu") == pages.needing("hosts") == []
 
 
 JOB = """```python title="job.py"

@@ -2,9 +2,9 @@
 
 ::
 
-    torchrun --nproc-per-node 2 -m hvdbridge bench --models bert-base --policies mean bf16 int8
-    horovodrun -np 4 hvdbridge bench --backends horovod
-    hvdbridge bench                                        # no launcher: 2 ranks here, each backend by its own
+    torchrun --standalone --nproc-per-node 2 -m hvdbridge bench --models small:4 --steps 5 --json bench.json
+    horovodrun -np 2 hvdbridge bench --models small:4 --steps 5 --policies mean
+    hvdbridge bench --models small:4 --steps 5 --policies mean    # no launcher: 2 ranks here, each backend by its own
 
 A policy of your own is one that the module or file of a model registers: --models own.py:model --policies own:share=0.5
 
