@@ -101,7 +101,7 @@ def train_all(console: Console, length: list[str]) -> tuple[Results, list[str]]:
                 trained = metrics if backend else {PLAIN[2]: metrics}
                 results |= {(launcher, backend or PLAIN[1], policy): result for policy, result in trained.items()}
                 outcome = " ".join(result["digest"][:12] for result in trained.values())
-            except JobFailed as error:
+            except (JobFailed, FileNotFoundError) as error:  # the launcher is not installed
                 failures.append(f"{name} failed")
                 outcome = "failed"
                 console.print(str(error), style="red", markup=False, highlight=False)

@@ -131,16 +131,16 @@ def report_unavailable(name: str, remedy: str, error: Exception) -> None:
     remedy = node if isinstance(error, ConfigurationError) else f"install {remedy}"
     if Config.from_environment().kernels == "native":
         raise ConfigurationError(
-            f"HVDBRIDGE_KERNELS=native: {name}: compilation failed: {_reason(error)}. Either {remedy}, or unset "
+            f"HVDBRIDGE_KERNELS=native: {name}: compilation failed: {reason(error)}. Either {remedy}, or unset "
             "the variable: torch's operations do the same, more slowly."
         ) from error
     logger.warning(
         "compression takes several times as long with torch's operations in place of %s (%s; or set "
-        "HVDBRIDGE_KERNELS=torch): compilation failed: %s", name, remedy, _reason(error),
+        "HVDBRIDGE_KERNELS=torch): compilation failed: %s", name, remedy, reason(error),
     )  # fmt: skip
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Return a compiler's messages, or else the error's."""
     messages = getattr(error, "stderr", None)  # bytes after a timeout
     return messages if messages and isinstance(messages, str) else f"{type(error).__name__}: {error}"
@@ -169,7 +169,7 @@ def library(cache: Path) -> ctypes.CDLL:
         try:
             return _compile(command, target)
         except (OSError, subprocess.SubprocessError) as error:
-            lock.write_text(_reason(error))
+            lock.write_text(reason(error))
             raise
 
 

@@ -110,7 +110,7 @@ class Job:
     def join(self, rank: int, size: int, host: str, pid: int) -> str | None:
         """Add a rank to the job; return the reason if it is rejected, else None."""
         if size != self.size:
-            return f"this rank was told that the job has {size} ranks, rank 0 that it has {self.size}"
+            return f"this rank was started as one of {size} ranks, rank 0 as one of {self.size}"
         if not 0 <= rank < size:
             return f"rank {rank} does not exist in a job of {size} ranks"
         if rank in self.members:

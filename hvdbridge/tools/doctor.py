@@ -489,7 +489,7 @@ def _torch_text(torch: Any) -> str:
 def _kernels_text(kernels: Any) -> str:
     if kernels.failure:
         without = "an error" if kernels.setting == "native" else "torch's operations, several times slower"
-        return f"{without}: no C compiler that works ({kernels.failure})"
+        return f"{without}: no compiled kernels ({kernels.failure})"
     if kernels.setting == "torch":
         return "torch's operations (HVDBRIDGE_KERNELS=torch)"
     return f"C, for this processor\n{kernels.file}"

@@ -64,14 +64,14 @@ KERNELS = """
 import subprocess
 from hvdbridge.config import Config
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.kernels.native import library
+from hvdbridge.kernels.native import library, reason
 config = Config.from_environment()
 answer = dict(setting=config.kernels, failure="", file="")
 if config.kernels != "torch":
     try:
         answer["file"] = library(config.cache)._name
     except (OSError, subprocess.SubprocessError, ConfigurationError) as error:
-        answer["failure"] = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+        answer["failure"] = reason(error).strip().splitlines()[-1]
 """
 
 

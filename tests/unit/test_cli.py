@@ -334,9 +334,9 @@ def test_variables_are_listed_with_their_meanings(capsys):
     ("variables", "found"),
     [
         ({}, "C, for this processor"),
-        ({"CC": "no-such-compiler"}, "several times slower: no C compiler that works ([Errno 2]"),
-        ({"CC": "false"}, "several times slower: no C compiler that works (Command"),
-        ({"CC": "false", "HVDBRIDGE_KERNELS": "native"}, "an error: no C compiler that works (Command"),
+        ({"CC": "no-such-compiler"}, "several times slower: no compiled kernels (FileNotFoundError: [Errno 2]"),
+        ({"CC": "false"}, "several times slower: no compiled kernels (CalledProcessError: Command"),
+        ({"CC": "false", "HVDBRIDGE_KERNELS": "native"}, "an error: no compiled kernels (CalledProcessError: Command"),
         ({"CC": "false", "HVDBRIDGE_KERNELS": "torch"}, "torch's operations (HVDBRIDGE_KERNELS=torch)"),
         ({"HVDBRIDGE_KERNELS": "fast"}, "no (hvdbridge.errors.ConfigurationError: HVDBRIDGE_KERNELS=fast"),
     ],

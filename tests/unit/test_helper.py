@@ -232,7 +232,7 @@ def test_answered_requests_are_forgotten():
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "text"), [(0, 2, "two processes were given rank 0"), (1, 3, "has 3 ranks, rank 0 that it has 2"),
+    ("rank", "size", "text"), [(0, 2, "two processes were given rank 0"), (1, 3, "one of 3 ranks, rank 0 as one of 2"),
                                (2, 2, "rank 2 does not exist")],
 )  # fmt: skip
 def test_who_may_not_join(team, rank, size, text):
