@@ -63,7 +63,7 @@ test-launchers: $(STAMP)  ## Slurm, Open MPI, Intel MPI and odd hosts; installs 
 	@$(BIN)/python tests/launchers/install.py
 	@$(PYTEST) -rs tests/launchers
 
-# Where the registry's torch has CUDA, Horovod's build needs the CUDA toolkit of the same release (CUDA_HOME)
+# Where the index's torch has CUDA, Horovod's build needs the CUDA toolkit of the same release (CUDA_HOME)
 OLDEST := $(shell sed -n 's/^ *torch>=//p' setup.cfg)
 OLDEST_PYTHON ?= $(shell sed -n 's/^python_requires *= *>=/python/p' setup.cfg)
 test-versions:  ## the oldest Python and torch of setup.cfg (OLDEST_PYTHON=python3.10), then the newest torch (GB)
