@@ -135,25 +135,46 @@ def test_scancel(backend: str, slurm: Slurm) -> None:
     assert job.status == 0, job.output
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "status"),
+    [
+        ("TERM", "torchrun --standalone --nproc-per-node 2", 1),
+        ("USR1", "mpiexec -n 2 -ppn 1 python", 0),
+        ("TERM", "horovodrun -np 2 -H $(scontrol show hostnames | sed s/$/:1/ | paste -sd ,) python", 0),
+    ],
+)
+def test_a_signal_to_the_launcher_alone(name: str, line: str, status: int, slurm: Slurm) -> None:
+    """``--signal=B:...`` where only the batch shell gets it (proctrack/cgroup), in whose place the launcher runs."""
+    send = f"(until [ -e 0.json ] && [ -e 1.json ]; do sleep 0.2; done; kill -{name} $$) &"
+    job = slurm.batch(f"{send}\nexec {line} {SCRIPTS / 'until_stopped.py'}", "-N 2 --ntasks-per-node 2", None, 2)
+    assert job.status == status, job.output
+    assert all(isinstance(seen, list) for seen in job.records), job.output
+    assert job.records[0] == job.records[1]
+
+
 def test_signals_and_the_time_limit(slurm: Slurm) -> None:
     """``--signal`` and the limit's SIGTERM stop all ranks of a job after the same step.
 
-    Slurm's shortest limit is one minute. It looks every half minute, so the signal comes up to a minute early.
+    torchrun passes SIGTERM on, and its own status is 1 then. Slurm's shortest limit is one minute. It looks every half
+    minute, so the signal comes up to a minute early.
     """
     folder = "d=$PWD/$0; mkdir $d; cd $d; JOB_RECORDS=$d sbatch --wait -o j.out"
     script = SCRIPTS / "until_stopped.py"
+    step = INSIDE["torchrun"].replace("per-node 2", "per-node 1").replace("$", r"\$")
+    status = "echo torchrun: $?"
     lines = (
         f"bash -c '{folder} -t 1 --signal=USR1@1 -N 2 -n 3 --wrap \"srun python {script}\"' usr1 & "
-        f"bash -c '{folder} -t 1 -n 2 --wrap \"exec srun python {script}\"' term & wait; "
-        "cat */j.out; cp usr1/0.json 0.json; cp usr1/1.json 1.json; cp usr1/2.json 2.json; "
-        "cp term/0.json 3.json; cp term/1.json 4.json"
+        f"bash -c '{folder} -t 1 -N 2 -n 2 --wrap \"exec srun python {script}\"' term & "
+        f"bash -c '{folder} -t 1 --signal=TERM@1 -N 2 -n 2 --wrap \"{step} {script}\"; {status}' torchrun & "
+        "wait; cat */j.out; cp usr1/0.json 0.json; cp usr1/1.json 1.json; cp usr1/2.json 2.json; "
+        "cp term/0.json 3.json; cp term/1.json 4.json; cp torchrun/0.json 5.json; cp torchrun/1.json 6.json"
     )
     started = time.monotonic()
-    job = slurm.run(lines, "torch", 5, timeout=150)
+    job = slurm.run(lines, "torch", 7, timeout=150)
     job.check()
-    signalled, limited = job.records[:3], job.records[3:]
     assert all(isinstance(seen, list) for seen in job.records), job.output
-    assert len({str(seen) for seen in signalled}) == 1
-    assert len({str(seen) for seen in limited}) == 1
+    for ranks in (job.records[:3], job.records[3:5], job.records[5:]):
+        assert len({str(seen) for seen in ranks}) == 1
     assert "DUE TO TIME LIMIT" in job.output
+    assert "torchrun: 1" in job.output
     assert time.monotonic() - started < 120
