@@ -384,6 +384,8 @@ def _obstacles(facts: Facts, launcher: str, backend: str) -> Iterator[tuple[str,
     if isinstance(facts.mpi, Missing) and (launcher == "mpiexec" or backend == "mpi"):
         # An mpiexec shows that the site has an MPI; then only mpi4py is missing.
         remedy = "pip install 'hvdbridge[mpi]'" if "mpiexec" in facts.launchers else INSTALL_MPICH
+        if f"{os.environ.get('MPI4PY_LIBMPI')}: cannot open shared object file" in facts.mpi.why:
+            remedy = "unset or correct MPI4PY_LIBMPI"
         yield f"mpi4py or its MPI library cannot be loaded: {facts.mpi.why}", remedy
     library, starter = mpi_family(getattr(facts.mpi, "implementation", "")), _starter(facts, launcher)
     family = facts.launchers[starter].family if starter in facts.launchers else ""

@@ -133,6 +133,12 @@ def test_without_mpi4py_nothing_runs_under_mpiexec():
     assert table(no_launcher)["torchrun", "mpi"].remedy == "pip install 'hvdbridge[mpich]'"
 
 
+def test_an_mpi_library_that_the_variable_names_and_nobody_has(monkeypatch):
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
+    facts = replace(EVERYTHING, mpi=probe.ask(probe.MPI))
+    assert table(facts)["mpiexec", "mpi"].remedy == "unset or correct MPI4PY_LIBMPI"
+
+
 @pytest.mark.parametrize(
     ("mpiexec", "library", "works"),
     [
