@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from hvdbridge.backends import registry
 from hvdbridge.config import Config
 from hvdbridge.errors import RendezvousError
+from hvdbridge.startup import network
 from hvdbridge.startup.channels import Channel, Store
 from hvdbridge.startup.world import World
 from hvdbridge.supervisor.client import Monitor
@@ -45,6 +46,11 @@ class RendezvousInfo:
     helper: HelperAddress | None
     store: Store | None
     key: str
+
+    @property
+    def gloo_port_warning(self) -> str:
+        """A warning if Gloo, between hosts, may listen on this host outside ``HVDBRIDGE_PORTS``; else empty."""
+        return "" if network.is_loopback(self.address) else network.gloo_port_warning(self.config.ports)
 
 
 class Starter(ABC):

@@ -188,6 +188,21 @@ def detect(environ: Environ | None = None) -> World:
     return World(0, 1, 0, 1, 0, 1)
 
 
+def allocation_warning(world: World, environ: Environ | None = None) -> str:
+    """Return a warning if this process is its job's only rank in a shell of ``salloc`` with several tasks; else empty.
+
+    Batch shells and srun's tasks have SLURM_PROCID, so that a batch script may evaluate a model in one process.
+    """
+    env = os.environ if environ is None else environ
+    tasks = env.get("SLURM_NTASKS", "")
+    if world.launcher != "none" or "SLURM_JOB_ID" not in env or "SLURM_PROCID" in env or tasks in ("", "1"):
+        return ""
+    return (
+        f"this process is the only rank, and Slurm's allocation {env['SLURM_JOB_ID']} has {tasks} tasks. Put srun "
+        "before the command to start a rank for each; for one process set RANK=0 WORLD_SIZE=1"
+    )
+
+
 def named(name: str) -> Launcher:
     """Return the first launcher of that name."""
     return next(launcher for launcher in LAUNCHERS if launcher.name == name)

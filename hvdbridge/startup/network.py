@@ -121,14 +121,14 @@ def ephemeral_ports() -> range:
 
 
 def gloo_port_warning(ports: range | None) -> str:
-    """Return a warning that Gloo, which uses ephemeral ports, may listen outside ``HVDBRIDGE_PORTS``; empty if not."""
+    """Return a warning if Gloo, which uses this host's ephemeral ports, may leave ``HVDBRIDGE_PORTS``; else empty."""
     kernel = ephemeral_ports()
     if ports is None or (kernel[0] in ports and kernel[-1] in ports):
         return ""
     return (
-        f"HVDBRIDGE_PORTS={ports[0]}-{ports[-1]}: Gloo, below torch and Horovod, listens where the kernel says, at "
-        f"{kernel[0]}-{kernel[-1]}. Run: sysctl net.ipv4.ip_local_port_range='{ports[0]} {ports[-1]}' on each host, "
-        "or use HVDBRIDGE_BACKEND=mpi"
+        f"HVDBRIDGE_PORTS={ports[0]}-{ports[-1]}: Gloo, below torch and Horovod, listens where the kernel of "
+        f"{socket.gethostname()} says, at {kernel[0]}-{kernel[-1]}. Run: sysctl net.ipv4.ip_local_port_range="
+        f"'{ports[0]} {ports[-1]}' on each host, or use HVDBRIDGE_BACKEND=mpi"
     )
 
 

@@ -61,13 +61,14 @@ class InFlightWork(Protocol):
 class _Wait:
     """The context of :meth:`Monitor.watch`. It has slots and no lock, since it surrounds each collective."""
 
-    __slots__ = ("label", "limit", "monitor", "phase", "since", "stall", "token")
+    __slots__ = ("hint", "label", "limit", "monitor", "phase", "since", "stall", "token")
 
     def __init__(
-        self, monitor: Monitor, label: object, limit: float = 0.0, phase: bool = False, stall: float = 0.0
-    ) -> None:
+        self, monitor: Monitor, label: object, limit: float = 0.0, phase: bool = False, stall: float = 0.0,
+        hint: str = "",
+    ) -> None:  # fmt: skip
         self.monitor, self.label, self.limit, self.phase, self.token = monitor, label, limit, phase, 0
-        self.stall = stall
+        self.stall, self.hint = stall, hint
 
     def __enter__(self) -> None:
         monitor = self.monitor
@@ -248,16 +249,17 @@ class Monitor:
         return _Wait(self, label, limit, stall=stall)
 
     @contextmanager
-    def phase(self, label: str, seconds: float | None = None) -> Iterator[None]:
+    def phase(self, label: str, seconds: float | None = None, hint: str = "") -> Iterator[None]:
         """Register a step of start-up that may hold the GIL (MPI_Init), so that no thread can act; see :meth:`watch`.
 
         After ``seconds`` the helper fails the job and reports the phase. A process that cannot process the report
-        prints its traceback and ends UNWIND seconds later.
+        prints its traceback and ends UNWIND seconds later. The report ends with ``hint``, a likely cause, if every rank
+        waits.
         """
         limit = self._config.start_seconds if seconds is None else seconds
         faulthandler.dump_traceback_later(limit + UNWIND, exit=True, file=2)
         try:
-            with _Wait(self, label, limit, phase=True):
+            with _Wait(self, label, limit, phase=True, hint=hint):
                 yield
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -267,7 +269,7 @@ class Monitor:
         wait.token = next(self._tokens)
         note: Message = {"op": "waiting", "token": wait.token, "label": str(wait.label)}
         note |= {"age": time.monotonic() - wait.since, "limit": wait.limit or self.limit, "stall": wait.stall}
-        self._link.send(note | {"phase": True} if wait.phase else note)
+        self._link.send(note | {"phase": True, "hint": wait.hint} if wait.phase else note)
         if wait not in self._waits:
             self._withdraw(wait)
 

@@ -40,6 +40,7 @@ class Wait:
     limit: float
     stall: float
     phase: bool = False
+    hint: str = ""
     warned: bool = False
 
 
@@ -221,7 +222,8 @@ class Job:
         limit = float(message.get("limit") or self.timeout)
         age, stall = float(message["age"]), float(message.get("stall") or self.stall)
         began = self._clock.reading(now) - age
-        wait = Wait(str(message["label"]), now - age, began, limit, stall, "phase" in message)
+        label, hint = str(message["label"]), str(message.get("hint", ""))
+        wait = Wait(label, now - age, began, limit, stall, "phase" in message, hint)
         member.waits[int(message["token"])] = wait
 
     def _waited(self, member: Member, message: Message, payload: bytes, now: float) -> None:
@@ -324,11 +326,14 @@ class Job:
             self._send(rank, {"op": "stalled", "text": text})
 
     def _describe_wait(self, label: str) -> str:
-        """Return a text: the ranks that wait in ``label``, and the state of all others."""
+        """Return a text: the ranks that wait in ``label``, and the state of all others; a hint if every rank waits."""
         inside = [m.rank for m in self.members.values() if any(w.label == label for w in m.waits.values())]
         outside = [r for r in range(self.size) if r not in inside]
         text = f"{ranks_text(inside)} wait{'s' if len(inside) == 1 else ''} in {label}"
-        return f"{text}; not in it: {self._describe_ranks(outside)}" if outside else text
+        text += f"; not in it: {self._describe_ranks(outside)}" if outside else ""
+        hints = [w.hint for m in self.members.values() for w in m.waits.values() if w.label == label and w.hint]
+        everybody = len(self.members) == self.size and all(m.waits for m in self.members.values())
+        return f"{text}. {hints[0]}" if hints and everybody else text
 
     def _describe_ranks(self, ranks: list[int], limit: int = 8) -> str:
         """Return a text: the state of each of the first ``limit`` ranks, and the numbers of the rest.

@@ -200,6 +200,7 @@ def join(address: HelperAddress, hello: bytes, rank: int, timeout: float) -> soc
             if time.monotonic() > deadline:
                 raise RendezvousError(
                     f"rank {rank} on {socket.gethostname()} could not reach hvdbridge's helper at {target} within "
-                    f"{timeout:g} s: {error}. The address must be reachable from this host (firewall? interface?)."
+                    f"{timeout:g} s: {error}. The address must be reachable from this host. For a firewall, "
+                    "HVDBRIDGE_PORTS sets the ports; for another network, HVDBRIDGE_IFACE sets the interface."
                 ) from error
             time.sleep(0.1)

@@ -45,8 +45,13 @@ HOW = {
     ("mpiexec", "torch"): "address by an MPI broadcast",
     ("mpiexec", "horovod"): "Horovod's rendezvous server on rank 0, its address by an MPI broadcast",
     ("mpiexec", "mpi"): "natively",
+    ("srun", "torch"): "address from the job's nodes and numbers",
+    ("srun", "horovod"): "Horovod's rendezvous server on rank 0",
+    ("srun", "mpi"): "PMI-1 server in the job's helper",
 }
 """(launcher, backend) -> how the ranks find each other."""
+SRUN_FOR = {"MPICH": "pmi2", "Open MPI": "pmix"}
+"""MPI library -> the ``--mpi=`` by which srun starts it."""
 
 CONTAINERS = ("docker", "br-", "cni", "virbr", "podman", "flannel", "cbr")
 """Name prefixes of container and virtual-machine bridges, which have the same address on many hosts."""
@@ -54,11 +59,15 @@ CONTAINERS = ("docker", "br-", "cni", "virbr", "podman", "flannel", "cbr")
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher's command: its path, whether ``PATH`` has its directory, and the family of its MPI ("" if none)."""
+    """A launcher's command: its path, and whether ``PATH`` has its directory.
+
+    ``family`` is that of an mpiexec's MPI, ``plugins`` are the values of srun's ``--mpi=``; "" if unknown.
+    """
 
     path: str
     on_path: bool = True
     family: str = ""
+    plugins: str = ""
 
 
 @dataclass(frozen=True)
@@ -189,7 +198,9 @@ def _launcher(name: str) -> Launcher | None:
     on_path = shutil.which(name)
     path = on_path or shutil.which(name, path=os.path.dirname(sys.executable))
     family = mpi_family(_output(path, "--version")) if path and name == "mpiexec" else ""
-    return Launcher(path, on_path is not None, family) if path else None
+    listed = _output(path, "--mpi=list") if path and name == "srun" else ""
+    plugins = " ".join(listed.partition("types are...")[2].split())
+    return Launcher(path, on_path is not None, family, plugins) if path else None
 
 
 def _output(*command: str) -> str:
@@ -351,8 +362,9 @@ CHECKS = (_world, _slurm, _addresses, _ports, _cache)
 
 
 def cells(facts: Facts) -> list[Cell]:
-    """Return the outcome for each combination of launcher and backend in :data:`HOW`."""
-    return [_cell(facts, launcher, backend) for launcher, backend in HOW]
+    """Return the outcome for each combination of launcher and backend in :data:`HOW`; of srun only on a cluster."""
+    cluster = "srun" in facts.launchers and facts.launchers["srun"].plugins
+    return [_cell(facts, launcher, backend) for launcher, backend in HOW if launcher != "srun" or cluster]
 
 
 def _cell(facts: Facts, launcher: str, backend: str) -> Cell:
@@ -360,7 +372,15 @@ def _cell(facts: Facts, launcher: str, backend: str) -> Cell:
         return Cell(launcher, backend, False, why, remedy)
     starter = _starter(facts, launcher)
     native = backend == "horovod" and starter == "mpiexec" and getattr(facts.horovod, "mpi", False)
+    if (launcher, backend) == ("srun", "mpi") and (way := _srun_way(facts)):
+        return Cell(launcher, backend, True, f"srun --mpi={way}")
     return Cell(launcher, backend, True, "natively" if native else HOW[starter, backend])
+
+
+def _srun_way(facts: Facts) -> str:
+    """Return the ``--mpi=`` by which this Slurm starts mpi4py's library; "" if it has none."""
+    way = SRUN_FOR.get(mpi_family(getattr(facts.mpi, "implementation", "")).rstrip(" 0123456789"), "")
+    return way if way and way in facts.launchers["srun"].plugins.split() else ""
 
 
 def _why_not_torch(facts: Facts) -> tuple[str, str] | None:
@@ -384,6 +404,8 @@ def _obstacles(facts: Facts, launcher: str, backend: str) -> Iterator[tuple[str,
     if isinstance(facts.mpi, Missing) and (launcher == "mpiexec" or backend == "mpi"):
         # An mpiexec shows that the site has an MPI; then only mpi4py is missing.
         remedy = "pip install 'hvdbridge[mpi]'" if "mpiexec" in facts.launchers else INSTALL_MPICH
+        if f"{os.environ.get('MPI4PY_LIBMPI')}: cannot open shared object file" in facts.mpi.why:
+            remedy = "unset or correct MPI4PY_LIBMPI"
         yield f"mpi4py or its MPI library cannot be loaded: {facts.mpi.why}", remedy
     library, starter = mpi_family(getattr(facts.mpi, "implementation", "")), _starter(facts, launcher)
     family = facts.launchers[starter].family if starter in facts.launchers else ""
@@ -398,15 +420,19 @@ def _obstacles(facts: Facts, launcher: str, backend: str) -> Iterator[tuple[str,
             f"Horovod was built with {built} and mpi4py loads {library}: one process cannot start both",
             f"let mpi4py load {built} (MPI4PY_LIBMPI); or {INSTALL_HOROVOD} --rebuild",
         )
-    if backend == "mpi" and starter != "mpiexec" and library != "MPICH":
+    if backend == "mpi" and starter == "srun" and library.startswith("Open MPI"):
+        if not _srun_way(facts):
+            why = f"{library} needs srun --mpi=pmix, which this Slurm does not have"
+            yield why, f"mpirun of {library} within the allocation; or MPICH: {INSTALL_MPICH}"
+    elif backend == "mpi" and starter != "mpiexec" and library != "MPICH":
         library = library or "this MPI library"
         yield (
             f"{library} does not speak PMI-1, by which {launcher}'s ranks would join MPI",
             f"mpiexec -n 2 python train.py; or, in an environment without {library}: {INSTALL_MPICH}",
         )
-    if backend == "horovod" and starter == "torchrun" and not facts.horovod.gloo:
+    if backend == "horovod" and starter in ("torchrun", "srun") and not facts.horovod.gloo:
         yield (
-            "this Horovod was built without Gloo, by which torchrun's ranks would join it",
+            f"this Horovod was built without Gloo, by which {starter}'s ranks would join it",
             f"mpiexec -n 2 python train.py; or {INSTALL_HOROVOD} --rebuild",
         )
 

@@ -83,6 +83,8 @@ def init(
     if (rank is None) != (size is None):
         raise ConfigurationError(f"hb.init(rank={rank}, size={size}): give both, or neither")
     world = launchers.detect() if rank is None or size is None else World(rank, size, launcher="bare")
+    if warning := launchers.allocation_warning(world):
+        logging.getLogger("hvdbridge").warning("%s", warning)
     if start_count == 0:
         atexit.register(_close_at_exit)  # registered first, so that it runs last, after the monitor's hook
     start_count += 1

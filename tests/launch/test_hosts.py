@@ -60,6 +60,18 @@ def test_the_port_range_and_interface_that_were_asked_for(hosts: Hosts, tmp_path
     assert all(25000 <= port < 25020 for port in found), found
 
 
+def test_each_host_compares_its_own_port_range(hosts: Hosts, tmp_path: Path) -> None:
+    """Gloo takes the kernel's ports, which only the first host sets to the range."""
+    setting = "net.ipv4.ip_local_port_range"
+    sh("ip", "netns", "exec", hosts.names[0], "sysctl", "-qw", f"{setting}=25000 25999")
+    env = jobs.environment("torch", JOB_RECORDS=str(tmp_path), HVDBRIDGE_PORTS="25000-25999")
+    statuses, output = hosts.run(hosts.commands("torchrun", 2, [str(SCRIPT)], port=25999), env, timeout=60)
+    assert not any(statuses), output[-8000:]
+    assert output.count("Gloo, below torch and Horovod, listens where the kernel of") == 1
+    assert f"listens where the kernel of {hosts.names[1]} says" in output
+    assert f"{setting}='25000 25999'" in output
+
+
 @pytest.mark.parametrize(
     "wrong", [{"count": 0}, {"count": 27}, {"count": 2, "mbits": 0.0}, {"count": 2, "delay_ms": -1.0}]
 )

@@ -75,6 +75,22 @@ def test_one_process_in_a_terminal_of_a_step() -> None:
     assert (seen["size"], seen["launcher"]) == (1, "bare")
 
 
+@pytest.mark.parametrize(
+    ("others", "warned"),
+    [
+        ({}, True), ({"SLURM_PROCID": "0"}, False), ({"SLURM_NTASKS": "1"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, False),
+    ],
+    ids=["shell", "batch", "one task", "variables"],
+)  # fmt: skip
+def test_one_process_in_a_shell_of_salloc(others: dict[str, str], warned: bool) -> None:
+    """A batch script, which has SLURM_PROCID, may run one process without a warning."""
+    env = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", **others}
+    job = jobs.run(None, None, 1, [PLACES], env=env).check()
+    assert job.records[0]["size"] == 1
+    assert job.output.count("Slurm's allocation 7 has 4 tasks. Put srun before the command") == warned
+
+
 @pytest.mark.parametrize("backend", jobs.BACKENDS)
 def test_ports_and_interface_as_asked_for(backend: str) -> None:
     """HVDBRIDGE_PORTS applies to the helper and to MPI; the kernel chooses Gloo's ports."""

@@ -208,9 +208,8 @@ def test_ipv6_alone(backend: str, hosts: Hosts, tmp_path: Path) -> None:
     assert job.output.count("Error: rank 0's host has no IPv4 address") == 2
 
 
-@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "mpi"), ("mpiexec", "mpi"), ("torchrun", "torch")])
-def test_a_firewall_with_a_range_of_ports(launcher: str, backend: str, hosts: Hosts, tmp_path: Path) -> None:
-    """Only ports 25000 to 25099 are open between hosts. Gloo takes the kernel's ports, which are set likewise."""
+def close_ports(hosts: Hosts) -> None:
+    """Open only ports 25000 to 25099 between the hosts."""
     if shutil.which("nft") is None:
         pytest.skip("nft is not installed: make test-launchers installs Debian's nftables, as root")
     rules = (
@@ -220,8 +219,28 @@ def test_a_firewall_with_a_range_of_ports(launcher: str, backend: str, hosts: Ho
     )
     for name in hosts.names:
         set_up("ip", "netns", "exec", name, "nft", rules)
-        if backend == "torch" or launcher == "mpiexec":  # Hydra's proxies connect to the kernel's ports
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "mpi"), ("mpiexec", "mpi"), ("torchrun", "torch")])
+def test_a_firewall_with_a_range_of_ports(launcher: str, backend: str, hosts: Hosts, tmp_path: Path) -> None:
+    """Gloo takes the kernel's ports, which are set to the open ones."""
+    close_ports(hosts)
+    if backend == "torch" or launcher == "mpiexec":  # Hydra's proxies connect to the kernel's ports
+        for name in hosts.names:
             set_up("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv4.ip_local_port_range=25000 25099")
     lines = hosts.commands(launcher, 1, [PLACES, "again"], port=25099)
     job = across(hosts, lines, backend, tmp_path, HVDBRIDGE_PORTS="25000-25098")
     check(job, backend, launcher, ACROSS)
+
+
+def test_a_firewall_and_the_kernel_s_own_ports(hosts: Hosts, tmp_path: Path) -> None:
+    """Gloo waits at a port that is closed. The error repeats the warning, which names the setting."""
+    close_ports(hosts)
+    lines = hosts.commands("torchrun", 1, [PLACES, "again"], port=25099)
+    job = across(hosts, lines, "torch", tmp_path, HVDBRIDGE_PORTS="25000-25098", HVDBRIDGE_START_SECONDS="15")
+    assert job.status == 1
+    ends = [line for line in job.output.splitlines() if " ends: init_process_group is not finished after " in line]
+    assert ends, job.output[-6000:]
+    for text in ends:
+        assert "ranks 0-1 wait in init_process_group. HVDBRIDGE_PORTS=25000-25098: Gloo" in text
+        assert "sysctl net.ipv4.ip_local_port_range='25000 25098' on each host" in text

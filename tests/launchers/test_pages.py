@@ -68,7 +68,8 @@ def run(page: Path, found: Library, need: str, tmp_path: Path) -> None:
         file.chmod(0o755)
     only = tmp_path / page.name
     only.write_text(without_other_blocks(page, need))
-    pages.run(only, folder, {need}, [binaries], {**AS_ROOT, **found.env}, real=True, seconds=90)
+    own = Path(found.mpiexec).parent  # has ompi_info
+    pages.run(only, folder, {need}, [binaries, own], {**AS_ROOT, **found.env}, real=True, seconds=90)
 
 
 def without_other_blocks(page: Path, need: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -62,7 +63,21 @@ def test_srun_in_a_batch_script(slurm: Slurm) -> None:
 
 def test_one_process_in_a_batch_script(slurm: Slurm) -> None:
     """The variables of the batch shell, for four tasks, do not make a launcher."""
-    check(slurm.batch(f"python {TRAINS}", "-n 4", None, 1), "torch", "none")
+    job = slurm.batch(f"python {TRAINS}", "-n 4", None, 1)
+    check(job, "torch", "none")
+    assert "Put srun before the command" not in job.output
+
+
+def test_one_process_in_a_shell_of_salloc(slurm: Slurm) -> None:
+    job = slurm.run(f"salloc --quiet -n 4 python {TRAINS}", None, 1)
+    check(job, "torch", "none")
+    assert "has 4 tasks. Put srun before the command" in job.output
+
+
+def test_doctor_lists_what_srun_would_do(slurm: Slurm) -> None:
+    job = slurm.run("hvdbridge doctor", None)
+    assert re.search(r"srun +. mpi +. works +. srun --mpi=pmi2", job.output), job.output
+    assert re.search(r"srun +. torch +. works", job.output), job.output
 
 
 def typed(slurm: Slurm, line: str, size: int, **env: str) -> jobs.Job:

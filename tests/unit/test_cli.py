@@ -133,6 +133,12 @@ def test_without_mpi4py_nothing_runs_under_mpiexec():
     assert table(no_launcher)["torchrun", "mpi"].remedy == "pip install 'hvdbridge[mpich]'"
 
 
+def test_an_mpi_library_that_the_variable_names_and_nobody_has(monkeypatch):
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
+    facts = replace(EVERYTHING, mpi=probe.ask(probe.MPI))
+    assert table(facts)["mpiexec", "mpi"].remedy == "unset or correct MPI4PY_LIBMPI"
+
+
 @pytest.mark.parametrize(
     ("mpiexec", "library", "works"),
     [
@@ -269,6 +275,37 @@ def test_what_a_start_from_this_shell_would_meet(environ: dict[str, str], what: 
     assert text in found.text
     assert remedy in found.remedy
     assert bool(remedy) == bool(found.remedy)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "library", "how"),
+    [
+        ("none pmi2", "MPICH Version: 5.0.2", "srun --mpi=pmi2"),
+        ("none", "Intel(R) MPI Library 2021.17", "PMI-1 server in the job's helper"),
+        ("none pmi2 pmix", "Open MPI v5.0.11", "srun --mpi=pmix"),
+        ("none pmi2", "Open MPI v4.1.4", "Open MPI 4 needs srun --mpi=pmix, which this Slurm does not have"),
+    ],
+)
+def test_the_rows_of_srun(
+    plugins: str, library: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    listing = f"MPI plugin types are...\\n{plugins}"
+    (tmp_path / "srun").write_text(f'#!/bin/sh\ntest "$1" = --mpi=list && printf "{listing}"\n')
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    srun = doctor._launcher("srun")
+    assert srun == Launcher(str(tmp_path / "srun"), plugins=plugins)
+    mpi = SimpleNamespace(mpi4py="4.1.2", implementation=library)
+    rows = table(replace(EVERYTHING, mpi=mpi, launchers={"srun": srun}))
+    assert rows["srun", "torch"].works
+    assert rows["srun", "horovod"].works
+    assert (rows["srun", "mpi"].how, rows["srun", "mpi"].works) == (how, "needs" not in how)
+
+
+def test_an_srun_without_a_cluster_has_no_rows() -> None:
+    """srun lists no plug-in where it finds no configuration."""
+    facts = replace(EVERYTHING, launchers={**EVERYTHING.launchers, "srun": Launcher("/usr/bin/srun")})
+    assert len(table(facts)) == 9
 
 
 @pytest.mark.parametrize(

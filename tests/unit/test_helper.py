@@ -249,7 +249,7 @@ def test_a_wrong_secret_and_a_wrong_port(team):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         nobody = HelperAddress("127.0.0.1", s.getsockname()[1], 1, "s", "j")
-        with pytest.raises(RendezvousError, match="could not reach hvdbridge's helper at"):
+        with pytest.raises(RendezvousError, match=r"could not reach hvdbridge's helper at.*HVDBRIDGE_PORTS"):
             Monitor.connect(nobody, 0, 1, Config(timeout_seconds=0.3))
 
 
@@ -299,6 +299,22 @@ def test_a_phase_that_takes_too_long(team):
     with suppress(CollectiveTimeout), t.monitors[0].phase("MPI_Init", 0.5):
         assert t.monitors[1]._failed.wait(5)
     assert "MPI_Init is not finished after" in str(t.monitors[1].failure)
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+def test_the_hint_of_a_phase_in_which_every_rank_waits(everybody, team):
+    """The hint is a likely cause only if no rank does work of its own."""
+    t = team(2)
+
+    def start(m: Monitor):
+        with suppress(CollectiveTimeout), m.phase("start", 1.0, hint="a firewall" if m.rank else ""):
+            assert m._failed.wait(5)
+
+    t.all(start, ranks=(0, 1) if everybody else (1,))
+    text = str(t.monitors[0].failure)
+    assert text.endswith("s: ranks 0-1 wait in start. a firewall") is everybody
+    assert ("a firewall" in text) is everybody
+    assert ("busy elsewhere" in text) is not everybody
 
 
 def test_waits_that_end_are_withdrawn(team):

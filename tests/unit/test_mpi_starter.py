@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,6 +121,18 @@ def test_an_open_mpi_with_slurms_pmi(
     if component:
         (folder / f"mca_pmix_{component}.so").touch()
     assert (reason(monkeypatch, OPEN_4, SRUN | PMI2) == "") == starts
+
+
+@pytest.mark.parametrize("name", ["/nowhere/libmpi.so", "libmpi_of_nobody.so"])
+def test_an_mpi_library_that_the_variable_names_and_nobody_has(name: str) -> None:
+    code = "from hvdbridge.backends.mpi import starter; starter._library()"
+    env = os.environ | {"MPI4PY_LIBMPI": name}
+    call = [sys.executable, "-c", code]
+    done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=60, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert f"BackendUnavailable: MPI4PY_LIBMPI={name} names a library that mpi4py cannot load" in last
+    assert last.endswith("Unset or correct MPI4PY_LIBMPI.")
+    assert "hvdbridge[mpich]" not in last
 
 
 def test_auto_takes_mpi_where_slurm_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:

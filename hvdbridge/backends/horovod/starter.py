@@ -63,7 +63,7 @@ class HorovodStarter(Starter):
             self._set_up_gloo(rendezvous)
         if not hvd.mpi_enabled() and not network.is_loopback(rendezvous.address):
             _check_host_name()
-        with rendezvous.monitor.phase("hvd.init"):
+        with rendezvous.monitor.phase("hvd.init", hint=rendezvous.gloo_port_warning):
             try:
                 hvd.init()
             except (RuntimeError, ValueError) as error:

@@ -245,7 +245,7 @@ def _library() -> Any:
     """Import and return mpi4py.MPI without MPI_Init.
 
     Raises:
-        BackendUnavailable: mpi4py finds no MPI library.
+        BackendUnavailable: mpi4py finds no MPI library, or cannot open that of ``MPI4PY_LIBMPI``.
     """
     import mpi4py
 
@@ -255,6 +255,13 @@ def _library() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
+        chosen = os.environ.get("MPI4PY_LIBMPI")
+        if f"{chosen}: cannot open shared object file" in str(error):  # not so where a library that it needs is missing
+            text = str(error).splitlines()[-1]
+            raise BackendUnavailable(
+                f"MPI4PY_LIBMPI={chosen} names a library that mpi4py cannot load ({text}). Unset or correct "
+                "MPI4PY_LIBMPI."
+            ) from error
         raise BackendUnavailable(
             f"mpi4py is installed but finds no MPI library: {error}. {registry.entry('mpi').remedy}"
         ) from error
