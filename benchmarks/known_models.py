@@ -202,7 +202,7 @@ TASKS = {
             rates={"sgd": 0.05, "adamw": 0.002, "muon": 0.012},
             grid={
                 "sgd": (0.02, 0.05, 0.15, 0.5, 1.5), "adamw": (0.001, 0.002, 0.005, 0.012),
-                "muon": (0.002, 0.005, 0.012),
+                "muon": (0.002, 0.005, 0.012, 0.03),
             },
         ),
         Task(
@@ -210,7 +210,7 @@ TASKS = {
             {"blocks": 1}, batch_size=16, steps=300, test=10_000, clip=0.0,
             rates={"sgd": 0.5, "adamw": 0.03, "muon": 0.1},
             grid={
-                "sgd": (0.05, 0.15, 0.5, 1.5), "adamw": (0.003, 0.01, 0.03, 0.1), "muon": (0.003, 0.01, 0.03, 0.1),
+                "sgd": (0.05, 0.15, 0.5, 1.5), "adamw": (0.003, 0.01, 0.03, 0.1), "muon": (0.003, 0.01, 0.03, 0.1, 0.3),
             },
         ),
     )
@@ -621,11 +621,10 @@ READING = """\
   seeds do not tell. Of twenty comparisons of equal policies, about one excludes zero by chance.
 {control}
 Four simulated ranks train, as above. Learning rates rise over the first tenth of the steps and fall to zero along a
-cosine. They are tuned for `mean` with each optimizer, and all policies use them. "lr × 0.5" marks the exceptions. The
-rate chosen for Muon is the highest that was tried, so a still higher one could be better. Muon takes the weight
-matrices of hidden layers (a convolution's as `[outputs, inputs × 9]`) with `adjust_lr_fn="match_rms_adamw"`. AdamW
-takes all other parameters at the same learning rate. Before the evaluation, the statistics of batch normalisation are
-computed anew from 2,000 training images, for every policy alike.
+cosine. They are tuned for `mean` with each optimizer, and all policies use them. "lr × 0.5" marks the exceptions. Muon
+takes the weight matrices of hidden layers (a convolution's as `[outputs, inputs × 9]`) with
+`adjust_lr_fn="match_rms_adamw"`. AdamW takes all other parameters at the same learning rate. Before the evaluation, the
+statistics of batch normalisation are computed anew from 2,000 training images, for every policy alike.
 
 What these runs do not show: both models are small, training is short, and there are four ranks. A policy might do
 better at a learning rate of its own. Longer training, larger models and more ranks may change the differences.
