@@ -241,7 +241,9 @@ VARIABLES = {
         "benchmarks/cuda_graphs.py` compares training with and without graphs.",
     ),
     "PORTS": Variable(
-        _ports, "any", "a range such as `25000-25999`", "Ports on which hvdbridge and MPI listen."
+        _ports, "any", "a range such as `25000-25999`",
+        "Ports on which hvdbridge and MPI listen. Gloo listens in the kernel's range, which `sysctl "
+        "net.ipv4.ip_local_port_range` sets on each host.",
     ),
     "IFACE": Variable(
         _text, "one that all hosts reach", "the name of an interface", "Network interface for traffic between hosts."
