@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from hvdbridge.startup.world import World
 from hvdbridge.supervisor.client import Monitor
 from hvdbridge.supervisor.spawn import HelperAddress
 
+log = logging.getLogger("hvdbridge")
 RankAndSize = tuple[int, int]
 """This process's rank, and the number of ranks."""
 
@@ -47,10 +49,16 @@ class RendezvousInfo:
     store: Store | None
     key: str
 
-    @property
-    def gloo_port_warning(self) -> str:
-        """A warning if Gloo, between hosts, may listen on this host outside ``HVDBRIDGE_PORTS``; else empty."""
-        return "" if network.is_loopback(self.address) else network.gloo_port_warning(self.config.ports)
+    def check_gloo_ports(self) -> str:
+        """Warn if Gloo, between hosts, may listen on this host outside ``HVDBRIDGE_PORTS``; called before Gloo starts.
+
+        Each host has a port range of its own, so one rank of each host warns. Return the warning on each rank, as the
+        hint for a start that hangs.
+        """
+        warning = "" if network.is_loopback(self.address) else network.gloo_port_warning(self.config.ports)
+        if warning and self.world.local_rank == 0:
+            log.warning("%s", warning)
+        return warning
 
 
 class Starter(ABC):

@@ -89,9 +89,6 @@ def start(config: Config, world: World, init_method: str | None, number: int, se
         if world.size > 1:
             monitor.agree("the job's settings", f"{settings}, backend {name}, {threads}")
         if not user_started:
-            # Each host has a port range of its own, so one rank of each host compares it.
-            if name != "mpi" and rendezvous.world.local_rank == 0 and (warning := rendezvous.gloo_port_warning):
-                log.warning("%s", warning)
             library.start(rendezvous)
             library.verify_rank_and_size(rendezvous.world)
     except Exception as error:

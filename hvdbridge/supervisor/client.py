@@ -253,8 +253,7 @@ class Monitor:
         """Register a step of start-up that may hold the GIL (MPI_Init), so that no thread can act; see :meth:`watch`.
 
         After ``seconds`` the helper fails the job and reports the phase. A process that cannot process the report
-        prints its traceback and ends UNWIND seconds later. The report ends with ``hint``, a likely cause, if every rank
-        waits.
+        prints its traceback and ends UNWIND seconds later. If every rank waits, the report ends with ``hint``.
         """
         limit = self._config.start_seconds if seconds is None else seconds
         faulthandler.dump_traceback_later(limit + UNWIND, exit=True, file=2)

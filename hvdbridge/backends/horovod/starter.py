@@ -61,9 +61,10 @@ class HorovodStarter(Starter):
         HorovodStarter.has_started = True
         if not (native or (launcher_starts_mpi(rendezvous.world) and hvd.mpi_built())):
             self._set_up_gloo(rendezvous)
-        if not hvd.mpi_enabled() and not network.is_loopback(rendezvous.address):
+        gloo = not hvd.mpi_enabled()
+        if gloo and not network.is_loopback(rendezvous.address):
             _check_host_name()
-        with rendezvous.monitor.phase("hvd.init", hint=rendezvous.gloo_port_warning):
+        with rendezvous.monitor.phase("hvd.init", hint=rendezvous.check_gloo_ports() if gloo else ""):
             try:
                 hvd.init()
             except (RuntimeError, ValueError) as error:

@@ -255,17 +255,24 @@ def _library() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        chosen = os.environ.get("MPI4PY_LIBMPI")
-        if f"{chosen}: cannot open shared object file" in str(error):  # not so where a library that it needs is missing
+        if names_no_library(str(error)):
             text = str(error).splitlines()[-1]
             raise BackendUnavailable(
-                f"MPI4PY_LIBMPI={chosen} names a library that mpi4py cannot load ({text}). Unset or correct "
-                "MPI4PY_LIBMPI."
+                f"MPI4PY_LIBMPI={os.environ['MPI4PY_LIBMPI']} names a library that mpi4py cannot load ({text}). Unset "
+                "or correct MPI4PY_LIBMPI."
             ) from error
         raise BackendUnavailable(
             f"mpi4py is installed but finds no MPI library: {error}. {registry.entry('mpi').remedy}"
         ) from error
     return MPI
+
+
+def names_no_library(error: str) -> bool:
+    """Return whether mpi4py's ``error`` says that the file of ``MPI4PY_LIBMPI`` cannot be opened.
+
+    It is not so if the file can be opened, and a library that it needs cannot.
+    """
+    return f"{os.environ.get('MPI4PY_LIBMPI')}: cannot open shared object file" in error
 
 
 def _rank_and_size() -> RankAndSize:

@@ -37,7 +37,7 @@ class TorchStarter(Starter):
         interface = config.iface or network.interface_towards(rendezvous.address)
         nccl = config.iface and f"={config.iface}"  # "=": NCCL matches names by prefix otherwise
         self._environment.set_defaults({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": nccl})
-        with rendezvous.monitor.phase("init_process_group", hint=rendezvous.gloo_port_warning):
+        with rendezvous.monitor.phase("init_process_group", hint=rendezvous.check_gloo_ports()):
             self._store = rendezvous.store or self._open_store(rendezvous)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if rendezvous.own_devices else "gloo",
