@@ -39,6 +39,7 @@ from hvdbridge.kernels import build
 
 WAIT_SECONDS = 90.0
 """Time limit for a process that waits until another one of its node has compiled; :mod:`.build` allows that 60 s."""
+COMPILER = "a C compiler, or name one in CC"
 IMPORTED = time.time()
 MOUNTS = Path("/proc/self/mounts")
 NODE_FILE_SYSTEMS = (
@@ -110,7 +111,7 @@ def _load() -> ctypes.CDLL | None:
     try:
         native = library(config.cache)
     except (OSError, subprocess.SubprocessError, ConfigurationError) as error:
-        report_unavailable("hvdbridge/kernels/native.c", "a C compiler, or name one in CC", error)
+        report_unavailable("hvdbridge/kernels/native.c", COMPILER, error)
         return None
     for name, (result, *parameters) in FUNCTIONS.items():
         function = getattr(native, name)
@@ -127,8 +128,7 @@ def report_unavailable(name: str, remedy: str, error: Exception) -> None:
     Raises:
         ConfigurationError: ``HVDBRIDGE_KERNELS=native``.
     """
-    node = "set HVDBRIDGE_CACHE to a directory of this node"
-    remedy = node if isinstance(error, ConfigurationError) else f"install {remedy}"
+    remedy = remedy_for(error, remedy)
     if Config.from_environment().kernels == "native":
         raise ConfigurationError(
             f"HVDBRIDGE_KERNELS=native: {name}: compilation failed: {reason(error)}. Either {remedy}, or unset "
@@ -138,6 +138,13 @@ def report_unavailable(name: str, remedy: str, error: Exception) -> None:
         "compression takes several times as long with torch's operations in place of %s (%s; or set "
         "HVDBRIDGE_KERNELS=torch): compilation failed: %s", name, remedy, reason(error),
     )  # fmt: skip
+
+
+def remedy_for(error: Exception, install: str = COMPILER) -> str:
+    """Return what the user should do: find a directory after a ConfigurationError, else install ``install``."""
+    if isinstance(error, ConfigurationError):
+        return "set HVDBRIDGE_CACHE to a directory of this node"
+    return f"install {install}"
 
 
 def reason(error: Exception) -> str:

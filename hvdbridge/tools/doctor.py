@@ -9,10 +9,7 @@ import argparse
 import json
 import os
 import platform
-import re
 import shutil
-import socket
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,16 +19,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hvdbridge.backends.mpi.starter import names_no_library
 from hvdbridge.config import HOST, PREFIX, VARIABLES, Config
-from hvdbridge.errors import ConfigurationError, HvdbridgeError
-from hvdbridge.startup import channels, launchers, network
+from hvdbridge.errors import ConfigurationError
+from hvdbridge.startup import network
 from hvdbridge.startup.world import usable_cores
 from hvdbridge.tools import probe
-from hvdbridge.tools.probe import Missing, ask
+from hvdbridge.tools.probe import Missing, mpi_family
+from hvdbridge.tools.start_checks import Finding, findings
 
 INSTALL_HOROVOD = "hvdbridge install-horovod"
 INSTALL_MPICH = "pip install 'hvdbridge[mpich]'"
-INSTALL_COMPILER = "install a C compiler, or name one in CC: compression takes a fraction of the time"
 INSTALL = {"torchrun": "pip install torch", "horovodrun": INSTALL_HOROVOD, "mpiexec": INSTALL_MPICH, "srun": ""}
 """Launcher -> the command that installs it."""
 
@@ -53,10 +51,6 @@ HOW = {
 SRUN_FOR = {"MPICH": "pmi2", "Open MPI": "pmix"}
 """MPI library -> the ``--mpi=`` by which srun starts it."""
 
-CONTAINERS = ("docker", "br-", "cni", "virbr", "podman", "flannel", "cbr")
-"""Name prefixes of container and virtual-machine bridges, which have the same address on many hosts."""
-
-
 @dataclass(frozen=True)
 class Launcher:
     """A launcher's command: its path, and whether ``PATH`` has its directory.
@@ -68,19 +62,6 @@ class Launcher:
     on_path: bool = True
     family: str = ""
     plugins: str = ""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The subject of a check and the text of its result.
-
-    ``remedy`` is empty if nothing needs fixing. ``optional``: it serves only one backend, which the job may not need.
-    """
-
-    what: str
-    text: str
-    remedy: str = ""
-    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,10 +163,10 @@ def examine() -> Facts:
         f"{platform.python_version()} ({sys.executable})",
         platform.platform(),
         len(usable_cores()),
-        ask(probe.TORCH),
-        ask(probe.HOROVOD),
-        ask(probe.MPI),
-        ask(probe.KERNELS),
+        probe.ask(probe.TORCH),
+        probe.ask(probe.HOROVOD),
+        probe.ask(probe.MPI),
+        probe.ask(probe.KERNELS),
         launchers={name: found for name in INSTALL if (found := _launcher(name))},
         interfaces={name: str(address.ip) for name, address in network.interfaces().items()},
         variables=_variables(os.environ),
@@ -197,35 +178,10 @@ def _launcher(name: str) -> Launcher | None:
     """Find a launcher on ``PATH``, else beside the interpreter, whose environment may not be activated."""
     on_path = shutil.which(name)
     path = on_path or shutil.which(name, path=os.path.dirname(sys.executable))
-    family = mpi_family(_output(path, "--version")) if path and name == "mpiexec" else ""
-    listed = _output(path, "--mpi=list") if path and name == "srun" else ""
+    family = mpi_family(probe.output(path, "--version")) if path and name == "mpiexec" else ""
+    listed = probe.output(path, "--mpi=list") if path and name == "srun" else ""
     plugins = " ".join(listed.partition("types are...")[2].split())
     return Launcher(path, on_path is not None, family, plugins) if path else None
-
-
-def _output(*command: str) -> str:
-    """Return a command's stdout and stderr; "" if the command cannot be started or takes more than 10 s."""
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout + answer.stderr
-
-
-def mpi_family(text: str) -> str:
-    """Return the MPI family of a version text: Open MPI with its main release, or MPICH.
-
-    Implementations with MPICH's ABI and PMI-1 count as MPICH.
-
-    >>> mpi_family("Open MPI v5.0.11"), mpi_family("mpiexec (OpenRTE) 4.1.4"), mpi_family("LAM 7.1")
-    ('Open MPI 5', 'Open MPI 4', '')
-    >>> mpi_family("HYDRA build details:"), mpi_family("Intel(R) MPI Library 2021.17")
-    ('MPICH', 'MPICH')
-    """
-    if re.search("Open MPI|OpenRTE|PRRTE", text):
-        release = re.search(r"(?:Open MPI|OpenRTE)\)? v?(\d+)", text)
-        return f"Open MPI {release[1]}" if release else "Open MPI"
-    return "MPICH" if re.search(r"MPICH|HYDRA|MVAPICH|Intel\(R\) MPI", text) else ""
 
 
 def starts_library(mpiexec: str, library: str) -> bool:
@@ -257,105 +213,6 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
             value = str(getattr(config, name.removeprefix(PREFIX).lower(), environ[name]))
             parsed[name] = "ignored: set by Kubernetes for a service" if name in config.injected else value
     return parsed
-
-
-# -- a start from this shell -----------------------------------------------------------------------
-
-
-def findings(environ: Mapping[str, str]) -> list[Finding]:
-    """Check, without starting ranks, what a start from this shell would use: variables, addresses, ports, cache."""
-    try:
-        config = Config.from_environment(environ)
-    except ConfigurationError as error:
-        return [Finding("variables", str(error), "mend or unset the variable that the first line names")]
-    return [finding for check in CHECKS for finding in check(environ, config)]
-
-
-def _world(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
-    try:
-        world = launchers.detect(environ)
-    except HvdbridgeError as error:
-        yield Finding("this process", str(error), "start ranks by a launcher; for one process: RANK=0 WORLD_SIZE=1")
-        return
-    yield Finding("this process", f"rank {world.rank} of {world.size} (launcher: {world.launcher})")
-    library = ask(probe.MPI) if "PMIX_NAMESPACE" in environ else Missing("")
-    if not isinstance(library, Missing) and library.implementation.startswith("MPICH") and not library.pmix:
-        yield Finding(
-            "MPI", f"this launcher speaks PMIx, and mpi4py's library, {library.implementation}, does not: MPI "
-            "joins the helper instead, for which ranks need a place to meet",
-            "set MASTER_ADDR and MASTER_PORT, start by MPICH's mpiexec or srun --mpi=pmi2, or let mpi4py take the "
-            "launcher's MPI (MPI4PY_LIBMPI)",
-        )  # fmt: skip
-    address = environ.get("MASTER_ADDR", "")
-    if ":" in address:
-        yield Finding("MASTER_ADDR", f"{address}: ranks meet there by IPv6; across hosts they also need IPv4")
-
-
-def _slurm(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
-    shown = _output("scontrol", "show", "config") if shutil.which("scontrol") and shutil.which("srun") else ""
-    if default := re.search(r"MpiDefault\s*=\s*(\S+)", shown):
-        kind, library = default[1], mpi_family(getattr(ask(probe.MPI), "implementation", ""))
-        backend, obstacle, remedy = "mpi" if library and kind != "none" else "torch", "", ""
-        if library.startswith("Open MPI") and not kind.startswith("pmix"):
-            obstacle = f". It cannot start mpi4py's {library}, which needs pmix"
-            remedy = "srun --mpi=pmix, for MPI under Slurm"
-            if "pmix" not in _output("srun", "--mpi=list"):
-                remedy = f"mpirun of {library} within the allocation, for MPI: this Slurm has no pmix"
-        elif library and kind == "none":
-            remedy = "srun --mpi=pmi2, for MPI under Slurm"
-        text = f"Slurm's MpiDefault is {kind}: srun python train.py takes the {backend} backend{obstacle}"
-        yield Finding("srun", text, remedy, optional=True)
-    if "SLURM_STEP_ID" in environ:
-        yield Finding("Slurm's port", f"torch and Horovod meet at {channels.slurm_port(environ, config)}")
-
-
-def _addresses(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
-    addresses = {name: str(address.ip) for name, address in network.interfaces().items()}
-    others = {name: ip for name, ip in addresses.items() if not network.is_loopback(ip)}
-    if config.iface:
-        try:
-            yield Finding("HVDBRIDGE_IFACE", f"hosts talk by {network.chosen_interface(config.iface).ip}")
-        except ConfigurationError as error:
-            yield Finding("HVDBRIDGE_IFACE", str(error), "HVDBRIDGE_IFACE=<a name that this host has>, or unset it")
-    if not others:
-        yield Finding("addresses", "no IPv4 address but loopback: jobs of this host alone")
-    bridges = [f"{name} {ip}" for name, ip in others.items() if name.startswith(CONTAINERS)]
-    if bridges and not config.iface:
-        yield Finding(
-            "addresses", f"{', '.join(bridges)}: of containers, on many hosts the same. Between hosts an address that "
-            "another host has, too, is passed over",
-        )  # fmt: skip
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        address = "no address"
-    if others and (address == "no address" or network.is_loopback(address)):
-        yield Finding(
-            "host name", f"{name} has {address}: Horovod between hosts listens at the name's address",
-            f"a line '<this host's address> {name}' before others in /etc/hosts, for Horovod between hosts",
-            optional=True,
-        )  # fmt: skip
-
-
-def _ports(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
-    if config.ports:
-        text = network.gloo_port_warning(config.ports)
-        low, high = config.ports[0], config.ports[-1]
-        remedy = f"sysctl net.ipv4.ip_local_port_range='{low} {high}', or HVDBRIDGE_BACKEND=mpi" if text else ""
-        yield Finding("HVDBRIDGE_PORTS", text or f"all listen at {low}-{high}", remedy)
-
-
-def _cache(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
-    nearest = next(path for path in (config.cache, *config.cache.parents) if path.exists())
-    text, remedy = str(config.cache), ""
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        text += " cannot be written: install-horovod cannot keep its wheel there"
-        remedy = "HVDBRIDGE_CACHE=<a directory of your own>"
-    yield Finding("cache", text, remedy)
-
-
-CHECKS = (_world, _slurm, _addresses, _ports, _cache)
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -404,7 +261,7 @@ def _obstacles(facts: Facts, launcher: str, backend: str) -> Iterator[tuple[str,
     if isinstance(facts.mpi, Missing) and (launcher == "mpiexec" or backend == "mpi"):
         # An mpiexec shows that the site has an MPI; then only mpi4py is missing.
         remedy = "pip install 'hvdbridge[mpi]'" if "mpiexec" in facts.launchers else INSTALL_MPICH
-        if f"{os.environ.get('MPI4PY_LIBMPI')}: cannot open shared object file" in facts.mpi.why:
+        if names_no_library(facts.mpi.why):
             remedy = "unset or correct MPI4PY_LIBMPI"
         yield f"mpi4py or its MPI library cannot be loaded: {facts.mpi.why}", remedy
     library, starter = mpi_family(getattr(facts.mpi, "implementation", "")), _starter(facts, launcher)
@@ -455,8 +312,8 @@ def report(facts: Facts, table: Sequence[Cell], console: Console) -> None:
     subjects: list[Cell | Finding] = [*table, *facts.starts]
     remedies = dict.fromkeys(subject.remedy for subject in subjects if subject.remedy and not _optional(subject))
     optional = dict.fromkeys(subject.remedy for subject in subjects if subject.remedy and _optional(subject))
-    if getattr(facts.kernels, "failure", ""):
-        remedies[INSTALL_COMPILER] = None
+    if remedy := getattr(facts.kernels, "remedy", ""):
+        remedies[f"{remedy}: compression takes a fraction of the time"] = None
     hidden = [name for name, launcher in facts.launchers.items() if not launcher.on_path]
     if hidden:
         environment = os.path.dirname(facts.launchers[hidden[0]].path)

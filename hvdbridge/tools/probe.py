@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -64,14 +65,14 @@ KERNELS = """
 import subprocess
 from hvdbridge.config import Config
 from hvdbridge.errors import ConfigurationError
-from hvdbridge.kernels.native import library, reason
+from hvdbridge.kernels.native import library, reason, remedy_for
 config = Config.from_environment()
-answer = dict(setting=config.kernels, failure="", file="")
+answer = dict(setting=config.kernels, failure="", remedy="", file="")
 if config.kernels != "torch":
     try:
         answer["file"] = library(config.cache)._name
     except (OSError, subprocess.SubprocessError, ConfigurationError) as error:
-        answer["failure"] = reason(error).strip().splitlines()[-1]
+        answer |= dict(failure=reason(error).strip().splitlines()[-1], remedy=remedy_for(error))
 """
 
 
@@ -119,3 +120,28 @@ def horovod_text(horovod: Any) -> str:
 def clean_environment() -> dict[str, str]:
     """Return this process's environment without the variables that launchers set for their ranks."""
     return {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+
+
+def output(*command: str) -> str:
+    """Return a command's stdout and stderr; "" if the command cannot be started or takes more than 10 s."""
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout + answer.stderr
+
+
+def mpi_family(text: str) -> str:
+    """Return the MPI family of a version text: Open MPI with its main release, or MPICH.
+
+    Implementations with MPICH's ABI and PMI-1 count as MPICH.
+
+    >>> mpi_family("Open MPI v5.0.11"), mpi_family("mpiexec (OpenRTE) 4.1.4"), mpi_family("LAM 7.1")
+    ('Open MPI 5', 'Open MPI 4', '')
+    >>> mpi_family("HYDRA build details:"), mpi_family("Intel(R) MPI Library 2021.17")
+    ('MPICH', 'MPICH')
+    """
+    if re.search("Open MPI|OpenRTE|PRRTE", text):
+        release = re.search(r"(?:Open MPI|OpenRTE)\)? v?(\d+)", text)
+        return f"Open MPI {release[1]}" if release else "Open MPI"
+    return "MPICH" if re.search(r"MPICH|HYDRA|MVAPICH|Intel\(R\) MPI", text) else ""

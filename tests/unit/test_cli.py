@@ -16,7 +16,7 @@ from rich.console import Console
 
 from hvdbridge.config import VARIABLES
 from hvdbridge.errors import BackendUnavailable
-from hvdbridge.tools import COMMANDS, doctor, install_horovod, main, probe
+from hvdbridge.tools import COMMANDS, doctor, install_horovod, main, probe, start_checks
 from hvdbridge.tools.doctor import Cell, Facts, Launcher, cells
 
 pytestmark = pytest.mark.slow
@@ -271,7 +271,7 @@ def test_variables_show_what_they_parse_to(monkeypatch):
     ],
 )  # fmt: skip
 def test_what_a_start_from_this_shell_would_meet(environ: dict[str, str], what: str, text: str, remedy: str) -> None:
-    found = {finding.what: finding for finding in doctor.findings(environ)}[what]
+    found = {finding.what: finding for finding in start_checks.findings(environ)}[what]
     assert text in found.text
     assert remedy in found.remedy
     assert bool(remedy) == bool(found.remedy)
@@ -329,8 +329,8 @@ def test_what_srun_would_take(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     answer = SimpleNamespace(implementation=library) if library else probe.Missing("no mpi4py")
-    monkeypatch.setattr(doctor, "ask", {probe.MPI: answer}.get)
-    found = {finding.what: finding for finding in doctor.findings({})}["srun"]
+    monkeypatch.setattr(probe, "ask", {probe.MPI: answer}.get)
+    found = {finding.what: finding for finding in start_checks.findings({})}["srun"]
     assert found.text.startswith(f"Slurm's MpiDefault is {way}: srun python train.py takes the {backend} backend")
     assert found.remedy.startswith(remedy)
     assert bool(remedy) == bool(found.remedy)
@@ -386,4 +386,20 @@ def test_what_computes_on_the_cpu(variables, found, monkeypatch, tmp_path):
     with console.capture() as captured:
         doctor.report(facts, cells(facts), console)
     assert found in captured.get()
-    assert (doctor.INSTALL_COMPILER in captured.get()) == ("no compiled kernels" in found)
+    remedy = "install a C compiler, or name one in CC: compression takes a fraction of the time"
+    assert (remedy in captured.get()) == ("no compiled kernels" in found)
+
+
+def test_no_directory_for_the_kernels(monkeypatch, tmp_path):
+    """The remedy is another directory where each one of this machine belongs to someone else."""
+    source = "import os; os.getuid = lambda: 12345\n"  # so that the temporary directory below is another user's
+    (tmp_path / "hvdbridge-12345").mkdir()
+    monkeypatch.setenv("HVDBRIDGE_CACHE", "/proc/cache")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    facts = replace(EVERYTHING, kernels=probe.ask(source + probe.KERNELS))
+    console = Console(width=300, highlight=False, markup=False)
+    with console.capture() as captured:
+        doctor.report(facts, cells(facts), console)
+    assert "belongs to another user" in captured.get()
+    assert "\n  set HVDBRIDGE_CACHE to a directory of this node: compression takes" in captured.get()
+    assert "install a C compiler" not in captured.get()
