@@ -25,7 +25,7 @@ from itertools import groupby
 
 
 class HvdbridgeError(RuntimeError):
-    """Base class of all exceptions that this library raises itself."""
+    """Base class of the exceptions of this module."""
 
 
 class ConfigurationError(HvdbridgeError, ValueError):

@@ -46,8 +46,8 @@ class PowerSGD(WithFeedback):
     column of Q. (A zero gradient has only such columns.)
 
     State: with ``warm_start`` ``q``, ``[r, m]`` per compressed parameter (with ``alternate`` also ``p``, ``[r, n]``;
-    with ``batched`` ``[rank, side]`` for every parameter), in float32 or wider, equal on all ranks; with ``ef`` also
-    the residual, the size of the parameters, local to the rank. Weights: any.
+    with ``batched`` ``[rank, side]`` for every parameter), in float32 or wider, equal on all ranks (see below); with
+    ``ef`` also the residual, the size of the parameters, local to the rank. Weights: any.
 
     On the wire: two all-reduces per bucket, of all P and all dense parameters, then of all Q; one with ``alternate``,
     or if no parameter of the bucket is compressed.
@@ -81,8 +81,8 @@ class PowerSGD(WithFeedback):
         2019, algorithms 1 and 2; ``alternate``: Zhang et al., *ACP-SGD*, 2023, algorithm 2.
 
     When to choose:
-        The model has wide weight matrices (transformers). All messages are all-reduces, so any number of ranks suits
-        it.
+        The model has wide weight matrices, the optimizer is SGD or AdamW, and the network is slow. With Muon a small
+        GPT lost 6 % (see Convergence, known models). All messages are all-reduces, so any number of ranks suits it.
 
     Attributes:
         rank: number of columns of P and Q.

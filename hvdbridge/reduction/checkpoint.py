@@ -32,7 +32,8 @@ def state_dict(aggregator: Aggregator, gather: bool = False) -> dict[str, Any]:
     control, own_state = aggregator.control, on_host(local["state"])
     ranks = [own_state]  # on rank 0: the tensors of "state", which torch.save then writes once
     for rank in range(1, control.size):  # one at a time: ranks other than 0 hold only one state
-        state = control.broadcast_object(own_state, rank)
+        with control.watch(f"state_dict(gather=True), for the state of rank {rank}"):
+            state = control.broadcast_object(own_state, rank)
         if control.rank == 0:
             ranks.append(state)
     return local | {"state": own_state, "ranks": ranks} if control.rank == 0 else {}
@@ -79,7 +80,10 @@ def check_saved(saved: Any, spec: str) -> dict[str, float]:
     if missing := [key for key in ("policy", *minimum, "nodes", "state") if key not in saved]:
         raise ConfigurationError(f"this is no state_dict() of a synchronizer or a hook: {', '.join(missing)} missing")
     if saved["policy"] != spec:
-        raise ConfigurationError(f"the state is one of policy {saved['policy']!r}, this is {spec!r}")
+        raise ConfigurationError(
+            f"the state is one of policy {saved['policy']!r}, this is {spec!r}. Construct this one with the state's "
+            "policy, or do not load the state: the policy then starts anew."
+        )
     for key, lower in minimum.items():
         value = saved[key]
         valid = isinstance(value, int | float) and lower <= value < float("inf")

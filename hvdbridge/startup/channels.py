@@ -312,18 +312,18 @@ def from_slurm(world: World, prefix: str, config: Config) -> Channel:
 
 
 def slurm_port(environ: Mapping[str, str], config: Config) -> int:
-    """Return a port that Slurm reserved for the step (``srun --resv-ports=1``), else a hash of job and step number.
+    """Return a port that Slurm reserved for the step (``srun --resv-ports=1``), else one that depends on job and step.
 
-    Consecutive jobs and steps thus use different ports.
+    Steps of one job use different ports. Those of two jobs may be equal.
 
     >>> slurm_port({"SLURM_STEP_RESV_PORTS": "12000-12003"}, Config())
     12000
     """
     if reserved := re.match(r"\d+", environ.get("SLURM_STEP_RESV_PORTS", "")):
         return int(reserved.group())
-    step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     ports = config.ports or range(15000, 30000)
-    return ports[zlib.crc32(step.encode()) % len(ports)]
+    return ports[(zlib.crc32(job.encode()) + (int(step) if step.isdecimal() else 0)) % len(ports)]
 
 
 def _tcp_channel(world: World, prefix: str, config: Config, host: str, port: int) -> Channel:

@@ -46,11 +46,18 @@ class Wait:
 
 @dataclass
 class Member:
-    """A rank that has joined the job. ``leave_id`` is the id of its unanswered leave request."""
+    """A rank that has joined the job.
+
+    Attributes:
+        host: the identity of its host: the host's name, and what differs between hosts of one name.
+        namesakes: the identities of all hosts of that name; messages print the name alone where it is unique.
+        leave_id: the id of its unanswered leave request.
+    """
 
     rank: int
     host: str
     pid: int
+    namesakes: set[str]
     state: str = "here"  # "here", "left" (without shutdown), "bye" (after shutdown) or "dead"
     left_at: float = 0.0
     leave_id: int | None = None
@@ -59,7 +66,8 @@ class Member:
     patience: dict[int, tuple[float, float]] = field(default_factory=dict)  # by token: seconds requested, end
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+        host = self.host if len(self.namesakes) > 1 else self.host.partition("/")[0]
+        return f"rank {self.rank} ({host}, pid {self.pid})"
 
 
 @dataclass
@@ -95,6 +103,7 @@ class Job:
         self.start = start
         self.stall = stall
         self.members: dict[int, Member] = {}
+        self._hosts: dict[str, set[str]] = {}  # identities by the host's name
         self.failure: Message | None = None
         self.failed_at = 0.0
         self._outgoing: list[OutgoingMessage] = []
@@ -116,7 +125,9 @@ class Job:
             return f"rank {rank} does not exist in a job of {size} ranks"
         if rank in self.members:
             return f"{self.members[rank]} is in this job already; two processes were given rank {rank}"
-        self.members[rank] = Member(rank, host, pid)
+        namesakes = self._hosts.setdefault(host.partition("/")[0], set())
+        namesakes.add(host)
+        self.members[rank] = Member(rank, host, pid, namesakes)
         if self.failure:
             self._send(rank, self.failure)
         if self._clock.paused:

@@ -144,9 +144,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_file("--json", arguments.json)
     check_file("--plot", arguments.plot)
     plan = _Plan(arguments, job, console)
+    specs = arguments.policies or list(dict.fromkeys([*POLICIES, *job.rows]))
     with _restored_threads():
-        plan.measure(errors)
-        specs = arguments.policies or list(dict.fromkeys([*POLICIES, *job.rows]))
+        plan.measure(errors, measured=job.rows.keys() >= set(specs))
         ordered = sorted(specs, key=lambda spec: spec not in job.rows)  # rows give the overhead of policies without one
         tracked = track(ordered, "arithmetic", console=errors, transient=True, disable=not errors.is_terminal)
         for number, spec in enumerate(tracked, start=1):
@@ -210,8 +210,12 @@ class _Plan:
         cores = 1 if min(self.local_size, ranks) > 1 else max(1, min(int(self.cores(ranks)), len(usable_cores())))
         return sorted({1, cores})
 
-    def measure(self, errors: Console) -> None:
-        """Time forward, backward and optimizer of the model on this machine; set ``scale``, ``here``, ``planner``."""
+    def measure(self, errors: Console, measured: bool) -> None:
+        """Time forward, backward and optimizer of the model on this machine; set ``scale``, ``here``, ``planner``.
+
+        Args:
+            measured: every policy has a row, so that no prediction rests on these times alone: do not warn of them.
+        """
         from torch.optim import SGD
 
         from hvdbridge.reduction.parameters import trainable
@@ -229,7 +233,7 @@ class _Plan:
         (passes, busy), (optimizer, more) = map(medians, rounds[1:])
         self.here, varied = _measured_here(threads, [p + o for (p, _), (o, _) in zip(*rounds[1:], strict=True)])
         errors.print(self.here, highlight=False, markup=False, soft_wrap=True)
-        if varied:
+        if varied and not measured:
             subject = "Predictions of policies without a row in FILE" if job.rows else "Predictions"
             remedy = "" if job.compute else ", or give --compute-ms: hvdbridge bench has it in the column compute"
             errors.print(

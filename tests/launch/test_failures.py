@@ -42,6 +42,19 @@ try:
 except hb.RankFailed as error:
     jobs.record(rank, str(error))
 """
+ON_RANK_0 = """
+import time
+import torch
+import hvdbridge as hb
+hb.init()
+model = torch.nn.Linear(2, 1)
+sync = hb.GradientSynchronizer(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="ef(int8)")
+sync.model(torch.ones(1, 2)).sum().backward()
+sync.optimizer.step()
+if hb.rank() == 0:
+    sync.state_dict(gather=True)
+time.sleep(30)
+"""
 
 
 @dataclass
@@ -171,6 +184,16 @@ def test_a_rank_that_is_late_for_the_first_operation(backend: str, tmp_path: Pat
     job = jobs.run("fork", backend, 2, [str(late)], env=limits)
     assert job.status not in (0, -1), job.output
     assert re.search(r"after 3\.\d s .*rank 0 waits in .*not in it: rank 1 \(.*busy elsewhere", job.output), job.output
+
+
+@pytest.mark.parametrize("backend", jobs.BACKENDS)
+def test_a_rank_that_does_not_call_state_dict(backend: str, tmp_path: Path) -> None:
+    script = tmp_path / "on_rank_0.py"
+    script.write_text(ON_RANK_0)
+    job = jobs.run("fork", backend, 2, [str(script)], env={"HVDBRIDGE_TIMEOUT_SECONDS": "3"})
+    assert job.status not in (0, -1), job.output
+    named = r"rank 0 waits in state_dict\(gather=True\), for the state of rank 1; not in it: rank 1 \("
+    assert re.search(named, job.output), job.output
 
 
 @pytest.mark.parametrize("cell", [("torchrun", "horovod"), ("horovodrun", "mpi"), ("mpiexec", "torch")])

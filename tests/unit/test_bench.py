@@ -612,6 +612,17 @@ def test_plan_warns_of_computation_that_varies(
     assert "arithmetic of mean (1 of 1)" in printed.err
 
 
+@pytest.mark.parametrize("without_row", [False, True])
+def test_plan_warns_if_a_policy_has_no_row(
+    without_row: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    runs = [(ms / 1e3, ms / 1e3) for ms in (10, 12, 14, 30, 90)]
+    monkeypatch.setattr(plan, "_fastest", lambda threads, *functions: (1, [[(0.0, 0.0)] * 5, runs, [(0.0, 0.0)] * 5]))
+    words = written(tmp_path / "bench.json", ("torch", "small:4", None))
+    assert main([*words, *(["int8"] if without_row else [])]) == 0
+    assert ("Predictions of policies without a row in FILE" in capsys.readouterr().err) is without_row
+
+
 def test_small_messages_have_digits(capsys: pytest.CaptureFixture[str]) -> None:
     show(predicted([Prediction("powersgd", 2, 0.5, 0.1, 0.0, 0.9, 46_112)]))
     assert "500.0 (0.0461)" in capsys.readouterr().out

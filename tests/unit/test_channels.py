@@ -128,4 +128,5 @@ def test_a_name_that_is_not_known_is_named(serve: bool) -> None:
 def test_steps_and_jobs_that_follow_each_other_meet_elsewhere() -> None:
     steps = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(700, 704) for step in range(20)]
     assert len({slurm_port(step, Config()) for step in steps}) == len(steps)
+    assert len({slurm_port(step, Config(ports=range(25000, 25100))) for step in steps[:20]}) == 20
     assert all(slurm_port(step, Config(ports=range(9, 12))) in range(9, 12) for step in steps)

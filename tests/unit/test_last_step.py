@@ -157,3 +157,12 @@ def test_the_rank_that_left_first_ends_the_wait() -> None:
     job.tick(101.6)
     assert job.failure is not None
     assert job.failure["text"].startswith("rank 1 (host, pid 1), rank 0 (host, pid 0) left without hb.shutdown()")
+
+
+def test_messages_print_the_name_of_a_host_alone_where_it_is_unique() -> None:
+    job = Job(3, 10.0, 5.0)
+    for rank, host in enumerate(("a/8be80b07/1", "b/8be80b07/1", "b/8be80b07/2")):
+        job.join(rank, 3, host, rank)
+    assert [str(member) for member in job.members.values()] == [
+        "rank 0 (a, pid 0)", "rank 1 (b/8be80b07/1, pid 1)", "rank 2 (b/8be80b07/2, pid 2)"
+    ]  # fmt: skip
