@@ -56,7 +56,7 @@ class Example:
     Attributes:
         spec: the policy, with example options where it needs some.
         formula: bytes that a rank sends, of N ranks for n elements in float32: an expression of Python, and the names
-            that ``names`` explains. "0" without communication. With ``at_most`` it is an upper bound.
+            that ``names`` explains. "0" without communication. With ``at_most`` it is mostly above the true number.
         names: further names in the formula -> their meaning, and their value for :data:`MODEL`: a number, or an
             expression.
         step: the first step that is counted.
@@ -271,7 +271,7 @@ class Facts:
         e = self.example
         if e.formula == "0":
             return "none"
-        text = f"{'at most ' if e.at_most else ''}`{e.formula.replace(' * ', ' ')}`"
+        text = f"{'about ' if e.at_most else ''}`{e.formula.replace(' * ', ' ')}`"
         if e.names:
             text += "; " + ", ".join(f"{name}: {meaning}" for name, (meaning, _) in e.names.items())
         return text + ("; the average over a period" if e.period > 1 else "")
@@ -422,8 +422,9 @@ class Facts:
         options = list(self.options())
         if options:
             text.append(table(["option", "type", "default", "meaning"], options))
-        if raises := self.sections.get("Raises"):
-            limits = "\n".join(f"- `{name}`: {meaning}" for name, meaning in items(raises))
+        bases = [cls for cls in self.cls.__mro__ if cls is self.cls or cls.__name__.startswith("_")]  # pages lack these
+        if raises := [item for cls in bases for item in items(sections_of(cls).get("Raises", ""))]:
+            limits = "\n".join(f"- `{name}`: {meaning}" for name, meaning in raises)
             text.append(f"Errors when it is made or used:\n\n{limits}\n")
         return "\n".join(text)
 
@@ -560,7 +561,8 @@ def environment() -> str:
 
 ENVIRONMENT = """# Environment variables
 
-hvdbridge reads these variables when `hb.init()` runs. Set them alike on all ranks. An argument in the code takes
+hvdbridge reads these variables when `hb.init()` runs. Set them alike on all ranks; only `HVDBRIDGE_IFACE`,
+`HVDBRIDGE_KERNELS` and `HVDBRIDGE_CACHE` may differ. An argument in the code takes
 precedence over a variable. An unknown variable with the prefix `HVDBRIDGE_` is an error, which names the nearest known
 one. The variables that Kubernetes sets for a service named hvdbridge are ignored. `hvdbridge doctor` prints the
 variables that are set, and `hvdbridge doctor --variables` prints this list.

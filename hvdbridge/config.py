@@ -204,10 +204,10 @@ VARIABLES = {
     ),
     "BUCKET_MB": Variable(
         _bucket_mb, "25, 10, 5 or 100", "a number of MiB, or `auto`",
-        "Size of a gradient bucket. By default it is 25, and 10 for policies that compute between their collectives "
-        "and for most policies on several nodes. On several nodes it is 5 for most policies that send a byte or more "
-        "per element. Over NCCL it is 100 in place of 10. With `auto`, a `GradientSynchronizer` measures several sizes "
-        "when it is made.",
+        "Size of a gradient bucket. By default it is 25, and 10 for policies that compute between their collectives. "
+        "On several nodes it is at most 10, and 5 for codes of a byte or more (`bf16`, `int8`). Over NCCL it is 100 "
+        "for policies that compute between their collectives and 25 for others, on any number of nodes. With `auto`, "
+        "a `GradientSynchronizer` measures several sizes when it is made.",
     ),
     "TIMEOUT_SECONDS": Variable(
         _positive, "300", "a number of seconds",
@@ -250,7 +250,8 @@ VARIABLES = {
     ),
     "CACHE": Variable(
         _text, "`~/.cache/hvdbridge`", "a directory",
-        "Directory of built wheels and kernels. `XDG_CACHE_HOME` replaces `~/.cache`. A user without a home directory "
+        "Directory of built wheels, of compiled kernels if its file system belongs to one node, and, if it is set, of "
+        "the commits of `hvd.elastic`. `XDG_CACHE_HOME` replaces `~/.cache`. A user without a home directory "
         "has it below the temporary directory.",
     ),
 }  # fmt: skip

@@ -59,7 +59,7 @@ class Dgc(Policy):
         nesterov: use Nesterov momentum.
         clip: this rank's whole gradient is clipped to the L2 norm ``clip * N ** -0.5`` before it is accumulated, where
             N counts the ranks of positive weight (local gradient clipping, section 3.3). Aggregation then begins after
-            the last gradient of the step. None: no clipping.
+            the last gradient of the step. A GradScaler's scale multiplies the gradient. None: no clipping.
         warmup: number of steps in which the ratio falls from 1/4 to ``ratio`` by factors of 4, in equal stages
             (section 3.3).
     """

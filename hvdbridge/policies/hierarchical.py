@@ -41,8 +41,9 @@ class Hierarchical(Policy):
     State: that of the inner policy, equal on all ranks of a node. The weight of a node is the sum of its ranks' weights
     (without weights: its number of ranks), so nodes of unequal size have unequal weights.
 
-    On the wire, with K nodes of L ranks: one rank sends ``2 (L-1)/L`` of the gradient within its node, and between
-    nodes 1/L of what the inner policy sends among K ranks. Nodes may be of unequal size.
+    On the wire, with K nodes of L ranks: within its node one rank sends ``2 (L-1)/L`` of the gradient, and ``(L-1)/L``
+    of each answer to the inner policy. Between nodes it sends 1/L of what the inner policy sends among K ranks. Nodes
+    may be of unequal size.
 
     When to choose:
         Links within a node are fast, and links between nodes are slow.

@@ -61,7 +61,7 @@ class Sign(Policy):
         One bit per element is needed without a residual. The optimizer is plain SGD with a small rate of its own.
 
     Attributes:
-        scale: magnitude of all elements of the update.
+        scale: magnitude of all elements of the update. A GradScaler divides it by its scale.
         momentum: coefficient of the momentum; 0: none.
     """
 

@@ -3,7 +3,7 @@
 ::
 
     mean                       a policy with default options
-    topk:ratio=0.01,seed=3     options after a colon: the short form, for the outermost policy
+    topk:ratio=0.01,ef=false   options after a colon: the short form, for the outermost policy
     powersgd(rank=4)           options in parentheses: the form that nests
     ef(topk(ratio=0.01))       an inner policy, whose option name (inner=) may be omitted
     warmup(steps=100, then=powersgd(rank=4))

@@ -131,7 +131,7 @@ class Aggregator:
         """Start a step, and exchange weights if necessary (rule 2).
 
         Raises:
-            WeightError: this rank set a weight although no rank set one in the first step.
+            WeightError: this rank set a weight, and no rank had set one in the first step, or ``weighted=False``.
             Unsupported: the user captures the step as a CUDA graph, which cannot replay it.
         """
         self._in_users_graph = self.scheduler.in_users_graph
@@ -149,8 +149,8 @@ class Aggregator:
         if self.weighted is False and not self.joining:
             if self.weight is not None:
                 raise WeightError(
-                    f"rank {self.control.rank}: sync.weight was set to {self.weight} although no rank had set one in "
-                    "the first step, so weights are no longer exchanged. "
+                    f"rank {self.control.rank}: sync.weight was set to {self.weight}, and weights are not exchanged: "
+                    "weighted=False, or no rank had set one in the first step. "
                     "Pass weighted=True to GradientSynchronizer."
                 )
             self.weights = None

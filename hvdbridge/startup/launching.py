@@ -83,12 +83,13 @@ def launch(
         executable: path of the Python interpreter.
         env: environment variables of the ranks, in addition to this process's.
         backend: as ``HVDBRIDGE_BACKEND``.
-        others: further arguments of ``horovod.run``, which have no effect.
+        others: further arguments of ``horovod.run``. They have no effect, with a warning; its elastic mode is refused.
 
     Raises:
         ConfigurationError: the number of ranks is not valid or exceeds the slots of ``hosts``, or an argument or a
             result cannot be pickled.
         Unsupported: other hosts or the elastic mode are requested, which need a launcher.
+        TypeError: ``horovod.run`` has no such argument.
         RankFailed: a rank failed. The message has its traceback.
     """
     size = num_proc if np is None else np

@@ -76,7 +76,9 @@ class DistributedDataParallel(Module):
 
     Raises:
         NotInitialized: ``hb.init()`` was not called.
+        ConfigurationError: an argument is invalid, or the module has no trainable parameter.
         RankMismatch: ranks differ in model, policy or options.
+        StepError: a ``GradientSynchronizer`` aggregates this module, a part of it, or a module that contains it.
         Unsupported: an option is not supported.
     """
 

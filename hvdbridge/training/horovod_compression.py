@@ -109,7 +109,7 @@ class _UnknownStep(int):
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __index__ = __int__ = __float__ = __neg__ = _read
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __truediv__ = __mod__ = _read
     __divmod__ = __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = __pow__ = _read
-    __hash__ = _read
+    __hash__ = __str__ = __repr__ = __format__ = _read
 
 
 class PolicyCompression:
@@ -117,7 +117,7 @@ class PolicyCompression:
 
     def __init__(self, policy: str | Policy) -> None:
         self.policy = from_spec(policy)
-        probe = torch.zeros(8, device="cpu")
+        probe = torch.zeros(64, 64, device="cpu")  # a matrix, which low rank compresses
         if self.policy.scope != "bucket":
             raise self._unsupported("it needs all gradients of a step at once")
         if has_leaves(self.policy.init({NAME: probe})):

@@ -52,9 +52,9 @@ class GradientSynchronizer(Controls):
         bucket_mb: size of a gradient bucket in MiB. ``"auto"``: time several sizes for a few seconds, and use the
             fastest for this policy, model and network. None: ``HVDBRIDGE_BUCKET_MB``, or the policy's default
             (:func:`~hvdbridge.policies.dense.bucket_mb`: 25 as in DDP, or 10). Among several nodes the default is at
-            most 10, or 5 for :attr:`bytewise <hvdbridge.Policy.bytewise>` policies. This limit does not apply to
-            static graphs, or before torch 2.13. Over NCCL 100 replaces 10. Results of policies that are not dense may
-            depend on the size: pass the value of :attr:`bucket_mb` to reproduce a run. Policies of
+            most 10, or 5 for :attr:`bytewise <hvdbridge.Policy.bytewise>` policies. This limit does not apply over
+            NCCL, where 100 replaces 10, to static graphs, or before torch 2.13. Results of policies that are not dense
+            may depend on the size: pass the value of :attr:`bucket_mb` to reproduce a run. Policies of
             :attr:`Policy.scope <hvdbridge.Policy.scope>` ``"step"`` always have one bucket.
         group: the ranks that aggregate together: an iterable of ranks, the backend's own group, or None for all ranks.
             Every rank of the job constructs a synchronizer, each with the group that contains it.

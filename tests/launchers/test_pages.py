@@ -67,17 +67,17 @@ def run(page: Path, found: Library, need: str, tmp_path: Path) -> None:
     for file in binaries.iterdir():
         file.chmod(0o755)
     only = tmp_path / page.name
-    only.write_text(without_other_blocks(page, need))
+    only.write_text(without_other_blocks(page, {need}))
     own = Path(found.mpiexec).parent  # has ompi_info
     pages.run(only, folder, {need}, [binaries, own], {**AS_ROOT, **found.env}, real=True, seconds=90)
 
 
-def without_other_blocks(page: Path, need: str) -> str:
-    """Return the page's text with those of its blocks that need ``need`` or write a file, at their lines."""
+def without_other_blocks(page: Path, needs: set[str]) -> str:
+    """Return the page's text with those of its blocks that need exactly ``needs`` or write a file, at their lines."""
     lines = page.read_text().splitlines()
     kept = [""] * len(lines)
     for block in pages.blocks(page):
-        if need in block.needs or block.title:
+        if block.needs == needs or block.title:
             first, last = block.line - 2, block.line + block.text.count("\n")
             kept[first:last] = lines[first:last]
     return "\n".join(kept) + "\n"

@@ -20,7 +20,7 @@ def test_page(name: str, page: Path, library: Callable[[str], Library], tmp_path
     found, folder = library(name), tmp_path / "page"
     folder.mkdir()
     only = tmp_path / page.name
-    only.write_text(without_other_blocks(page, "open-mpi"))
+    only.write_text(without_other_blocks(page, {"hosts", "open-mpi"}))
     try:
         with hosts(2, host_names=("node1", "node2")) as cluster:
             for program, command in (("python", found.python), ("mpirun", found.mpiexec)):

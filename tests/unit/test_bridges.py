@@ -352,6 +352,8 @@ def test_one_all_reduce_is_a_compression() -> None:
         ("post_local_sgd", "acts after"),
         ("sum", "would be the mean"),
         ("warmup(steps=10, then=sum)", "number of the step"),
+        ("randomk:ef=false", "number of the step"),
+        ("powersgd:ef=false,warm_start=false", "number of the step|second round"),
         ("partition(*.bias=sum, rest=mean)", r"names for \*\.bias"),
     ],
 )
