@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from operator import attrgetter
 from types import TracebackType
 from typing import Protocol
 
@@ -433,7 +432,7 @@ class Monitor:
         if self.last_step.wanted and not self._stop_sent:
             self._stop_sent = True
             self._link.send({"op": "stop"})
-        for wait in sorted(self._waits, key=attrgetter("since")):  # the helper names the outermost of a rank's
+        for wait in sorted(self._waits, key=lambda wait: wait.since):  # the helper names the outermost of a rank's
             delay = min(self._announce_after, (wait.stall or math.inf) / 2, (wait.limit or math.inf) / 4)
             if not wait.token and now - wait.since >= delay:
                 self._announce(wait)
