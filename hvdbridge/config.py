@@ -183,7 +183,7 @@ def _ports(name: str, text: str) -> range:
     match = re.fullmatch(r"(\d+)-(\d+)", text)
     low, high = map(int, match.groups()) if match else (0, 0)
     if not 0 < low <= high <= 65535:
-        raise ConfigurationError(f"{PREFIX}{name}={text} must be a range of ports, as in {PREFIX}{name}=25000-25999")
+        raise ConfigurationError(f"{PREFIX}{name}={text} must be a range of ports, as in {PREFIX}{name}=25000-29999")
     return range(low, high + 1)
 
 
@@ -241,9 +241,9 @@ VARIABLES = {
         "benchmarks/cuda_graphs.py` compares training with and without graphs.",
     ),
     "PORTS": Variable(
-        _ports, "any", "a range such as `25000-25999`",
+        _ports, "any", "a range such as `25000-29999`",
         "Ports on which hvdbridge and MPI listen. Gloo listens in the kernel's range, which `sysctl "
-        "net.ipv4.ip_local_port_range` sets on each host.",
+        "net.ipv4.ip_local_port_range` sets on each host, for all its connections.",
     ),
     "IFACE": Variable(
         _text, "one that all hosts reach", "the name of an interface", "Network interface for traffic between hosts."

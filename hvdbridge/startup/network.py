@@ -127,8 +127,9 @@ def gloo_port_warning(ports: range | None) -> str:
         return ""
     return (
         f"HVDBRIDGE_PORTS={ports[0]}-{ports[-1]}: Gloo, below torch and Horovod, listens where the kernel of "
-        f"{socket.gethostname()} says, at {kernel[0]}-{kernel[-1]}. Run: sysctl net.ipv4.ip_local_port_range="
-        f"'{ports[0]} {ports[-1]}' on each host, or use HVDBRIDGE_BACKEND=mpi without mpiexec"
+        f"{socket.gethostname()} says, at {kernel[0]}-{kernel[-1]}. Use HVDBRIDGE_BACKEND=mpi without mpiexec, or run: "
+        f"sysctl net.ipv4.ip_local_port_range='{ports[0]} {ports[-1]}' on each host, whose other connections use that "
+        "range, too: it must have some thousand ports"
     )
 
 

@@ -285,7 +285,7 @@ def _obstacles(facts: Facts, launcher: str, backend: str) -> Iterator[tuple[str,
         library = library or "this MPI library"
         yield (
             f"{library} does not speak PMI-1, by which {launcher}'s ranks would join MPI",
-            f"mpiexec -n 2 python train.py; or, in an environment without {library}: {INSTALL_MPICH}",
+            f"mpiexec -n 2 python train.py; or, in another environment: {INSTALL_MPICH}",
         )
     if backend == "horovod" and starter in ("torchrun", "srun") and not facts.horovod.gloo:
         yield (

@@ -85,7 +85,8 @@ class MpiStarter(Starter):
         if world.size > 1 and not by_launcher and not any(name in text for name in PMI1_LIBRARIES):
             raise BackendUnavailable(
                 reason or f"{text} cannot join ranks that {world.launcher} started: it does not speak PMI-1, as MPICH "
-                f"and Intel MPI do. Run: {_command(world)} (or install MPICH: pip install 'hvdbridge[mpich]')"
+                f"and Intel MPI do. Run: {_command(world)} (or install MPICH in an environment of your own: pip "
+                "install 'hvdbridge[mpich]')"
             )
 
     def start(self, rendezvous: RendezvousInfo) -> None:
