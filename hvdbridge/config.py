@@ -183,7 +183,7 @@ def _ports(name: str, text: str) -> range:
     match = re.fullmatch(r"(\d+)-(\d+)", text)
     low, high = map(int, match.groups()) if match else (0, 0)
     if not 0 < low <= high <= 65535:
-        raise ConfigurationError(f"{PREFIX}{name}={text} must be a range of ports, as in {PREFIX}{name}=25000-29999")
+        raise ConfigurationError(f"{PREFIX}{name}={text} must be a range of ports, as in {PREFIX}{name}=25000-28999")
     return range(low, high + 1)
 
 
@@ -241,7 +241,7 @@ VARIABLES = {
         "benchmarks/cuda_graphs.py` compares training with and without graphs.",
     ),
     "PORTS": Variable(
-        _ports, "any", "a range such as `25000-29999`",
+        _ports, "any", "a range such as `25000-28999`",
         "Ports on which hvdbridge and MPI listen. Gloo listens in the kernel's range, which `sysctl "
         "net.ipv4.ip_local_port_range` sets on each host, for all its connections.",
     ),
@@ -250,9 +250,9 @@ VARIABLES = {
     ),
     "CACHE": Variable(
         _text, "`~/.cache/hvdbridge`", "a directory",
-        "Directory of built wheels, of compiled kernels if its file system belongs to one node, and, if it is set, of "
-        "the commits of `hvd.elastic`. `XDG_CACHE_HOME` replaces `~/.cache`. A user without a home directory "
-        "has it below the temporary directory.",
+        "Directory of built wheels, and of compiled kernels if its file system belongs to one node. If the variable is "
+        "set, the commits of `hvd.elastic` are there, too. `XDG_CACHE_HOME` replaces `~/.cache`. A user without a home "
+        "directory has it below the temporary directory.",
     ),
 }  # fmt: skip
 """Name without ``HVDBRIDGE_`` -> the variable."""

@@ -167,7 +167,8 @@ class _Half(Policy):
     how its payloads are rounded: put error feedback inside, ``fp16(ef(...))``.
 
     Raises:
-        ConfigurationError: ``inner`` acts after the optimizer's step; write ``local_sgd(inner=fp16)`` instead.
+        ConfigurationError: ``inner`` acts after the optimizer's step. Write ``local_sgd(inner=fp16)``, or
+            ``inner=bf16``.
     """
 
     inner: Policy = MEAN

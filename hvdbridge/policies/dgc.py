@@ -50,8 +50,8 @@ class Dgc(Policy):
         Lin et al., *Deep gradient compression*, 2018, sections 3.2 and 3.3.
 
     When to choose:
-        The recipe is SGD with momentum: leave the momentum to the policy, none to the optimizer. Ranks are few, and
-        the network is slow.
+        The recipe is SGD with momentum: the policy applies the momentum, so construct the optimizer without. Ranks are
+        few, and the network is slow.
 
     Attributes:
         ratio: share of the elements that are sent after the warm-up.

@@ -32,7 +32,7 @@ def state_dict(aggregator: Aggregator, gather: bool = False) -> dict[str, Any]:
     control, own_state = aggregator.control, on_host(local["state"])
     ranks = [own_state]  # on rank 0: the tensors of "state", which torch.save then writes once
     for rank in range(1, control.size):  # one at a time: ranks other than 0 hold only one state
-        with control.watch(f"state_dict(gather=True), for the state of rank {rank}"):
+        with control.watch(f"state_dict(gather=True), for the state of the group's rank {rank}"):
             state = control.broadcast_object(own_state, rank)
         if control.rank == 0:
             ranks.append(state)

@@ -132,6 +132,11 @@ class PolicyCompression:
             raise self._unsupported("it depends on the number of the step, which Horovod does not pass") from None
         if _has_sum(self.policy):
             raise self._unsupported("Horovod divides that sum by the number of ranks, so it would be the mean")
+        inners = self.policy.inners().values()
+        for inner in inners:  # the probe matches one rule of a partition
+            PolicyCompression(inner)
+        if not inners and (self.policy.rounds or 1) > 1:  # a policy may send a small probe in one round
+            raise self._unsupported("it has a second round")
 
     def __repr__(self) -> str:
         return f"to_horovod_compression({label(self.policy)!r})"

@@ -192,7 +192,7 @@ def test_a_rank_that_does_not_call_state_dict(backend: str, tmp_path: Path) -> N
     script.write_text(ON_RANK_0)
     job = jobs.run("fork", backend, 2, [str(script)], env={"HVDBRIDGE_TIMEOUT_SECONDS": "3"})
     assert job.status not in (0, -1), job.output
-    named = r"rank 0 waits in state_dict\(gather=True\), for the state of rank 1; not in it: rank 1 \("
+    named = r"rank 0 waits in state_dict\(gather=True\), for the state of the group's rank 1; not in it: rank 1 \("
     assert re.search(named, job.output), job.output
 
 

@@ -354,6 +354,9 @@ def test_one_all_reduce_is_a_compression() -> None:
         ("warmup(steps=10, then=sum)", "number of the step"),
         ("randomk:ef=false", "number of the step"),
         ("powersgd:ef=false,warm_start=false", "number of the step|second round"),
+        ("powersgd:rank=64,ef=false,warm_start=false", "second round"),
+        ("partition(1d=int8, rest=mean)", "AllToAll"),
+        ("partition(<10000=mean, rest=randomk(ef=false))", "number of the step"),
         ("partition(*.bias=sum, rest=mean)", r"names for \*\.bias"),
     ],
 )
