@@ -20,6 +20,7 @@ from hvdbridge.backends.communicator import Communicator
 from hvdbridge.backends.registry import load
 from hvdbridge.errors import HvdbridgeError
 from hvdbridge.policy.collectives import AllGather, AllReduce
+from hvdbridge.supervisor import client
 
 
 def flood(comm: Communicator) -> None:
@@ -51,6 +52,7 @@ def late() -> None:
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(40, exit=True)
+    client.UNWIND = 30.0  # on busy cores the library may take longer than 2 s to report the death
     backend = os.environ["HVDBRIDGE_BACKEND"]
     native = start(backend)
     comm = load(backend, "communicator").world(timeout_seconds={"sleeps": 4, "freezes": 4}.get(sys.argv[1], 60))
