@@ -56,7 +56,7 @@ class Example:
     Attributes:
         spec: the policy, with example options where it needs some.
         formula: bytes that a rank sends, of N ranks for n elements in float32: an expression of Python, and the names
-            that ``names`` explains. "0" without communication. With ``at_most`` it is mostly above the true number.
+            that ``names`` explains. "0" without communication. With ``approximate`` it is mostly above the true number.
         names: further names in the formula -> their meaning, and their value for :data:`MODEL`: a number, or an
             expression.
         step: the first step that is counted.
@@ -67,7 +67,7 @@ class Example:
     spec: str
     formula: str
     names: dict[str, tuple[str, float | str]]
-    at_most: bool = False
+    approximate: bool = False
     step: int = 0
     period: int = 1
     nodes: bool = False
@@ -111,7 +111,7 @@ FAMILIES = {
         "threshold": Example("threshold", "8 * k * (N - 1)", {"k": (K, kept(0.05))}),
         "dgc": Example("dgc:ratio=0.01", "8 * k * (N - 1)", {"k": (f"after the warm-up, {K}", kept(0.01))}, step=10**6),
         "oktopk": Example(
-            "oktopk:ratio=0.01", f"8 * (2 * k + 2 * sqrt(k * N)) {RING}", {"k": (K, kept(0.01))}, at_most=True
+            "oktopk:ratio=0.01", f"8 * (2 * k + 2 * sqrt(k * N)) {RING}", {"k": (K, kept(0.01))}, approximate=True
         ),
     },
     "Sign": {
@@ -129,11 +129,11 @@ FAMILIES = {
     "Combining": {
         "adasum": Example(
             "adasum", f"8 * n {RING} + 16 * p * c * ceil(N / 8) {RING}",
-            {"p": (P, len(MODEL)), "c": ("at most 36", 36)}, at_most=True,
+            {"p": (P, len(MODEL)), "c": ("at most 36", 36)}, approximate=True,
         ),
         "adasum_delta": Example(
             "adasum_delta", f"8 * n {RING} + 16 * p * c * ceil(N / 8) {RING}",
-            {"p": (P, len(MODEL)), "c": ("at most 36", 36)}, at_most=True,
+            {"p": (P, len(MODEL)), "c": ("at most 36", 36)}, approximate=True,
         ),
     },
     "Robust against faulty ranks": {
@@ -242,7 +242,7 @@ class Facts:
         local_size = e.local_size(size)
         sent = sum(bytes_per_step(self.policy, MODEL, size, step, None, local_size) for step in steps) / e.period
         expected = self.formula_value(size)
-        low, high = (1 / 1.5 if e.at_most else 1 - TOLERANCE), 1 + TOLERANCE
+        low, high = (1 / 1.5 if e.approximate else 1 - TOLERANCE), 1 + TOLERANCE
         right = low * expected <= sent <= high * expected
         assert right, f"{self.name}: {e.formula} gives {expected:,.0f} bytes at N = {size}; a rank sends {sent:,.0f}"
         return sent
@@ -271,7 +271,7 @@ class Facts:
         e = self.example
         if e.formula == "0":
             return "none"
-        text = f"{'about ' if e.at_most else ''}`{e.formula.replace(' * ', ' ')}`"
+        text = f"{'about ' if e.approximate else ''}`{e.formula.replace(' * ', ' ')}`"
         if e.names:
             text += "; " + ", ".join(f"{name}: {meaning}" for name, (meaning, _) in e.names.items())
         return text + ("; the average over a period" if e.period > 1 else "")

@@ -127,8 +127,14 @@ def gloo_port_warning(ports: range | None) -> str:
         return ""
     return (
         f"HVDBRIDGE_PORTS={ports[0]}-{ports[-1]}: Gloo, below torch and Horovod, listens where the kernel of "
-        f"{socket.gethostname()} says, at {kernel[0]}-{kernel[-1]}. Use HVDBRIDGE_BACKEND=mpi without mpiexec, or run: "
-        f"sysctl net.ipv4.ip_local_port_range='{ports[0]} {ports[-1]}' on each host, whose other connections use that "
+        f"{socket.gethostname()} says, at {kernel[0]}-{kernel[-1]}: {gloo_port_remedy(ports)}"
+    )
+
+
+def gloo_port_remedy(ports: range) -> str:
+    sysctl = f"sysctl net.ipv4.ip_local_port_range='{ports[0]} {ports[-1]}'"
+    return (
+        f"use HVDBRIDGE_BACKEND=mpi without mpiexec, or run {sysctl} on each host, whose other connections use that "
         "range, too: it must have some thousand ports"
     )
 

@@ -114,10 +114,8 @@ def _addresses(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
 def _ports(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
     if config.ports:
         text = network.gloo_port_warning(config.ports)
-        low, high = config.ports[0], config.ports[-1]
-        sysctl = f"sysctl net.ipv4.ip_local_port_range='{low} {high}'"
-        remedy = f"{sysctl}, or HVDBRIDGE_BACKEND=mpi without mpiexec" if text else ""
-        yield Finding("HVDBRIDGE_PORTS", text or f"all listen at {low}-{high}", remedy)
+        remedy = network.gloo_port_remedy(config.ports) if text else ""
+        yield Finding("HVDBRIDGE_PORTS", text or f"all listen at {config.ports[0]}-{config.ports[-1]}", remedy)
 
 
 def _cache(environ: Mapping[str, str], config: Config) -> Iterator[Finding]:
